@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._native import _native
-from llm_datadist.bench.sides.limits import RawBlocks, copy_raw, move_process, stream_raw, streaming_bits
+from llm_datadist.bench.sides.limits import RawBlocks, Wait, copy_raw, move_process, stream_raw, streaming_bits
 from llm_datadist.errors import ParamError
 from tests.unit.holder import Holder
 
@@ -113,7 +113,8 @@ def test_what_is_not_mapped_there_and_a_process_that_is_gone(other: Holder) -> N
         move_process(near, far, other.pid, threads=1)
 
 
-def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early() -> None:
+@pytest.mark.parametrize("wait", Wait)
+def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wait: Wait) -> None:
     """More than one write of 1 MiB, and two tensors."""
     src, dst = tensors(2, 3, 1_500_000, 1), tensors(2, 3, 1_500_000, 2)
     to, of = np.array([1]), np.array([2])
@@ -123,13 +124,13 @@ def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early() -
         with far:
             sender = threading.Thread(target=stream_raw, args=(far, RawBlocks.of(src, of)), kwargs={"send": True})
             sender.start()
-            stream_raw(near, RawBlocks.of(dst, to), send=False)
+            stream_raw(near, RawBlocks.of(dst, to), send=False, wait=wait)
             sender.join(30)
             assert not sender.is_alive()
             assert np.array_equal(dst, wanted)
             far.sendall(b"x" * 999)
         with pytest.raises(ConnectionResetError):
-            stream_raw(near, RawBlocks.of(dst, to), send=False)
+            stream_raw(near, RawBlocks.of(dst, to), send=False, wait=wait)
         with pytest.raises(BrokenPipeError):
             stream_raw(near, RawBlocks.of(dst, to), send=True)
 
@@ -179,7 +180,8 @@ CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4
         (lambda: _native.limit_memcpy(ONE, NULL, 8, 1, False), "address 0 is 0"),
         (lambda: _native.limit_process(ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
         (lambda: _native.limit_process(ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
-        (lambda: _native.limit_stream(0, True, ONE, 0), "block_bytes is 0"),
+        (lambda: _native.limit_stream(0, True, ONE, 0, 0), "block_bytes is 0"),
+        (lambda: _native.limit_stream(0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
     ],
 )
 def test_what_it_refuses(call: Callable[[], object], said: str) -> None:

@@ -20,6 +20,7 @@
 
 #include "error.hpp"
 #include "thread.hpp"
+#include "ticket.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -192,24 +193,47 @@ inline void limit_process(pid_t pid, bool write, const LimitBlocks& near, const 
         throw std::system_error(code, std::generic_category(), write ? "process_vm_writev" : "process_vm_readv");
 }
 
-constexpr std::size_t limit_write_bytes = std::size_t{1} << 20;
+// How the receiver waits for more of a stream: until something is there, until much is there, or not at all.
+enum class StreamWait : int { some = 0, much = 1, spin = 2 };
+
+constexpr std::size_t limit_step_bytes = std::size_t{1} << 20;
+constexpr std::size_t limit_much_bytes = std::size_t{256} << 10;
+constexpr std::int64_t limit_spin_ns = 300'000'000'000;
+
+// Wakes the receiver once so many bytes are there.
+inline void set_low_water(int fd, std::size_t bytes) {
+    const int wanted = static_cast<int>(bytes);
+    if (::setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted) != 0)
+        throw std::system_error(errno, std::generic_category(), "SO_RCVLOWAT");
+}
 
 // One step of a stream: at most 1 MiB, as much as the socket takes or has. Throws std::system_error.
-inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes) {
-    const std::size_t asked = std::min(bytes, limit_write_bytes);
+inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes, StreamWait wait) {
+    const std::size_t asked = std::min(bytes, limit_step_bytes);
+    const bool spin = wait == StreamWait::spin && !send;
+    const std::int64_t until = spin ? monotonic_ns() + limit_spin_ns : 0;
     for (;;) {
-        const ssize_t moved = send ? ::send(fd, at, asked, MSG_NOSIGNAL) : ::recv(fd, at, asked, 0);
+        const ssize_t moved =
+            send ? ::send(fd, at, asked, MSG_NOSIGNAL) : ::recv(fd, at, asked, spin ? MSG_DONTWAIT : 0);
         if (moved > 0) return static_cast<std::size_t>(moved);
         if (moved == 0) throw std::system_error(ECONNRESET, std::generic_category(), "recv");
-        if (errno != EINTR) throw std::system_error(errno, std::generic_category(), send ? "send" : "recv");
+        const bool again = errno == EINTR || (spin && errno == EAGAIN && monotonic_ns() < until);
+        if (!again) throw std::system_error(errno, std::generic_category(), send ? "send" : "recv");
     }
 }
 
 // Sends the blocks one after the other over a blocking stream socket, or receives into them.
-inline void limit_stream(int fd, bool send, const LimitBlocks& blocks) {
+inline void limit_stream(int fd, bool send, const LimitBlocks& blocks, StreamWait wait) {
+    std::size_t left = blocks.count * blocks.bytes, low = 1;
     for (std::size_t i = 0; i < blocks.count; ++i)
-        for (std::size_t done = 0; done < blocks.bytes;)
-            done += stream_step(fd, send, blocks.at(i) + done, blocks.bytes - done);
+        for (std::size_t done = 0; done < blocks.bytes;) {
+            const std::size_t much = wait == StreamWait::much && !send ? std::min(limit_much_bytes, left) : 1;
+            if (much != low) set_low_water(fd, low = much);
+            const std::size_t moved = stream_step(fd, send, blocks.at(i) + done, blocks.bytes - done, wait);
+            done += moved;
+            left -= moved;
+        }
+    if (low != 1) set_low_water(fd, 1);
 }
 
 }  // namespace datadist

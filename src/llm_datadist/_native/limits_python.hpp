@@ -47,10 +47,11 @@ inline void py_limit_process(int pid, bool write, const LimitAddresses& near, co
     without_gil([&] { limit_process(pid, write, here, there, threads); });
 }
 
-inline void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t block_bytes) {
+inline void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t block_bytes, int wait) {
     const LimitBlocks blocks = limit_blocks(addresses, block_bytes);
     check_limit_blocks(blocks, block_bytes, std::numeric_limits<std::int64_t>::max());
-    without_gil([&] { limit_stream(fd, send, blocks); });
+    if (wait < 0 || wait > static_cast<int>(StreamWait::spin)) refuse("wait is ", wait, ": must be in [0, 2]");
+    without_gil([&] { limit_stream(fd, send, blocks, static_cast<StreamWait>(wait)); });
 }
 
 inline void bind_limits(nb::module_& m) {
@@ -62,7 +63,8 @@ inline void bind_limits(nb::module_& m) {
           "streaming"_a);
     m.def("limit_process", &py_limit_process, "pid"_a, "write"_a, "near"_a.noconvert(), "far"_a.noconvert(),
           "block_bytes"_a, "threads"_a);
-    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a);
+    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a,
+          "wait"_a);
 }
 
 }  // namespace datadist

@@ -195,6 +195,7 @@ class _CaseRun:
         running = self._running[side]
         with running.turn():
             running.start(self._case.workload)
+            self._measured[side].way = running.facts.get("way", "")
             if side == self._case.side and self._case.busy:
                 running.busy(self._case.busy, on=True)
 

@@ -66,12 +66,14 @@ class Measured:
         steady: Seconds of the later passes, or of all their single steps.
         cpu_seconds: CPU seconds of all its processes, of each later pass.
         passes: How many later passes.
+        way: Which of its ways the side found to be the fastest, or nothing.
     """
 
     first: float = 0.0
     steady: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     passes: int = 0
+    way: str = ""
 
     def add(self, number: int, seconds: list[float], cpu_seconds: float) -> None:
         """Add one pass; number 0 is the first."""
@@ -124,7 +126,7 @@ def _row(
         seconds_p90=p90,
         seconds_p99=p99,
         gb_per_s=_rate(nbytes, ours),
-        limit=case.limit if limit else None,
+        limit=_limit_name(case, limit),
         limit_seconds_median=limit.median if limit else None,
         limit_gb_per_s=_rate(nbytes, limit),
         ratio_to_limit=limit.median / ours.median if limit else None,
@@ -137,6 +139,10 @@ def _row(
         peer_cpu_seconds_per_gib=peer.cpu_per_gib(moved) if peer else None,
         verified=True,
     )
+
+
+def _limit_name(case: Case, limit: Measured | None) -> str | None:
+    return f"{case.limit} ({limit.way})" if limit and limit.way else case.limit if limit else None
 
 
 def _rate(nbytes: int, measured: Measured | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The raw limits of this machine as sides: memcpy, process_vm_readv and one TCP stream.
+"""The raw limits of this machine as sides: memcpy, process_vm_readv and TCP streams.
 
 They move the same blocks in the same kind of memory as the side that they are compared with, by plain loops in threads
 of their own (``_native/limits.hpp``). The library's engine takes no part, and nothing else of the library uses them.
@@ -6,12 +6,14 @@ of their own (``_native/limits.hpp``). The library's engine takes no part, and n
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -35,6 +37,7 @@ __all__ = [
     "MemcpyStreaming",
     "RawBlocks",
     "TcpRaw",
+    "Wait",
     "copy_raw",
     "move_process",
     "stream_raw",
@@ -156,7 +159,18 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
     _native.limit_process(pid, write, near.addresses, far.addresses, near.block_bytes, threads)
 
 
-def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> None:
+class Wait(enum.IntEnum):
+    """How the receiver of a stream waits."""
+
+    BLOCKING = 0
+    """Until something is there."""
+    LOW_WATER = 1
+    """Until 256 KiB are there (SO_RCVLOWAT), or all that is left."""
+    SPINNING = 2
+    """Not at all: it asks again and again."""
+
+
+def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
     """Send blocks over a stream, or receive into them, at most 1 MiB a call.
 
     Args:
@@ -164,6 +178,7 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> N
             non-blocking.
         blocks: Of this process.
         send: The direction.
+        wait: How the receiver waits.
 
     Raises:
         OSError: The connection broke (ConnectionResetError when the peer ended it), or its time is over.
@@ -173,7 +188,7 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool) -> N
         raise ParamError("connection has a timeout: must be blocking")
     if not send:
         _check_writable(blocks, "blocks")
-    _native.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes)
+    _native.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
 
 
 def useful_threads(workload: Workload) -> int:
@@ -252,43 +267,85 @@ class Cma(Side):
         move_process(near, far, self._pid, threads=1)
 
 
+@dataclass(frozen=True)
+class _Way:
+    """One way to move all bytes over TCP."""
+
+    streams: int
+    wait: Wait
+
+    def __str__(self) -> str:
+        how = {Wait.BLOCKING: "blocking", Wait.LOW_WATER: "SO_RCVLOWAT", Wait.SPINNING: "spinning"}[self.wait]
+        return f"{how}, {self.streams} stream{'s' if self.streams > 1 else ''}"
+
+
+_STREAMS: Final = 2
+_WAYS: Final = tuple(_Way(streams, wait) for streams in range(1, _STREAMS + 1) for wait in Wait)
+_TRIALS: Final = 3
+
+
 class TcpRaw(Side):
-    """One TCP stream on loopback: the bytes of the workload without any framing.
+    """One or two TCP streams on loopback: the bytes of the workload without any framing, the best way there is.
 
     Source and destination have the workload's memory. What is sent is the first ``blocks`` rows of every tensor, which
     are contiguous, so that the size of a block makes no difference; the rest of the destination must stay untouched.
+    The ways are tried when the destination connects, and the fastest is used.
+
+    Threads: one for each stream at the source, ``bench-stream``; one for the second stream at the destination.
     """
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
 
     def start(self) -> Facts:
-        """Make the tensors; the source listens and serves in the thread ``bench-stream``."""
+        """Make the tensors; the source listens and serves."""
         tensors = private_tensors(self.workload)
         self.own(tensors)
-        self._front = RawBlocks.of([_halves(each) for each in tensors], np.zeros(1, np.int64))
-        self._stream: socket.socket | None = None
+        # Each stream has its part of the front of every tensor.
+        nbytes = tensors[0].size // work.SPREAD
+        cuts = [nbytes * number // _STREAMS for number in range(_STREAMS + 1)]
+        self._parts = [_slices(tensors, begin, end) for begin, end in pairwise(cuts)]
+        self._front = _slices(tensors, 0, nbytes)
+        self._streams: list[socket.socket] = []
         self._stopping = False
+        self._way = _WAYS[0]
         if self.role is Role.DESTINATION:
             return {}
         self._listener = socket.create_server((_HOST, 0))
-        self._thread = threading.Thread(target=self._serve, name="bench-stream", daemon=True)
-        self._thread.start()
+        self._threads = ThreadPoolExecutor(_STREAMS, "bench-stream")
+        self._served = [self._threads.submit(self._serve, number) for number in range(_STREAMS)]
         return {"port": self._listener.getsockname()[1]}
 
     def connect(self, facts: Facts) -> Facts:
-        self._stream = socket.socket()
-        _prepare(self._stream)
-        self._stream.connect((_HOST, facts["port"]))
-        return {"transport": "tcp"}
+        self._threads = ThreadPoolExecutor(1, "bench-stream")
+        for number in range(_STREAMS):
+            self._streams.append(stream := socket.socket())
+            _prepare(stream)
+            stream.connect((_HOST, facts["port"]))
+            stream.sendall(bytes([number]))
+        times = {way: self._try(way) for way in _WAYS}
+        self._way = min(times, key=times.__getitem__)
+        return {"transport": "tcp", "way": str(self._way)}
+
+    def _try(self, way: _Way) -> float:
+        self._way = way
+        return min(self.timed(1 + _TRIALS)[1:])  # the first touches memory
 
     def transfer(self) -> None:
         """Ask for all bytes and receive them, or send them and wait for the answer."""
-        assert self._stream is not None, "connected"
-        self._stream.sendall(_GO)
-        sends = self.workload.op is Op.PUSH
-        stream_raw(self._stream, self._front, send=sends)
-        if sends and self._stream.recv(1) != _GO:
+        others = [self._threads.submit(self._move, number) for number in range(1, self._way.streams)]
+        self._move(0)
+        for each in others:
+            each.result()
+
+    def _move(self, number: int) -> None:
+        stream, sends = self._streams[number], self.workload.op is Op.PUSH
+        stream.sendall(bytes([_WAYS.index(self._way)]))
+        self._stream(stream, number, self._way, send=sends)
+        if sends and stream.recv(1) != _GO:
             raise ConnectionError("the other end closed the stream")
+
+    def _stream(self, stream: socket.socket, number: int, way: _Way, *, send: bool) -> None:
+        stream_raw(stream, self._front if way.streams == 1 else self._parts[number], send=send, wait=way.wait)
 
     def verify(self, seed: int) -> bool:
         """Compare every byte: the rows that were sent, and those behind them."""
@@ -297,36 +354,38 @@ class TcpRaw(Side):
         return bool(self.destination_views)
 
     def stop(self) -> None:
-        """Close the stream; the source's thread ends with it."""
+        """Close the streams; the source's threads end with them."""
         if self.role is Role.SOURCE:
             self._stopping = True
             # A mere close would not wake a thread that waits in accept or recv.
             _shut(self._listener)
-            if self._stream is not None:
-                _shut(self._stream)
-            self._thread.join()
+            for stream in self._streams:
+                _shut(stream)
+            wait(self._served)
             self._listener.close()
-        if self._stream is not None:
-            self._stream.close()
+        for stream in self._streams:
+            stream.close()
 
-    def _serve(self) -> None:
-        """Send or receive all bytes for each request until the stream ends. Threads: ``bench-stream``."""
+    def _serve(self, _: int) -> None:
+        """Send or receive all bytes of one stream for each request until it ends."""
         try:
-            self._stream, _ = self._listener.accept()
-            _prepare(self._stream)
+            stream, _ = self._listener.accept()
+            self._streams.append(stream)
+            _prepare(stream)
+            [number] = stream.recv(1)
             # Either this sees the flag or stop() sees the stream.
-            while not self._stopping and self._stream.recv(1):
+            while not self._stopping and (asked := stream.recv(1)):
                 sends = self.workload.op is Op.PULL
-                stream_raw(self._stream, self._front, send=sends)
+                self._stream(stream, number, _WAYS[asked[0]], send=sends)
                 if not sends:
-                    self._stream.sendall(_GO)
+                    stream.sendall(_GO)
         except OSError:
             return  # the destination, if it still waits for something, sees the end of the stream
 
 
-def _halves(tensor: Bytes) -> Bytes:
-    """Return a tensor as two rows: what is streamed, and the rest."""
-    return tensor.reshape(work.SPREAD, -1)
+def _slices(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
+    """Return the bytes from ``begin`` to ``end`` of every tensor, each slice as one block."""
+    return RawBlocks.of([each.reshape(-1)[begin:end].reshape(1, -1) for each in tensors], np.zeros(1, np.int64))
 
 
 def _shut(each: socket.socket) -> None:
