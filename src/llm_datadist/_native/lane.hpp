@@ -65,7 +65,7 @@ public:
         bool drained = false;
         while (true) {
             enter_next_stages();
-            if (receiver_.paused() || drained || budget == 0) return;
+            if (receiver_.paused() || drained || budget == 0) return set_low_water();
             const Receiver::Step step = receiver_.step(fd_.get(), budget, scrap_);
             drained = step.drained;
             budget -= std::min(budget, std::max(step.moved, least_charge_bytes));
@@ -167,6 +167,14 @@ private:
     };
 
     using Jobs = std::unordered_map<std::uint64_t, Job>;
+
+    // Whatever it is, the end of the stream and an error wake the thread.
+    void set_low_water() {
+        const auto wanted = static_cast<int>(receiver_.low_water());
+        if (wanted == low_water_) return;
+        low_water_ = wanted;
+        ::setsockopt(fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
+    }
 
     // The stages of what comes in.
 
@@ -367,6 +375,7 @@ private:
     std::int64_t max_drain_ns_;
     Sender sender_;
     Receiver receiver_;
+    int low_water_ = 1;
     Header incoming_;               // of the frame being received
     std::optional<Accepted> accepted_;
     std::int64_t drain_until_ = 0;

@@ -14,6 +14,9 @@
 
 namespace datadist {
 
+// Measured: of a payload whose every segment wakes the thread a third of the speed is lost.
+constexpr std::uint64_t low_water_bytes = 256u << 10;
+
 // header -> meta -> [paused ->] payload -> [trailer ->] header ...: the lane decides, this class only fills.
 class Receiver {
 public:
@@ -70,6 +73,12 @@ public:
         std::uint64_t moved;
         bool drained;  // the socket had less than was asked for
     };
+
+    // How many bytes had better be there before a thread is woken: of a long payload many.
+    std::uint64_t low_water() const {
+        if (stage_ != Stage::payload) return 1;
+        return std::min(payload_->left() + (trailer_follows_ ? trailer_bytes : 0), low_water_bytes);
+    }
 
     // One system call, of at most `budget` bytes of payload. Throws LaneError at the end of the stream.
     Step step(int fd, std::uint64_t budget, const Scrap& scrap) {
