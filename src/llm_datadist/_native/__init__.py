@@ -20,6 +20,7 @@ from llm_datadist._native._native import (
     Meter,
     Plan,
     ProcessMemory,
+    StandingGrants,
     Timer,
     UseGate,
     advance_generation,

@@ -355,6 +355,25 @@ def check_plan(
 ) -> None: ...
 
 @final
+class StandingGrants:
+    """What the owner has granted to one link for good, by verb and handle: at most 4096. Threads: any."""
+
+    def __init__(self) -> None: ...
+    def keep(
+        self,
+        handle: bytes,
+        write: bool,
+        bases: NDArray[np.uint64],
+        extent: int,
+        guards: Sequence[tuple[int, int]],
+        tag: int,
+        mapped: bool,
+    ) -> None:
+        """Grant all tensors of a handle, until one of the guards changes or :meth:`LaneEngine.quiesce` of the tag."""
+
+    def __len__(self) -> int: ...
+
+@final
 class LaneEngine:
     """Threads that move the bytes of jobs over stream sockets.
 
@@ -377,8 +396,8 @@ class LaneEngine:
         """
     def reserve_lane(self) -> int:
         """Return the number of a lane that is attached later: known before its first event."""
-    def attach_lane(self, lane: int, fd: int) -> None:
-        """Like add_lane(), as the reserved ``lane``."""
+    def attach_lane(self, lane: int, fd: int, grants: StandingGrants | None = None) -> None:
+        """Like add_lane(), as the reserved ``lane``, on which requests that ``grants`` fit are answered natively."""
     def drop_lane(self, lane: int) -> None:
         """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""
     def event_fd(self) -> int:

@@ -15,6 +15,7 @@
 #include "fd.hpp"
 #include "receiver.hpp"
 #include "sender.hpp"
+#include "standing_grants.hpp"
 #include "ticket.hpp"
 
 namespace datadist {
@@ -44,9 +45,16 @@ struct Grant {
 
 class Lane {
 public:
-    // `max_drain_ns`: how long a payload may take that is only dropped.
-    Lane(std::uint64_t number, Fd fd, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns)
-        : number_(number), fd_(std::move(fd)), events_(events), scrap_(scrap), max_drain_ns_(max_drain_ns) {}
+    // `max_drain_ns`: how long a payload may take that is only dropped. `grants`: what its link may use without a
+    // question to Python, or null.
+    Lane(std::uint64_t number, Fd fd, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns,
+         std::shared_ptr<StandingGrants> grants)
+        : number_(number),
+          fd_(std::move(fd)),
+          events_(events),
+          scrap_(scrap),
+          max_drain_ns_(max_drain_ns),
+          grants_(std::move(grants)) {}
 
     int fd() const { return fd_.get(); }
 
@@ -135,6 +143,7 @@ public:
     }
 
     void quiesce(std::int64_t tag) {
+        if (grants_) grants_->drop(tag);
         sender_.quiesce(tag);
         if (!accepted_ || accepted_->grant.tag != tag) return;
         detach(*accepted_->grant.payload);
@@ -221,8 +230,19 @@ private:
             receiver_.pause();
         else
             receiver_.expect_header();
+        if (auto grant = standing_grant(write, meta))
+            return write ? accept(std::move(*grant)) : serve(std::move(*grant));
         events_.push({write ? Event::What::write : Event::What::read, number_, incoming_.id, std::move(meta),
                       incoming_.payload_bytes});
+    }
+
+    // Nothing where the owner's Python has to be asked.
+    std::optional<Grant> standing_grant(bool write, const std::string& meta) const {
+        const auto request = grants_ ? LaneRequest::parse(meta) : std::nullopt;
+        const auto memory = request ? grants_->find(write, request->handle) : nullptr;
+        auto payload = memory ? memory->payload(*request) : nullptr;
+        if (!payload) return std::nullopt;
+        return Grant{incoming_.id, std::move(payload), memory->guards, memory->tag};
     }
 
     void on_payload() {
@@ -373,6 +393,7 @@ private:
     EventQueue& events_;
     Scrap scrap_;
     std::int64_t max_drain_ns_;
+    std::shared_ptr<StandingGrants> grants_;
     Sender sender_;
     Receiver receiver_;
     int low_water_ = 1;

@@ -82,7 +82,7 @@ public:
     }
 
     // Takes the socket over, also when it throws. A closed engine closes it.
-    void attach_lane(std::uint64_t lane, int raw) {
+    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants = nullptr) {
         Fd fd(raw);
         const auto body = usable_body();
         if (lane == 0 || lane >= next_lane_.load(std::memory_order_relaxed)) refuse("lane ", lane, " was not reserved");
@@ -92,8 +92,9 @@ public:
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
         // A command is copied when it is stored, and a descriptor cannot be.
         auto shared = std::make_shared<Fd>(std::move(fd));
-        if (!body->worker_of(lane).post([lane, shared](Worker& worker) { worker.add(lane, std::move(*shared)); }))
-            body->fds.remove(raw);
+        const bool posted = body->worker_of(lane).post(
+            [lane, shared, grants](Worker& worker) { worker.add(lane, std::move(*shared), grants); });
+        if (!posted) body->fds.remove(raw);
     }
 
     // Closes the lane; everything on it fails. When this returns no memory is touched for it. Unknown ones are ignored.

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -50,6 +51,13 @@ inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, b
     Grant grant{id, std::make_shared<Payload>(std::move(spans), mapped), {}, tag};
     for (const auto& [address, generation] : guards) grant.guards.add(address, generation);
     write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
+}
+
+inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const LaneBases& bases,
+                    std::int64_t extent, const GuardList& guards, std::int64_t tag, bool mapped) {
+    GrantedMemory memory{{bases.data(), bases.data() + bases.size()}, extent, {}, tag, mapped};
+    for (const auto& [address, generation] : guards) memory.guards.add(address, generation);
+    grants.keep(write, std::string(handle.c_str(), handle.size()), std::move(memory));
 }
 
 inline nb::object text_object(const std::string& text) {
@@ -123,6 +131,12 @@ inline void bind_lanes(nb::module_& m) {
     m.def("check_plan", &py_check_plan, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a,
           "src_bases"_a.noconvert(), "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "nbytes"_a);
 
+    nb::class_<StandingGrants>(m, "StandingGrants", nb::is_final())
+        .def(nb::init<>())
+        .def("keep", &py_keep, "handle"_a, "write"_a, "bases"_a.noconvert(), "extent"_a, "guards"_a, "tag"_a,
+             "mapped"_a)
+        .def("__len__", &StandingGrants::size);
+
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final(),
                            "Threads that move the bytes of jobs over stream sockets. Any thread may call; in a forked\n"
                            "child everything but close() is a ParamError.")
@@ -132,7 +146,7 @@ inline void bind_lanes(nb::module_& m) {
         .def("close", &LaneEngine::close, Released(), "Lose every lane and join the threads. Idempotent.")
         .def("add_lane", &LaneEngine::add_lane, "fd"_a, "Take a connected stream socket over; return its lane.")
         .def("reserve_lane", &LaneEngine::reserve_lane, "Return the number of a lane to be attached.")
-        .def("attach_lane", &LaneEngine::attach_lane, "lane"_a, "fd"_a,
+        .def("attach_lane", &LaneEngine::attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(),
              "Take a connected stream socket over as a reserved lane.")
         .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a, "Close a lane; what is on it fails.")
         .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")

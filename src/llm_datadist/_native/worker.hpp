@@ -112,9 +112,9 @@ public:
 
     // For commands, which have the turn.
 
-    void add(std::uint64_t number, Fd fd) {
+    void add(std::uint64_t number, Fd fd, std::shared_ptr<StandingGrants> grants) {
         const int raw = fd.get();
-        auto lane = std::make_unique<Lane>(number, std::move(fd), events_, scrap(), max_drain_ns_);
+        auto lane = std::make_unique<Lane>(number, std::move(fd), events_, scrap(), max_drain_ns_, std::move(grants));
         lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
         if (watch(EPOLL_CTL_ADD, raw, number, EPOLLIN)) return;
         drop(number, "the kernel does not watch its descriptor", true);

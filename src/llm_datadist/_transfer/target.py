@@ -190,7 +190,8 @@ class LaneTarget:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
-        return LaneGrant(entry.storage.tensors, guards, entry.storage.tag)
+        # A pin ends without a guard, and counts what was sent; all else that this looked at lasts as long as the guards.
+        return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin)
 
 
 class LaneReconnector:

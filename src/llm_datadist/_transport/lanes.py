@@ -12,14 +12,13 @@ import struct
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-import msgspec
 import numpy as np
 
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
+from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, StandingGrants, Tensors, WriteAsked
 from llm_datadist._transport.address import DialledSocket, read_exactly
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
 from llm_datadist.types.cluster import show_address
@@ -46,18 +45,9 @@ _UNSENT_BYTES: Final = 512 << 10
 
 _KEEPALIVE_SECONDS: Final = 5
 
-_LENGTH: Final = struct.Struct("<I")
+#: As in _native/standing_grants.hpp: bytes of the handle, first tensor, tensors, bytes of each, bytes in all.
+_HEAD: Final = struct.Struct("<HQQQQ")
 _RUN_BYTES: Final = 16
-
-_Size = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
-
-
-class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    handle: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE_BYTES)]
-    first: _Size
-    count: _Size
-    extent: _Size
-    nbytes: _Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +62,25 @@ class LaneRequest:
 def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
     """Return the meta for the target's side of a plan: its destination when writing, else its source."""
     first = plan.dst_first if write else plan.src_first
-    head = msgspec.msgpack.encode(_Head(handle, first, plan.count, extent, plan.nbytes))
+    head = _HEAD.pack(len(handle), first, plan.count, extent, plan.nbytes)
     spans = plan.runs[:, (0 if write else 1, 2)].astype("<u8", order="C")
-    return b"".join((_LENGTH.pack(len(head)), head, spans.tobytes()))
+    return b"".join((head, handle, spans.tobytes()))
 
 
 def decode_request(meta: bytes) -> LaneRequest:
     """Return the request in a meta; ``ProtocolError`` when it holds none."""
-    if len(meta) < _LENGTH.size:
+    if len(meta) < _HEAD.size:
         raise ProtocolError(f"a lane request of {len(meta)} bytes has no head")
-    (length,) = _LENGTH.unpack_from(meta)
-    start = _LENGTH.size + length
-    if start > len(meta) or (len(meta) - start) % _RUN_BYTES or (len(meta) - start) // _RUN_BYTES > MAX_RUNS:
-        raise ProtocolError(f"a lane request of {len(meta)} bytes with a head of {length} does not add up")
-    try:
-        head = msgspec.msgpack.decode(memoryview(meta)[_LENGTH.size : start], type=_Head)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a lane request cannot be decoded: {error}") from error
+    length, first, count, extent, nbytes = _HEAD.unpack_from(meta)
+    start = _HEAD.size + length
+    runs, rest = divmod(len(meta) - start, _RUN_BYTES)
+    if length > MAX_HANDLE_BYTES or rest or not 0 <= runs <= MAX_RUNS:
+        raise ProtocolError(f"a lane request of {len(meta)} bytes with a handle of {length} does not add up")
+    if max(first, count, extent, nbytes) > ADDRESS_SPACE:
+        raise ProtocolError(f"a lane request for tensors [{first}, +{count}) of {extent} bytes, {nbytes} in all")
     spans = np.frombuffer(meta, "<u8", offset=start).reshape(-1, 2)
-    runs = np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64)
-    return LaneRequest(head.handle, head.extent, Plan(head.first, head.first, head.count, runs, False, head.nbytes))
+    plan = Plan(first, first, count, np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64), False, nbytes)
+    return LaneRequest(meta[_HEAD.size : start], extent, plan)
 
 
 def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Deadline) -> list[socket.socket]:
@@ -148,6 +137,7 @@ class LaneGrant:
     tensors: Tensors  # all of what the handle names, valid until Lanes.quiesce() has returned for the tag
     guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
     tag: int = 0  # what quiesce() will call this memory
+    standing: bool = False  # later requests with this handle need not be asked about while the guards hold
 
 
 class LaneHandler(Protocol):
@@ -175,11 +165,13 @@ class LaneGroup:
     Attributes:
         link: The link, opaque here; None until it has begun.
         token: What opens it to lanes of the peer; empty where this end dials.
+        grants: What the peer may use without another question to the handler.
     """
 
     def __init__(self, token: bytes = b"") -> None:
         self.link: object = None
         self.token = token
+        self.grants = StandingGrants()
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
         self._waiting: list[socket.socket] = []
@@ -361,7 +353,7 @@ class Lanes:
         lane = engine.reserve_lane()
         # Before its first event can come.
         self._groups[lane] = group
-        engine.attach_lane(lane, sock.detach())
+        engine.attach_lane(lane, sock.detach(), group.grants)
         if not group.add(lane):
             self.drop(group, [lane])
         elif lane not in self._groups:  # lost already
@@ -418,6 +410,11 @@ class Lanes:
             grant = (self._handler.on_write if write else self._handler.on_read)(group.link, request)
             if request.extent != grant.tensors.extent:
                 raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
+            if grant.standing:
+                tensors = grant.tensors
+                group.grants.keep(
+                    request.handle, write, tensors.bases, tensors.extent, grant.guards, grant.tag, tensors.mapped
+                )
             give = self.engine.accept_write if write else self.engine.serve_read
             give(event.lane, event.id, request.plan, grant.tensors, grant.guards, grant.tag)
         except LLMException as error:

@@ -1,0 +1,122 @@
+// What the owner of memory has granted to one link for good: a later request with the same handle needs no interpreter.
+//
+// The owner's Python grants a handle once. From then on the threads of the lanes answer it, as long as its guards show
+// their generations: a guard's advance ends the grant, the link's end ends all. A request that the grant does not fit
+// goes to Python, which says why it is refused.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "guards.hpp"
+#include "payload.hpp"
+#include "wire.hpp"
+
+namespace datadist {
+
+// The meta of a READ or a WRITE, which names memory of the owner. Its numbers are not checked yet.
+//
+//   u16 bytes of the handle, u64 first tensor, u64 tensors, u64 bytes of a tensor, u64 bytes in all, handle,
+//   then for each span: u64 offset in the tensor, u64 bytes
+struct LaneRequest {
+    static constexpr std::size_t head_bytes = 34;
+    static constexpr std::size_t span_bytes = 16;
+
+    // Nothing: a meta that has not this form.
+    static std::optional<LaneRequest> parse(std::string_view meta) {
+        if (meta.size() < head_bytes) return std::nullopt;
+        const std::size_t begin = head_bytes + load<std::uint16_t>(meta.data());
+        if (begin > meta.size() || (meta.size() - begin) % span_bytes != 0) return std::nullopt;
+        const auto number = [&](std::size_t at) { return static_cast<std::int64_t>(load<std::uint64_t>(&meta[at])); };
+        return LaneRequest{meta.substr(head_bytes, begin - head_bytes), number(2), number(10), number(18), number(26),
+                           meta.substr(begin)};
+    }
+
+    std::vector<Run> runs() const {
+        std::vector<Run> out(spans.size() / span_bytes);
+        const char* at = spans.data();
+        for (Run& run : out) {
+            run.dst = run.src = load<std::uint64_t>(at);
+            run.bytes = load<std::uint64_t>(at + 8);
+            at += span_bytes;
+        }
+        return out;
+    }
+
+    std::string_view handle;
+    std::int64_t first;
+    std::int64_t count;
+    std::int64_t extent;
+    std::int64_t nbytes;
+    std::string_view spans;
+};
+
+// All tensors of what a handle names.
+struct GrantedMemory {
+    std::vector<std::uint64_t> bases;
+    std::int64_t extent;
+    Guards guards;
+    std::int64_t tag;
+    bool mapped;
+
+    // The part that is asked for; nothing if there is no such part.
+    std::shared_ptr<Payload> payload(const LaneRequest& request) const {
+        if (request.extent != extent) return nullptr;
+        const End end{bases.data(), bases.size(), extent, request.first, "granted"};
+        const std::vector<Run> runs = request.runs();
+        try {
+            return std::make_shared<Payload>(
+                Spans(end, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);
+        } catch (const RuleError&) {
+            return nullptr;
+        }
+    }
+};
+
+// Of one link, by verb and handle. Any thread.
+class StandingGrants {
+public:
+    // A peer names handles as it likes: beyond this number all are granted anew.
+    static constexpr std::size_t most = 4096;
+
+    void keep(bool write, std::string handle, GrantedMemory memory) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (grants_.size() >= most) grants_.clear();
+        grants_.insert_or_assign({write, std::move(handle)},
+                                 std::make_shared<const GrantedMemory>(std::move(memory)));
+    }
+
+    // Null when there is none whose guards hold.
+    std::shared_ptr<const GrantedMemory> find(bool write, std::string_view handle) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = grants_.find({write, std::string(handle)});
+        if (found == grants_.end()) return nullptr;
+        if (found->second->guards.current()) return found->second;
+        grants_.erase(found);
+        return nullptr;
+    }
+
+    void drop(std::int64_t tag) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (auto at = grants_.begin(); at != grants_.end();) at = at->second->tag == tag ? grants_.erase(at) : std::next(at);
+    }
+
+    std::size_t size() const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return grants_.size();
+    }
+
+private:
+    mutable std::mutex mutex_;
+    std::map<std::pair<bool, std::string>, std::shared_ptr<const GrantedMemory>> grants_;
+};
+
+}  // namespace datadist
