@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist import CacheKey
-from llm_datadist.errors import DeadlineExceeded, StateError
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
 from tests.faults.stalls import STALLS, stall
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
-from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -100,3 +100,29 @@ def test_what_cannot_be_stalled_is_refused(local_pair: Pair) -> None:
     for what in STALLS:
         with pytest.raises(StateError, match="initialised"), stall(world_dd, what):
             pass
+
+
+@pytest.mark.parametrize("verb", ["pull_blocks", "push_blocks"])
+def test_over_tcp_what_was_used_once_moves_while_the_owner_answers_nothing_until_it_is_freed(
+    tcp_pair: Pair, verb: str
+) -> None:
+    """A standing grant: the threads of the owner's lanes answer alone, its control thread does not run."""
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    tcp_pair.start(sync_kv_timeout=2000, rca=verb == "push_blocks", extra=PATIENT)
+    theirs = prompt.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    mine = decoder.do(make, "blocks", Spec(blocks=True), 2)
+    decoder.do(call, verb, BLOCKS, Use("blocks"), [0], [0])
+    prompt.do(stall_there, "control", 2)
+    for number in range(1, 8):
+        decoder.do(call, verb, BLOCKS, Use("blocks"), [number], [7 - number])
+    pairs = [(0, 0), *((7 - number, number) for number in range(1, 8))]
+    pulled = verb == "pull_blocks"
+    same_bytes(decoder.do(show, "blocks"), moved(mine, theirs, pairs) if pulled else mine)
+    same_bytes(prompt.do(show, "blocks"), theirs if pulled else moved(theirs, mine, pairs))
+    prompt.do(go_on)
+    prompt.do(forget, "blocks")
+    before = decoder.do(show, "blocks")
+    with pytest.raises(CacheNotFound):
+        decoder.do(call, verb, BLOCKS, Use("blocks"), [0], [1])
+    same_bytes(decoder.do(show, "blocks"), before)
+    bytes_move_both_ways(prompt, decoder)

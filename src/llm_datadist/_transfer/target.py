@@ -190,7 +190,7 @@ class LaneTarget:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
-        # A pin ends without a guard, and counts what was sent; all else that this looked at lasts as long as the guards.
+        # A pin ends without a guard, and counts what was sent; all else that was looked at lasts while the guards do.
         return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin)
 
 
