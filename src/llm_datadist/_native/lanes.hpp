@@ -5,7 +5,9 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -123,7 +125,7 @@ public:
         if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
         const std::uint64_t id = next_job_.fetch_add(1, std::memory_order_relaxed);
         auto ticket = std::make_shared<Ticket>();
-        remember(id, {lane, ticket});
+        remember(id, {lane, ticket, spins_ && spans.total() <= spin_max_bytes});
         auto job = std::make_shared<Job>(
             Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans), mapped), ticket});
         const bool posted = body && body->worker_of(lane).post([lane, job](Worker& worker) {
@@ -138,7 +140,9 @@ public:
     std::optional<Outcome> wait(std::uint64_t id, std::int64_t until_ns) {
         check_usable();
         const Started started = find(id);
-        std::optional<Outcome> outcome = started.ticket->wait_until(until_ns);
+        std::optional<Outcome> outcome;
+        if (started.spins) outcome = spin(id, started, until_ns);
+        if (!outcome) outcome = started.ticket->wait_until(until_ns);
         if (outcome) forget(id);
         return outcome;
     }
@@ -183,6 +187,7 @@ private:
     struct Started {
         std::uint64_t lane;
         std::shared_ptr<Ticket> ticket;
+        bool spins;  // its first wait is a busy one
     };
 
     // All that has a thread or a descriptor. Calls in progress keep it; a forked child leaves it alone.
@@ -219,6 +224,23 @@ private:
         ::close(body_->events.fd());
     }
 
+    // Serves the lane on this thread for a moment: the answer to a small job then wakes no thread, and is not waited
+    // for by two of them one after the other.
+    std::optional<Outcome> spin(std::uint64_t id, const Started& started, std::int64_t until_ns) {
+        const auto body = usable_body();
+        if (!body) return std::nullopt;
+        Worker& worker = body->worker_of(started.lane);
+        const std::int64_t end = std::min(until_ns, monotonic_ns() + spin_ns);
+        std::optional<Outcome> outcome;
+        do {
+            worker.serve_here();
+            outcome = started.ticket->wait_until(0);
+        } while (!outcome && monotonic_ns() < end);
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (const auto found = tickets_.find(id); found != tickets_.end()) found->second.spins = false;
+        return outcome;
+    }
+
     static void fail_unknown(Ticket& ticket, std::uint64_t lane) {
         ticket.finish({Ending::lost, 0, 0, text("lane ", lane, " is not there any more")});
     }
@@ -249,7 +271,17 @@ private:
         tickets_.erase(id);
     }
 
+    // Measured: what an idle peer takes to answer, and how much it sends before a wake-up is a small part of it.
+    static constexpr std::int64_t spin_ns = 100'000;
+    static constexpr std::uint64_t spin_max_bytes = 256u << 10;
+
+    static bool several_cpus() {
+        cpu_set_t mine;
+        return ::sched_getaffinity(0, sizeof mine, &mine) != 0 || CPU_COUNT(&mine) > 1;
+    }
+
     int threads_;
+    bool spins_ = several_cpus();
     unsigned epoch_ = fork_epoch.load(std::memory_order_relaxed);
     std::atomic<bool> closed_{false};
     std::atomic<std::uint64_t> next_lane_{1};

@@ -104,6 +104,20 @@ public:
             latch->wait();
     }
 
+    // Serves what is ready on this thread, if the worker sleeps. For a caller that waits for an answer by itself.
+    void serve_here() {
+        const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+        if (!turn) return;
+        epoll_event ready[8];
+        const int count = ::epoll_wait(epoll_.get(), ready, 8, 0);
+        if (count <= 0) return;
+        const bool drained = draining_.empty();
+        budget_ = slice_bytes;
+        for (int i = 0; i < count; ++i)
+            if (ready[i].data.u64 != bell_token) serve(ready[i].data.u64, ready[i].events);
+        if (drained && !draining_.empty()) bell_.ring();  // it sleeps without a limit
+    }
+
     // The epoll first: while it lives, the child's copies of the lanes would be watched in its parent.
     void close_in_child() {
         ::close(epoll_.get());
