@@ -7,12 +7,13 @@ Threads: any; no lock is taken, because the garbage collector may call. Without 
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+
+from llm_datadist._native import unmap_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,19 +43,8 @@ def never_wait_here() -> Iterator[None]:
         _must_not_wait.discard(threading.get_ident())
 
 
-def _unmap_in_pieces(address: int, nbytes: int) -> None:
-    """Unmap piece by piece: until the kernel has done one, no other thread of the process can map anything."""
-    for begin in range(0, nbytes, _SMALL_BYTES):
-        _libc.munmap(address + begin, min(_SMALL_BYTES, nbytes - begin))
-
-
 def unmap(address: int, nbytes: int, *, sparse: bool = False) -> None:
     """Unmap memory, soon if the calling thread must not wait, else now. ``sparse``: few of its pages are touched."""
-    if nbytes <= (_SMALL_SPARSE_BYTES if sparse else _SMALL_BYTES) or threading.get_ident() not in _must_not_wait:
-        _libc.munmap(address, nbytes)
-        return
-    try:
-        # Not a Thread: its start would wait for ever if the new thread found no memory for its first steps.
-        _thread.start_new_thread(_unmap_in_pieces, (address, nbytes))
-    except (RuntimeError, MemoryError):  # no thread can be had
+    small = nbytes <= (_SMALL_SPARSE_BYTES if sparse else _SMALL_BYTES)
+    if small or threading.get_ident() not in _must_not_wait or not unmap_elsewhere(address, nbytes, _SMALL_BYTES):
         _libc.munmap(address, nbytes)

@@ -36,6 +36,7 @@ from llm_datadist._native._native import (
     plan_row,
     readable,
     retract_writer,
+    unmap_elsewhere,
     writer_sequence,
 )
 from llm_datadist._native.cpus import usable_cpus

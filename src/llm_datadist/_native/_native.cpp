@@ -20,6 +20,7 @@
 #include "pool.hpp"
 #include "process.hpp"
 #include "signals_python.hpp"
+#include "unmap.hpp"
 #include "use_gate_python.hpp"
 #include "write_intents_python.hpp"
 
@@ -150,6 +151,9 @@ NB_MODULE(_native, m) {
           "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
           "ParamError: a null or misaligned address.");
 
+    m.def("unmap_elsewhere", &unmap_elsewhere, "address"_a, "nbytes"_a, "piece"_a,
+          "Have a new thread unmap `nbytes` bytes at `address`, `piece` (a multiple of the page size) bytes at a time.\n"
+          "Return False when no thread can be had: nothing is unmapped then.");
     m.def("readable", &readable, "fd"_a,
           "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,

@@ -149,6 +149,9 @@ def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], 
 def readable(fd: int) -> bool:
     """Return True if a descriptor can be read without waiting, or is invalid; False for -1. Never waits."""
 
+def unmap_elsewhere(address: int, nbytes: int, piece: int) -> bool:
+    """Have a new thread unmap memory, ``piece`` (a multiple of the page size) bytes at a time. False: no thread."""
+
 @final
 class BlockPlanner:
     """Plans blocks between two caches whose geometries were compared once; each call gives the lists only."""
