@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <sched.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -208,16 +209,22 @@ inline void set_low_water(int fd, std::size_t bytes) {
 }
 
 // One step of a stream: at most 1 MiB, as much as the socket takes or has. Throws std::system_error.
+//
+// A receiver that waits until much is there waits in poll(): the kernel wakes a blocking recv() that has some bytes
+// already only when as many as the low-water mark have come after those.
 inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes, StreamWait wait) {
     const std::size_t asked = std::min(bytes, limit_step_bytes);
-    const bool spin = wait == StreamWait::spin && !send;
-    const std::int64_t until = spin ? monotonic_ns() + limit_spin_ns : 0;
+    const bool polls = wait == StreamWait::much && !send, spins = wait == StreamWait::spin && !send;
+    const std::int64_t until = monotonic_ns() + limit_spin_ns;
     for (;;) {
+        pollfd readable{fd, POLLIN, 0};
+        if (polls && ::poll(&readable, 1, -1) < 0 && errno != EINTR)
+            throw std::system_error(errno, std::generic_category(), "poll");
         const ssize_t moved =
-            send ? ::send(fd, at, asked, MSG_NOSIGNAL) : ::recv(fd, at, asked, spin ? MSG_DONTWAIT : 0);
+            send ? ::send(fd, at, asked, MSG_NOSIGNAL) : ::recv(fd, at, asked, polls || spins ? MSG_DONTWAIT : 0);
         if (moved > 0) return static_cast<std::size_t>(moved);
         if (moved == 0) throw std::system_error(ECONNRESET, std::generic_category(), "recv");
-        const bool again = errno == EINTR || (spin && errno == EAGAIN && monotonic_ns() < until);
+        const bool again = errno == EINTR || (errno == EAGAIN && (polls || spins) && monotonic_ns() < until);
         if (!again) throw std::system_error(errno, std::generic_category(), send ? "send" : "recv");
     }
 }
