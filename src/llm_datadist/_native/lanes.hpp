@@ -225,19 +225,22 @@ private:
     }
 
     // Serves the lane on this thread for a moment: the answer to a small job then wakes no thread, and is not waited
-    // for by two of them one after the other.
+    // for by two of them one after the other. Where that did not succeed, the next jobs do without it.
     std::optional<Outcome> spin(std::uint64_t id, const Started& started, std::int64_t until_ns) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            if (const auto found = tickets_.find(id); found != tickets_.end()) found->second.spins = false;
+            if (spins_to_skip_ > 0) return --spins_to_skip_, std::nullopt;
+        }
         const auto body = usable_body();
         if (!body) return std::nullopt;
-        Worker& worker = body->worker_of(started.lane);
-        const std::int64_t end = std::min(until_ns, monotonic_ns() + spin_ns);
         std::optional<Outcome> outcome;
-        do {
-            worker.serve_here();
-            outcome = started.ticket->wait_until(0);
-        } while (!outcome && monotonic_ns() < end);
+        body->worker_of(started.lane)
+            .receive_here(started.lane, std::min(until_ns, monotonic_ns() + spin_ns),
+                          [&] { return (outcome = started.ticket->wait_until(0)).has_value(); });
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (const auto found = tickets_.find(id); found != tickets_.end()) found->second.spins = false;
+        spins_skipped_ = outcome ? 0 : std::min(2 * spins_skipped_ + 1, spins_skipped_at_most);
+        spins_to_skip_ = spins_skipped_;
         return outcome;
     }
 
@@ -274,6 +277,7 @@ private:
     // Measured: what an idle peer takes to answer, and how much it sends before a wake-up is a small part of it.
     static constexpr std::int64_t spin_ns = 100'000;
     static constexpr std::uint64_t spin_max_bytes = 256u << 10;
+    static constexpr int spins_skipped_at_most = 63;
 
     static bool several_cpus() {
         cpu_set_t mine;
@@ -287,7 +291,9 @@ private:
     std::atomic<std::uint64_t> next_lane_{1};
     std::atomic<std::uint64_t> next_job_{1};
     std::mutex close_mutex_;     // held by close() alone, while it joins
-    mutable std::mutex mutex_;   // protects the two below
+    mutable std::mutex mutex_;   // protects all below
+    int spins_skipped_ = 0;
+    int spins_to_skip_ = 0;
     std::shared_ptr<Body> body_ = std::make_shared<Body>();
     std::map<std::uint64_t, Started> tickets_;
 };

@@ -104,18 +104,21 @@ public:
             latch->wait();
     }
 
-    // Serves what is ready on this thread, if the worker sleeps. For a caller that waits for an answer by itself.
-    void serve_here() {
-        const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-        if (!turn) return;
-        epoll_event ready[8];
-        const int count = ::epoll_wait(epoll_.get(), ready, 8, 0);
-        if (count <= 0) return;
-        const bool drained = draining_.empty();
-        budget_ = slice_bytes;
-        for (int i = 0; i < count; ++i)
-            if (ready[i].data.u64 != bell_token) serve(ready[i].data.u64, ready[i].events);
-        if (drained && !draining_.empty()) bell_.ring();  // it sleeps without a limit
+    // Receives on this thread what comes for a lane, until `done` or `until_ns`, and keeps the worker asleep meanwhile.
+    // Returns at once if the worker does not sleep now. For a caller that waits for an answer by itself.
+    template <typename Done>
+    void receive_here(std::uint64_t number, std::int64_t until_ns, Done&& done) {
+        if (!set_received_here(number, true)) return;
+        try {
+            while (!done() && monotonic_ns() < until_ns) {
+                const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+                if (turn && !receive_once(number)) break;
+            }
+        } catch (...) {
+            set_received_here(number, false);
+            throw;
+        }
+        set_received_here(number, false);
     }
 
     // The epoll first: while it lives, the child's copies of the lanes would be watched in its parent.
@@ -176,6 +179,7 @@ private:
     struct Entry {
         std::unique_ptr<Lane> lane;
         std::uint32_t watched;
+        bool received_here = false;  // by a caller: the worker is not woken for what comes
     };
 
     class Latch {
@@ -195,6 +199,31 @@ private:
         std::condition_variable opened_;
         bool open_ = false;
     };
+
+    // Begins or ends receive_here(); false when it cannot begin now.
+    bool set_received_here(std::uint64_t number, bool here) {
+        std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
+        if (!here)
+            turn.lock();
+        else if (!turn.try_lock())
+            return false;
+        const auto found = lanes_.find(number);
+        if (found == lanes_.end() || found->second.received_here == here) return false;
+        found->second.received_here = here;
+        settle(number, found->second);
+        return true;
+    }
+
+    // With the turn; false when the lane is gone.
+    bool receive_once(std::uint64_t number) {
+        const bool drained = draining_.empty();
+        budget_ = slice_bytes;
+        const bool found = with(number, [](Lane& lane) {
+            if (lane.wants_to_read()) lane.receive();
+        });
+        if (drained && !draining_.empty()) bell_.ring();  // it sleeps without a limit
+        return found;
+    }
 
     // Runs the command on this thread, if the worker sleeps and no command waits that came before it.
     bool run_here(const Command& command) {
@@ -267,7 +296,8 @@ private:
 
     void settle(std::uint64_t number, Entry& entry) {
         const Lane& lane = *entry.lane;
-        const std::uint32_t wanted = (lane.wants_to_read() ? EPOLLIN : 0u) | (lane.wants_to_write() ? EPOLLOUT : 0u);
+        const bool reads = lane.wants_to_read() && !entry.received_here;
+        const std::uint32_t wanted = (reads ? EPOLLIN : 0u) | (lane.wants_to_write() ? EPOLLOUT : 0u);
         if (wanted != entry.watched) {
             watch(EPOLL_CTL_MOD, lane.fd(), number, wanted);
             entry.watched = wanted;
