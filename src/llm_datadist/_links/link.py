@@ -206,8 +206,8 @@ class Link:
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
         self.last_question = 0  # number of the ping() that decides about silent lanes
-        self.settled = 0  # what settle() has sent
-        self.peer_settled = 0  # what the peer's has sent, and this end has handled; changed by the control thread
+        self.settled = 0  # how many messages settle() has sent, or is sending
+        self.peer_settled = 0  # how much of what the peer's has sent this end has handled; for the control thread
         for each in connection.connections:
             each.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")

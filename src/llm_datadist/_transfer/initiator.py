@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 #: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 
-#: The first answer may be a kept one, the second is what the target says now. The other attempts are for data lanes,
-#: which the timeout of another transfer may break.
+#: The first answer may be kept or assumed, the second is what the target says now. The other attempts are for data
+#: lanes, which the timeout of another transfer may break.
 _ATTEMPTS: Final = 4
 #: Time for the answer to a ping that was sent when a transfer had timed out, before.
 _ANSWER_MS: Final = 200
@@ -124,8 +124,8 @@ class Initiator:
         if op.push and op.destination_pin is None:
             op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
         with link:
-            for _ in range(_ATTEMPTS):
-                kept: Resolution | None = link.caches.kept.get(key) or _assumed(link, op)
+            for attempt in range(_ATTEMPTS):
+                kept: Resolution | None = link.caches.kept.get(key) or (None if attempt else _assumed(link, op))
                 remote = kept or self._resolve(link, op)
                 plan: Plan | None = None
                 try:

@@ -23,7 +23,7 @@ from llm_datadist._log import logger
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.threads import Threads
 from llm_datadist._transport.lanes import LaneGrant
-from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ProtocolError
+from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +51,7 @@ class _Finder:
         self._policy = AccessPolicy(store)
 
     def _found(
-        self,
-        link: object,
-        key: Key | None,
-        budget_ms: int,
-        *,
-        place: tuple[int, int] = (0, 0),
-        like: _KeyHandle | None = None,
+        self, link: object, key: Key | None, place: tuple[int, int], budget_ms: int, like: _KeyHandle | None = None
     ) -> tuple[Pin | None, Entry, int, Binding | None]:
         """Return (pin if one is needed, entry, row, binding) of what the peer may use, by key or by its ``place``.
 
@@ -140,7 +134,7 @@ class Target(_Finder):
                 # (interface §6.12).
                 entry = store.registry.lookup(message.cache_id, "cache_id")
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
-        pin, entry, row, binding = self._found(link, key, message.budget_ms, place=(message.cache_id, message.row))
+        pin, entry, row, binding = self._found(link, key, (message.cache_id, message.row), message.budget_ms)
         pin_id = 0 if pin is None else pin.pin_id
         # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
         sealed = message.push and not store.remote_accessible
@@ -223,7 +217,7 @@ class LaneTarget(_Finder):
             raise ProtocolError(f"a lane request names nothing: {error}") from error
         if isinstance(handle, _KeyHandle):
             if write:
-                raise ProtocolError("a lane request writes by key")
+                raise ParamError("over a lane a key is read, not written")
             handle, plan = self._pinned(link, handle, plan)
         if write:
             self._policy.require_push(link, handle.cache_id)
@@ -249,7 +243,7 @@ class LaneTarget(_Finder):
         if isinstance(link, Link) and link.peer_settled < asked.settled:
             raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")
         try:
-            _, entry, row, binding = self._found(link, asked.key, asked.budget_ms, like=asked)
+            _, entry, row, binding = self._found(link, asked.key, (0, 0), asked.budget_ms, asked)
         except LLMException as error:
             raise CacheNotFound(str(error)) from error
         begin = row * entry.geometry.stride

@@ -417,8 +417,7 @@ class Lanes:
                     request.handle, write, tensors.bases, tensors.extent, grant.guards, grant.tag, tensors.mapped
                 )
             give = self.engine.accept_write if write else self.engine.serve_read
-            plan = request.plan if grant.plan is None else grant.plan
-            give(event.lane, event.id, plan, grant.tensors, grant.guards, grant.tag)
+            give(event.lane, event.id, grant.plan or request.plan, grant.tensors, grant.guards, grant.tag)
         except LLMException as error:
             # The status as u32: success is not among what can be refused with.
             code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
