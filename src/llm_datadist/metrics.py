@@ -122,7 +122,7 @@ class Statistics:
         caches: Counts and bytes of caches.
         keys: Every bound key with its age.
         pins: Peers' holds on caches.
-        unknown_releases: Releases that named no pin (expired, or a lost peer's).
+        unknown_releases: Releases that named no pin (expired, a lost peer's, or not asked for yet).
         quarantined_bytes: Pool bytes that wait for a foreign writer before they are free.
         lost_writers: Peers without a link that have not ended a write into our memory; their process may be stopped.
         swap: The engine of swap_blocks.

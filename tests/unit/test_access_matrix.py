@@ -6,6 +6,8 @@
 - ``yes``: a data lane or a checksum is served
 - ``no``: refused with LLM_PARAM_INVALID; ``gone``: LLM_KV_CACHE_NOT_EXIST, there is no such cache, key or pin
 
+A read by key (``key`` over a lane) that cannot be pinned is ``gone``, whatever the reason: a resolve says what it is.
+
 Nothing writes the table: a cell that changes is a security rule that changes, and is changed here by hand.
 """
 
@@ -23,7 +25,7 @@ import numpy as np
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._cache.registry import key_of
+from llm_datadist._cache.registry import FIRST_NAMED_PIN, key_of
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, PeerCacheView
@@ -31,7 +33,7 @@ from llm_datadist._links.messages import Failed, Guarded, Resolve, Resolved, Ver
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
 from llm_datadist._transfer.checksum import ChecksumServer
-from llm_datadist._transfer.target import LaneTarget, Target, encode_handle
+from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, encode_key_handle
 from llm_datadist._transport.lanes import LaneRequest
 from llm_datadist.config import Options
 
@@ -53,6 +55,7 @@ class Asker(Link):
         able = SimpleNamespace(shared_regions=True, remote_guards=False)
         self.connection: Any = SimpleNamespace(capabilities=able, reaching=lambda _: SimpleNamespace(capabilities=able))
         self.peer: Any = "peer"
+        self.peer_settled = 0
 
     def tell(self, message: Any) -> None:
         self.told.put(message)
@@ -94,9 +97,16 @@ class Bench:
         assert isinstance(answer, Resolved)
         return ("pin" if answer.pin else "keep") + ("@" if by_address else "")
 
-    def lane(self, link: Asker, push: bool, pin: int) -> str:
+    def lane(self, link: Asker, push: bool, pin: int | None) -> str:
+        """Ask over a lane, by key where there is no ``pin``."""
         plan = Plan(0, 0, 1, np.array([[0, 0, 8]], np.uint64), ordered=False, nbytes=8)
-        request = LaneRequest(encode_handle(self.entry.cache_id, pin, self._guards()), self.entry.geometry.stride, plan)
+        if pin is None:
+            key = key_of(self.key)
+            assert key is not None
+            handle = encode_key_handle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0)
+        else:
+            handle = encode_handle(self.entry.cache_id, pin, self._guards())
+        request = LaneRequest(handle, self.entry.geometry.stride, plan)
         try:
             (self.lanes.on_write if push else self.lanes.on_read)(link, request)
         except LLMException as error:
@@ -115,7 +125,7 @@ class Bench:
 
 
 def _columns(verb: str) -> list[tuple[bool, bool, str]]:
-    last = ("key", "id") if verb == "resolve" else ("-", "pin", "other")
+    last = {"resolve": ("key", "id"), "lane": ("-", "pin", "other", "key")}.get(verb, ("-", "pin", "other"))
     return list(itertools.product(_BOTH, _BOTH, last))
 
 
@@ -127,6 +137,9 @@ def _cells(verb: str, push: bool, kind: str, shared: bool) -> Iterator[str]:
                 link.caches.located.add(bench.entry.cache_id)
             if verb == "resolve":
                 yield bench.resolve(link, push, last == "key")
+                continue
+            if last == "key":
+                yield bench.lane(link, push, None)
                 continue
             pin = 0 if last == "-" else 9
             if kind != "none" and last != "-":

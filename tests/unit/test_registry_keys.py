@@ -15,7 +15,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache import registry as rules
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import Binding, Entry, Event, Key, Namespace, Registry, State, key_of
-from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, StateError
+from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, ParamError, StateError
 from tests.unit.registry_model import Ledger, geometry
 
 if TYPE_CHECKING:
@@ -148,6 +148,28 @@ def test_a_peer_that_never_releases_is_bounded_and_others_are_not_touched() -> N
     registry.release("q", registry.pin("q", LATER, key=req(1)).pin_id, 0, 4)  # of which nothing is consumed
     registry.release("p", pins[0].pin_id, -1, 1, consume=True)  # there is no such tensor
     registry.pin("p", LATER, key=req(1))
+
+
+def test_a_pin_that_its_peer_has_named_is_of_that_peer_and_made_once() -> None:
+    registry, name = Registry(), rules.FIRST_NAMED_PIN + 7
+    entry = add(registry, "a", req(1))
+    for peer in ("p", "q"):
+        assert registry.pin(peer, LATER, key=req(1), pin_id=name).pin_id == name
+        assert registry.reach(peer, entry.cache_id, name) is entry
+    assert registry.pin("p", LATER, key=req(1)).pin_id == 1
+    with pytest.raises(ParamError, match="in use"):
+        registry.pin("p", LATER, key=req(1), pin_id=name)
+    registry.check_integrity()
+    registry.release("p", name)
+    with pytest.raises(CacheNotFound):
+        registry.reach("p", entry.cache_id, name)
+    assert registry.reach("q", entry.cache_id, name) is entry
+    # Released before it was asked for: by one peer, which does not concern the other.
+    registry.release("p", name + 1)
+    with pytest.raises(ParamError, match="released before"):
+        registry.pin("p", LATER, key=req(1), pin_id=name + 1)
+    registry.pin("q", LATER, key=req(1), pin_id=name + 1)
+    assert (registry.snapshot()[2], registry.unknown_releases) == (3, 1)
 
 
 def test_many_threads_free_every_cache_exactly_once() -> None:

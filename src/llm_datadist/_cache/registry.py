@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._checks import INVALID_ID, require_intact
 from llm_datadist._native import UseGate
-from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode, StateError
+from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, LLMStatusCode, ParamError, StateError
 from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.types import BlocksCacheKey, CacheKey
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_PINS_PER_PEER: Final = 4096
 """Bound of what a peer that resolves and never releases can cost its owner."""
+FIRST_NAMED_PIN: Final = 1 << 62
+"""A peer that names a pin by itself takes a number from here on; the registry's own numbers are below."""
 
 
 class Namespace:
@@ -240,11 +242,14 @@ class Registry:
         self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
-        self._pins: dict[int, Pin] = {}
+        self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number: no peer reaches another one's
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
         self._next_id = 1
         self._next_pin = 1
+        #: Named pins that were released before they were asked for, which goes over another connection; by id() of the
+        #: peer, because a wrong match costs a refusal only.
+        self._early_releases: deque[tuple[int, int]] = deque(maxlen=64)
         self.unknown_releases = 0
 
     def require_free(self, keys: Iterable[Key]) -> None:
@@ -381,19 +386,26 @@ class Registry:
         with self._lock:
             return self._find(key, cache_id, row)
 
-    def pin(self, peer: object, expires: float, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> Pin:
-        """:meth:`find`, and keep the memory for ``peer`` until it releases, is lost, or ``expires`` (monotonic)."""
+    def pin(
+        self, peer: object, expires: float, *, key: Key | None = None, cache_id: int = 0, row: int = 0, pin_id: int = 0
+    ) -> Pin:
+        """:meth:`find`, and keep the memory for ``peer`` until it releases, is lost, or ``expires`` (monotonic).
+
+        ``pin_id`` is the number that the peer has given the pin, 0 for one of the registry's.
+        """
         with self._lock:
             entry, found_row, binding = self._find(key, cache_id, row)
+            if pin_id and ((peer, pin_id) in self._pins or (id(peer), pin_id) in self._early_releases):
+                raise ParamError(f"pin {pin_id} of this peer is in use, or was released before")
             if self._pins_of.get(peer, 0) >= MAX_PINS_PER_PEER:
                 raise LinkError(
                     f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             entry.life.require(Event.PIN)
-            pin = Pin(self._next_pin, peer, entry, found_row, binding, expires)
-            self._next_pin += 1
-            self._pins[pin.pin_id] = pin
+            pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
+            self._next_pin += not pin_id
+            self._pins[peer, pin.pin_id] = pin
             self._pins_of[peer] = self._pins_of.get(peer, 0) + 1
             entry.pins += 1
             if binding is not None:
@@ -410,8 +422,8 @@ class Registry:
         (first, count) of the tensors that will be sent to the peer.
         """
         with self._lock:
-            pin = self._pins.get(pin_id)
-            if pin_id and (pin is None or pin.peer is not peer or pin.entry.cache_id != cache_id):
+            pin = self._pins.get((peer, pin_id))
+            if pin_id and (pin is None or pin.entry.cache_id != cache_id):
                 raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
             entry = pin.entry if pin is not None else self._lookup(cache_id, "cache_id")
             if serve is not None and pin is not None:
@@ -429,9 +441,11 @@ class Registry:
         """
         effects = Effects()
         with self._lock:
-            pin = self._pins.get(pin_id)
-            if pin is None or pin.peer is not peer:
+            pin = self._pins.get((peer, pin_id))
+            if pin is None:
                 self.unknown_releases += 1
+                if pin_id >= FIRST_NAMED_PIN:
+                    self._early_releases.append((id(peer), pin_id))
                 return effects
             if consume and pin.binding is not None:
                 pulled = _tensors(pin.entry, first, count)
@@ -558,7 +572,7 @@ class Registry:
             self._unbind(binding, effects, invalidate=False)
 
     def _unpin(self, pin: Pin, effects: Effects) -> None:
-        del self._pins[pin.pin_id]
+        del self._pins[pin.peer, pin.pin_id]
         left = self._pins_of[pin.peer] - 1
         if left:
             self._pins_of[pin.peer] = left

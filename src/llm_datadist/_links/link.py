@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Failed, Greeting, Hello, Message, Ping, remote_failure
+from llm_datadist._links.messages import Consumed, Failed, Greeting, Hello, Message, Ping, Release, remote_failure
 from llm_datadist._log import logger
 from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
@@ -151,6 +151,7 @@ class PeerCacheView:
 
     kept: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
     mapped: dict[Any, Any] = field(default_factory=dict)  # where its tensors are, by the names that it gave them
+    assumed: dict[Any, Any] = field(default_factory=dict)  # pinned answers that the next ones are taken to be like
     located: set[int] = field(default_factory=set)  # caches of this end that the peer knows by address, and may write
 
 
@@ -205,6 +206,8 @@ class Link:
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
         self.last_question = 0  # number of the ping() that decides about silent lanes
+        self.settled = 0  # how many messages settle() has sent, or is sending
+        self.peer_settled = 0  # how much of what the peer's has sent this end has handled; for the control thread
         for each in connection.connections:
             each.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
@@ -319,6 +322,12 @@ class Link:
             self.send(message)
         except LinkError as error:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
+
+    def settle(self, message: Release | Consumed) -> None:
+        """:meth:`tell` what ends a transfer, and count it: a later request over a lane may overtake it."""
+        with self._lock:
+            self.settled += 1
+        self.tell(message)
 
     def ping(self) -> int:
         """Send a Ping; return the number that :attr:`last_pong` reaches by its answer."""

@@ -15,12 +15,14 @@ from llm_datadist._cache.geometry import CacheKind, CachePair
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
-from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
+from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, keep, open_answer, with_grant
 from llm_datadist._transport.connection import Connection, MemoryChanged
+from llm_datadist._transport.tcp import is_one_job
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
     LLMException,
+    LLMStatusCode,
     OutOfMemory,
     ParamError,
     ProtocolError,
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 #: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 
-#: The first answer may be a kept one, the second is what the target says now. The other attempts are for data lanes,
-#: which the timeout of another transfer may break.
+#: The first answer may be kept or assumed, the second is what the target says now. The other attempts are for data
+#: lanes, which the timeout of another transfer may break.
 _ATTEMPTS: Final = 4
 #: Time for the answer to a ping that was sent when a transfer had timed out, before.
 _ANSWER_MS: Final = 200
@@ -122,8 +124,8 @@ class Initiator:
         if op.push and op.destination_pin is None:
             op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
         with link:
-            for _ in range(_ATTEMPTS):
-                kept: Resolution | None = link.caches.kept.get(key)
+            for attempt in range(_ATTEMPTS):
+                kept: Resolution | None = link.caches.kept.get(key) or (None if attempt else _assumed(link, op))
                 remote = kept or self._resolve(link, op)
                 plan: Plan | None = None
                 try:
@@ -138,6 +140,7 @@ class Initiator:
                     if remote.pin or op.consumes:
                         _settle(link, op, remote, plan)
                 link.caches.kept.pop(key, None)
+                link.caches.assumed.pop(op.local.geometry, None)
         raise TransferFailed(
             f"{op.what}: {op.name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
             + ("" if op.grant is None else f"; or {op.grant!r} was revoked, or its time is over"),
@@ -185,6 +188,10 @@ class Initiator:
             if steps.watch is not None:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
+            if remote.assumed:
+                if not is_one_job(plan):
+                    return None
+                remote.pin = remote.assumed  # from here on the owner may have it
             if not self._copy(link, op, remote, plan):
                 return None
         finally:
@@ -194,6 +201,8 @@ class Initiator:
             same_memory = pair.same_memory
             comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
             comparison.verify(plan)
+        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_job(plan):
+            keep(link.caches.assumed, op.local.geometry, remote, _MAX_KEPT)
         return plan
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
@@ -212,8 +221,10 @@ class Initiator:
             if connection.suspects_lanes:
                 link.last_question = link.ping()
             raise
-        except MemoryChanged:
+        except MemoryChanged as error:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
+            if remote.assumed and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+                remote.pin = 0  # refused before it was pinned
             return False
         except (LinkError, TransferAborted) as error:
             if not link.responds(op.deadline):
@@ -238,6 +249,14 @@ class Initiator:
         if op.destination_pin is not None:
             op.destination_pin.record(link.peer, op.name, remote.cache_id)
         return whole
+
+
+def _assumed(link: Link, op: TransferOp) -> Resolution | None:
+    """Return what a pull by key assumes, so that it is resolved and read by one request; None where it cannot."""
+    known: Resolution | None = link.caches.assumed.get(op.local.geometry)
+    if known is None or op.name.key is None or op.push or op.grant is not None:
+        return None
+    return assume(link, known, op.name.key, op.deadline.remaining_ms())
 
 
 def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None:
@@ -271,6 +290,6 @@ def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -
     """Tell the target what was copied, None for nothing, and give the pin back."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:
-        link.tell(Consumed(remote.cache_id, remote.row, first, count))
+        link.settle(Consumed(remote.cache_id, remote.row, first, count))
     if remote.pin:
-        link.tell(Release(remote.pin, first, 0 if op.push else count))
+        link.settle(Release(remote.pin, first, 0 if op.push else count))

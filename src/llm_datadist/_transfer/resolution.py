@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
+from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._transfer.target import encode_handle
+from llm_datadist._transfer.target import encode_handle, encode_key_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Resolution(msgspec.Struct, eq=False):
     guards: tuple[Guarded, ...]
     guard_set: GuardSet
     pin: int  # what keeps the cache at the target, or 0 for an answer that may be kept
+    assumed: int = 0  # what the pin will be called, if this is no answer but what the next one is assumed to be
     pair: CachePair | None = None  # the remote cache compared with the local one that was used with it last
 
 
@@ -80,7 +82,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
             tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
     except (LLMException, ValueError) as error:
         if answer.pin:
-            link.tell(Release(answer.pin, 0, 0))
+            link.settle(Release(answer.pin, 0, 0))
         if isinstance(error, LinkError) and link.ended:
             raise link.lost_error(what, "resolve") from error
         if isinstance(error, LLMException):
@@ -88,6 +90,18 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
     guards = tuple(answer.guards)
     return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
+
+
+def assume(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
+    """Return what the answer about ``key`` is assumed to be: a cache like ``known``, in which the owner finds the row.
+
+    The owner compares the geometry, and pins the cache when it is read (:class:`~.target.LaneTarget`).
+    """
+    number = FIRST_NAMED_PIN + next(link.requests.numbers)
+    tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))
+    return msgspec.structs.replace(
+        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, assumed=number, pair=None
+    )
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.registry import Namespace
+from llm_datadist._cache.geometry import Geometry  # noqa: TC001 (msgspec evaluates annotations)
+from llm_datadist._cache.registry import FIRST_NAMED_PIN, Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
+from llm_datadist._links.messages import U64, Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.threads import Threads
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import LanesLost, Message
+    from llm_datadist._native import Plan
     from llm_datadist._transport.lanes import LaneRequest
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
@@ -41,12 +43,46 @@ _RECONNECT_LANES_MS: Final = 1000
 _MAX_GUARDS: Final = 8
 
 
-class Target:
-    """Answers resolves, takes releases, owns the peers' pins. Threads: control."""
+class _Finder:
+    """Finds caches for peers, and pins them where that is needed. Base of both targets. Threads: control."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         self._policy = AccessPolicy(store)
+
+    def _found(
+        self, link: object, key: Key | None, place: tuple[int, int], budget_ms: int, like: _KeyHandle | None = None
+    ) -> tuple[Pin | None, Entry, int, Binding | None]:
+        """Return (pin if one is needed, entry, row, binding) of what the peer may use, by key or by its ``place``.
+
+        ``place`` is (cache id, row). ``like`` names the pin, and says what the peer takes the cache to be.
+        """
+        registry, pin, (cache_id, row) = self._store.registry, None, place
+        entry, row, binding = registry.find(key=key, cache_id=cache_id, row=row)
+        if self._policy.needs_pin(entry):
+            expires = time.monotonic() + min(budget_ms / 1e3, _MAX_PIN_SECONDS) + _PIN_GRACE_SECONDS
+            pin_id = 0 if like is None else like.pin
+            pin = registry.pin(link, expires, key=key, cache_id=cache_id, row=row, pin_id=pin_id)
+            entry, row, binding = pin.entry, pin.row, pin.binding
+        try:
+            # After the pin: until then the key may have moved to another cache.
+            self._policy.require_use(entry, 0 if pin is None else pin.pin_id)
+            if like is not None and (pin is None or entry.geometry != like.geometry):
+                raise CacheNotFound(f"cache {entry.cache_id} is not what the peer takes it to be")
+        except LLMException:
+            if pin is not None:
+                self._store.apply(registry.release(link, pin.pin_id))
+            raise
+        return pin, entry, row, binding
+
+
+def _promised(entry: Entry, binding: Binding | None) -> list[Guarded]:
+    guards = [each.guard for each in (entry, binding) if each is not None]
+    return [Guarded(guard.slot, guard.generation) for guard in guards]
+
+
+class Target(_Finder):
+    """Answers resolves, takes releases, owns the peers' pins. Threads: control."""
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
         try:
@@ -65,12 +101,14 @@ class Target:
 
     def on_release(self, link: Link, message: Release) -> None:
         """End a pin of the peer. With remote cache access a pull consumes nothing (interface R5)."""
+        link.peer_settled += 1
         consume = message.count > 0 and not self._store.remote_accessible
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
         """Consume the key of a row once all of it was pushed (interface R5)."""
+        link.peer_settled += 1
         if self._store.remote_accessible:
             effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
             self._store.apply(effects)
@@ -78,7 +116,7 @@ class Target:
     def on_late_answer(self, link: Link, message: Resolved) -> None:
         """Give back the pin of an answer that came after its caller had given up."""
         if message.pin:
-            link.tell(Release(message.pin, 0, 0))
+            link.settle(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
         """End the pins of a link that has ended; its keys stay."""
@@ -96,7 +134,7 @@ class Target:
                 # (interface §6.12).
                 entry = store.registry.lookup(message.cache_id, "cache_id")
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
-        pin, entry, row, binding = self._found(link, message, key)
+        pin, entry, row, binding = self._found(link, key, (message.cache_id, message.row), message.budget_ms)
         pin_id = 0 if pin is None else pin.pin_id
         # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
         sealed = message.push and not store.remote_accessible
@@ -105,7 +143,6 @@ class Target:
             regions = offsets = b""  # over lanes the handle names the cache, and no peer learns an address
             if pin is not None:
                 pin.served = 0
-        guards = [entry.guard] if key is None or binding is None else [entry.guard, binding.guard]
         return Resolved(
             id=message.id,
             cache_id=entry.cache_id,
@@ -113,29 +150,12 @@ class Target:
             row=row,
             regions=regions,
             offsets=offsets,
-            guards=[Guarded(guard.slot, guard.generation) for guard in guards],
+            guards=_promised(entry, None if key is None else binding),
             pin=pin_id,
         )
 
-    def _found(self, link: Link, message: Resolve, key: Key | None) -> tuple[Pin | None, Entry, int, Binding | None]:
-        """Return (pin if one is needed, entry, row, binding) of what the peer may use."""
-        registry, pin = self._store.registry, None
-        entry, row, binding = registry.find(key=key, cache_id=message.cache_id, row=message.row)
-        if self._policy.needs_pin(entry):
-            expires = time.monotonic() + min(message.budget_ms / 1e3, _MAX_PIN_SECONDS) + _PIN_GRACE_SECONDS
-            pin = registry.pin(link, expires, key=key, cache_id=message.cache_id, row=message.row)
-            entry, row, binding = pin.entry, pin.row, pin.binding
-        try:
-            # After the pin: until then the key may have moved to another cache.
-            self._policy.require_use(entry, 0 if pin is None else pin.pin_id)
-        except ParamError:
-            if pin is not None:
-                self._store.apply(registry.release(link, pin.pin_id))
-            raise
-        return pin, entry, row, binding
 
-
-class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
     """What the initiator read from a Resolved: the cache, its pin or 0, the guards of the answer."""
 
     cache_id: Id
@@ -143,8 +163,22 @@ class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     guards: Annotated[list[Guarded], msgspec.Meta(min_length=1, max_length=_MAX_GUARDS)]
 
 
+class _KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    """What the initiator assumes without a Resolved: a cache of this geometry, which the owner finds by its key.
+
+    The owner pins it under the number ``pin``. Offsets of the request are from where the key's row begins. ``settled``
+    are the messages that ended transfers before: one of them may have consumed the key, and be on its way still.
+    """
+
+    key: tuple[int, U64, U64]
+    geometry: Geometry
+    pin: Annotated[int, msgspec.Meta(ge=FIRST_NAMED_PIN, le=2**63 - 1)]
+    budget_ms: Id
+    settled: Id
+
+
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(_Handle)
+_decoder: Final = msgspec.msgpack.Decoder(_Handle | _KeyHandle)
 
 
 def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
@@ -152,12 +186,16 @@ def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
     return _encoder.encode(_Handle(cache_id, pin, list(guards)))
 
 
-class LaneTarget:
+def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
+    """Encode, on the initiator, what :class:`LaneTarget` of the peer needs to pin a cache like ``geometry``."""
+    return _encoder.encode(_KeyHandle(key, geometry, pin, budget_ms, settled))
+
+
+class LaneTarget(_Finder):
     """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
 
     def __init__(self, store: CacheStore, lane_reconnector: LaneReconnector) -> None:
-        self._store = store
-        self._policy = AccessPolicy(store)
+        super().__init__(store)
         self._lane_reconnector = lane_reconnector
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
@@ -174,12 +212,16 @@ class LaneTarget:
 
     def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
         try:
-            handle = _decoder.decode(request.handle)
+            handle, plan = _decoder.decode(request.handle), request.plan
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a lane request names nothing: {error}") from error
+        if isinstance(handle, _KeyHandle):
+            if write:
+                raise ParamError("over a lane a key is read, not written")
+            handle, plan = self._pinned(link, handle, plan)
         if write:
             self._policy.require_push(link, handle.cache_id)
-        serve = None if write else (request.plan.src_first, request.plan.count)
+        serve = None if write else (plan.src_first, plan.count)
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
         self._policy.require_use(entry, handle.pin)
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
@@ -191,7 +233,22 @@ class LaneTarget:
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
         # A pin ends without a guard, and counts what was sent; all else that was looked at lasts while the guards do.
-        return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin)
+        return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
+
+    def _pinned(self, link: object, asked: _KeyHandle, plan: Plan) -> tuple[_Handle, Plan]:
+        """Pin what is asked for by key; return the handle and the plan that a Resolved would have led to.
+
+        Raise CacheNotFound, whatever is wrong: then nothing is pinned, and an answer to a Resolve says what it is.
+        """
+        if isinstance(link, Link) and link.peer_settled < asked.settled:
+            raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")
+        try:
+            _, entry, row, binding = self._found(link, asked.key, (0, 0), asked.budget_ms, asked)
+        except LLMException as error:
+            raise CacheNotFound(str(error)) from error
+        begin = row * entry.geometry.stride
+        runs = plan.runs + np.array([begin, begin, 0], np.uint64)
+        return _Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)
 
 
 class LaneReconnector:

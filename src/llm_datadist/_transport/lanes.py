@@ -36,7 +36,7 @@ MAX_RUNS: Final = 1 << 15
 """Runs of one request: half of what a meta of 1 MiB has room for."""
 
 #: As the preamble of a control connection (magic, protocol version), with purpose 1.
-LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 3, 1)
+LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 4, 1)
 TOKEN_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
 # What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
@@ -138,6 +138,7 @@ class LaneGrant:
     guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
     tag: int = 0  # what quiesce() will call this memory
     standing: bool = False  # later requests with this handle need not be asked about while the guards hold
+    plan: Plan | None = None  # instead of the request's, which does not know where in the tensors it is
 
 
 class LaneHandler(Protocol):
@@ -416,7 +417,7 @@ class Lanes:
                     request.handle, write, tensors.bases, tensors.extent, grant.guards, grant.tag, tensors.mapped
                 )
             give = self.engine.accept_write if write else self.engine.serve_read
-            give(event.lane, event.id, request.plan, grant.tensors, grant.guards, grant.tag)
+            give(event.lane, event.id, grant.plan or request.plan, grant.tensors, grant.guards, grant.tag)
         except LLMException as error:
             # The status as u32: success is not among what can be refused with.
             code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)

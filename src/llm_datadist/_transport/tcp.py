@@ -260,9 +260,14 @@ def _refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMExceptio
     if not untouched:
         return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")
     if outcome.code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        return MemoryChanged(text, phase="copy")
+        return MemoryChanged(text, status_code=code, phase="copy")
     kind = CacheMismatch if code is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
     return kind(text, status_code=code, phase="copy")
+
+
+def is_one_job(plan: Plan) -> bool:
+    """Return True for a plan that is one request, whatever the number of lanes."""
+    return 0 < plan.nbytes <= _MIN_PART_BYTES and len(plan.runs) <= MAX_RUNS
 
 
 def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:

@@ -11,12 +11,14 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 import numpy as np
 
+from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
+from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, plan_row
 from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, encode_request, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
@@ -177,13 +179,18 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
         link, owner = join(stage, theirs, 1), stage.engine.links._endpoint.lanes._handler
         entries, _, _ = stage.engine.store.registry.snapshot()
         guards = {each.cache_id: [each.guard.slot, each.guard.generation] for each in entries}
+        geometries = [msgspec.to_builtins(each.geometry) for each in entries]
+        target = stage.engine._target
         plan = Plan(0, 0, 4, plan_row(0, 0, 48), False, 192)
 
         def ask_many() -> None:
             for _ in range(500):
                 ask = owner.on_write if rng.random() < 0.5 else owner.on_read
+                if rng.random() < 0.1:
+                    target.on_release(link, Release(_pin_name(rng), 0, rng.randrange(5)))
+                handle = _key_handle(rng, geometries) if rng.random() < 0.3 else _handle(rng, guards)
                 try:
-                    grant = ask(link, LaneRequest(_handle(rng, guards), 384, plan))
+                    grant = ask(link, LaneRequest(handle, 384, plan))
                 except LLMException as error:
                     verdicts.refuse(error)
                 else:
@@ -204,11 +211,29 @@ def _handle(rng: random.Random, true: dict[int, list[int]]) -> bytes:
     cache_id = rng.randrange(5)
     if rng.random() < 0.1:
         guards[0] = list(true.get(cache_id, guards[0]))
-    fields: list[object] = [cache_id, rng.choice((0, 0, 0, rng.randrange(9))), guards]
-    if rng.random() < 0.2:
-        fields[rng.randrange(3)] = wild(rng)
+    fields: list[object] = [0, cache_id, rng.choice((0, 0, 0, rng.randrange(9))), guards]
     if rng.random() < 0.1:
         guards[0][rng.randrange(2)] = wild(rng)
+    return _spoiled(fields, rng)
+
+
+def _key_handle(rng: random.Random, geometries: list[Any]) -> bytes:
+    """Return a handle that names a key and what its cache is taken to be, one of ``geometries`` for example."""
+    geometry = list(rng.choice(geometries))
+    if rng.random() < 0.1:
+        geometry[rng.randrange(len(geometry))] = wild(rng)
+    settled = rng.choice((0, 0, 0, 1 << 40))
+    return _spoiled([1, [0, rng.randrange(9), 0], geometry, _pin_name(rng), rng.randrange(60_000), settled], rng)
+
+
+def _pin_name(rng: random.Random) -> int:
+    return FIRST_NAMED_PIN + rng.randrange(256)
+
+
+def _spoiled(fields: list[object], rng: random.Random) -> bytes:
+    """Return the fields encoded, and a part of them wrong."""
+    if rng.random() < 0.2:
+        fields[rng.randrange(len(fields))] = wild(rng)
     data = msgspec.msgpack.encode(fields)
     return mutated(data, rng) if rng.random() < 0.2 else data
 
