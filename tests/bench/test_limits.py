@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+import termios
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ import pytest
 from llm_datadist._native import _native
 from llm_datadist.bench.sides.limits import RawBlocks, Wait, copy_raw, move_process, stream_raw, streaming_bits
 from llm_datadist.errors import ParamError
+from tests.support.moves import wait_until
 from tests.unit.holder import Holder
 
 if TYPE_CHECKING:
@@ -133,6 +137,36 @@ def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wai
             stream_raw(near, RawBlocks.of(dst, to), send=False, wait=wait)
         with pytest.raises(BrokenPipeError):
             stream_raw(near, RawBlocks.of(dst, to), send=True)
+
+
+def test_a_part_of_the_last_bytes_is_no_reason_to_wait_for_ever() -> None:
+    src, dst, more = tensors(1, 1, 300_000, 1), tensors(1, 1, 300_000, 2), tensors(2, 1, 8 << 20, 3)
+    zero = np.array([0])
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+        with far:
+            sender = threading.Thread(target=far.sendall, args=(more[0],))
+            sender.start()
+            stream_raw(near, RawBlocks.of(more[1:], zero), send=False)  # opens the window
+            sender.join()
+            far.sendall(src[0][0, :100_000].tobytes())
+            wait_until(lambda: queued(near) == 100_000)
+            receive = {"send": False, "wait": Wait.LOW_WATER}
+            receiver = threading.Thread(target=stream_raw, args=(near, RawBlocks.of(dst, zero)), kwargs=receive)
+            receiver.start()
+            wait_until(lambda: queued(near) == 0)
+            far.sendall(src[0][0, 100_000:].tobytes())
+            receiver.join(10)
+            late = receiver.is_alive()
+        receiver.join()  # the end of the stream wakes it
+        assert not late
+        assert np.array_equal(dst, src)
+
+
+def queued(sock: socket.socket) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))[0])
 
 
 def blocks_of(count: int = 2, size: int = 64, *, writable: bool = True) -> RawBlocks:

@@ -4,16 +4,18 @@
 
 The stuck ones live in one process, each with a link of its own. They pull 64 MiB again and again, and their process is
 stopped (SIGSTOP) while all of them are inside a pull. The healthy one, in another process, is measured before, with and
-after that, in turns; every byte that it pulls is compared.
+after that, in turns; every byte that it pulls is compared. Printed too: what all TCP sockets of the host hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import signal
 import statistics
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tests.faults import stuck_ends as ends
@@ -85,6 +87,12 @@ def scene_of(transport: str, readers: int) -> Iterator[Scene]:
         yield Scene(processes, transport, readers)
 
 
+def tcp_memory() -> int:
+    """Return the bytes that the kernel holds for all TCP sockets of the host."""
+    words = Path("/proc/net/sockstat").read_text("ascii").split("TCP:")[1].split()
+    return int(words[words.index("mem") + 1]) * mmap.PAGESIZE
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when the healthy reader takes more than twice as long beside the stuck ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,14 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             before = scene.pull(options.pulls)
             scene.stick()
             median = scene.pull(options.pulls)
-            stuck, full = scene.stuck(), scene.full()
+            stuck, full, held = scene.stuck(), scene.full(), tcp_memory() / 2**20
             scene.free()
             after = scene.pull(options.pulls)
             without += [before, after]
             beside.append(median)
             say(
                 f"round {turn}: median {before:.3f} ms before, {median:.3f} ms beside {stuck} stuck readers "
-                f"({full} full sockets), {after:.3f} ms after"
+                f"({full} full sockets, {held:.0f} MiB held by TCP), {after:.3f} ms after"
             )
     ratio = statistics.median(beside) / statistics.median(without)
     say(f"{options.transport}: {options.readers} stuck readers, a healthy one takes {ratio:.2f} times as long")

@@ -47,10 +47,15 @@ class Namespace:
         """The keeper's process id: who names it names the namespace."""
         return self._keeper.pid
 
+    @property
+    def enter(self) -> list[str]:
+        """The beginning of a command that runs the rest of it in the namespace."""
+        return [*self.within, "nsenter", f"--net=/proc/{self.pid}/ns/net"]
+
     def run(self, *command: str, text: str = "") -> str:
         """Run a program in the namespace and return what it printed."""
         done = subprocess.run(
-            [*self.within, "nsenter", f"--net=/proc/{self.pid}/ns/net", *command],
+            [*self.enter, *command],
             input=text,
             capture_output=True,
             text=True,
@@ -130,7 +135,7 @@ class Network:
         missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
         if missing:
             raise Impossible(f"{', '.join(missing)} cannot be found")
-        self.router = _first()
+        self.router = first_namespace()
         self.hosts: list[Host] = []
         self._lost: list[tuple[Host, Host]] = []
         try:
@@ -181,7 +186,7 @@ class Network:
             each.close()
 
 
-def _first() -> Namespace:
+def first_namespace() -> Namespace:
     """Return the router: as root, or in a user namespace, whose root it is."""
     reasons = []
     for flags in ((), ("--user", "--map-root-user")):

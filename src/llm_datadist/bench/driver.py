@@ -15,7 +15,7 @@ import msgspec
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench import BenchError, sides
 from llm_datadist.bench.cases import Case, size_text
-from llm_datadist.bench.processes import RunningSide
+from llm_datadist.bench.processes import Build, RunningSide
 from llm_datadist.bench.rows import Measured, Row, make_rows
 
 if TYPE_CHECKING:
@@ -133,11 +133,11 @@ class _Check:
             self._tell.say(text)
 
 
-def run(cases: Sequence[Case], tell: Listener, timeout_s: float) -> Results:
-    """Run the cases one after the other; report sides that fail."""
+def run(cases: Sequence[Case], tell: Listener, timeout_s: float, build: Build | None = None) -> Results:
+    """Run the cases one after the other, with workers of ``build``; report sides that fail."""
     results = Results()
     for case in cases:
-        race = _CaseRun(case, tell, timeout_s, results.failures)
+        race = _CaseRun(case, tell, timeout_s, results.failures, build)
         try:
             results.rows += race.run()
         except (BenchError, OSError) as error:
@@ -149,11 +149,12 @@ def run(cases: Sequence[Case], tell: Listener, timeout_s: float) -> Results:
 class _CaseRun:
     """One case that is running: its sides and what was measured of them."""
 
-    def __init__(self, case: Case, tell: Listener, timeout_s: float, failures: list[str]) -> None:
+    def __init__(self, case: Case, tell: Listener, timeout_s: float, failures: list[str], build: Build | None) -> None:
         self._case = case
         self._tell = tell
         self._timeout_s = timeout_s
         self._failures = failures
+        self._build = build
         self._measured: dict[str, Measured] = {}
         self._running: dict[str, RunningSide] = {}
 
@@ -188,7 +189,7 @@ class _CaseRun:
                 lost.kill()
 
     def _launch(self, stack: ExitStack, side: str) -> None:
-        self._running[side] = stack.enter_context(RunningSide(side, self._timeout_s))
+        self._running[side] = stack.enter_context(RunningSide(side, self._timeout_s, self._build))
         self._measured[side] = Measured()
 
     def _start(self, side: str) -> None:

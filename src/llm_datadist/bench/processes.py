@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -25,7 +25,7 @@ from llm_datadist.bench.sides import find
 from llm_datadist.bench.sides.base import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -47,10 +47,12 @@ class Build:
     Attributes:
         python: Its interpreter.
         environment: Of its workers, or None for that of this process.
+        within: By role, the beginning of a command that runs the rest of it elsewhere, in a network namespace say.
     """
 
     python: str = sys.executable
     environment: Mapping[str, str] | None = None
+    within: Mapping[Role, Sequence[str]] = field(default_factory=dict)
 
 
 class Process:
@@ -64,7 +66,7 @@ class Process:
         self.name = side if role is Role.ALONE else f"{side} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
-            [build.python, "-m", "llm_datadist.bench.worker", side, role],
+            [*build.within.get(role, ()), build.python, "-m", "llm_datadist.bench.worker", side, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
-from llm_datadist.bench.workload import Op
+from llm_datadist.bench.workload import Memory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,6 +53,9 @@ def _all(request: Request) -> Iterator[Case]:
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
             yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size, passes=_PASSES))
+    registered = replace(half, transport="tcp", memory=Memory.REGISTERED, against=("tcp-raw",), passes=_PASSES)
+    for op in (Op.PULL, Op.PUSH):
+        yield from cases_of(replace(registered, op=op))
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
             cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))

@@ -7,10 +7,11 @@ the arrays that the side put into ``source_views`` and ``destination_views``: a 
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.workload import Bytes, Op, Workload
@@ -18,7 +19,11 @@ from llm_datadist.bench.workload import Bytes, Op, Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Facts", "Role", "Side"]
+__all__ = ["ENV_HOST", "HOST", "Facts", "Role", "Side"]
+
+ENV_HOST: Final = "LLM_DATADIST_BENCH_HOST"
+HOST: Final = os.environ.get(ENV_HOST, "127.0.0.1")
+"""Where the sources listen."""
 
 Facts = dict[str, Any]
 """What one end returns for the other, and for the driver: JSON values."""

@@ -16,7 +16,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides.base import Facts, Role, Side
+from llm_datadist.bench.sides.base import HOST, Facts, Role, Side
 from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 from llm_datadist.views import tensor_views
 
@@ -29,7 +29,6 @@ __all__ = ["CLUSTER", "KEY", "Inproc", "Linking", "Ours", "end_of", "link", "mak
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
-_HOST: Final = "127.0.0.1"
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
 _TIMEOUT_MS: Final = 120_000
 _LINK_POOL_BYTES: Final = 1 << 20
@@ -54,7 +53,7 @@ def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, a
     if pool_bytes:
         config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
     if role is Role.SOURCE:
-        config.listen_ip_info = f"{_HOST}:0"
+        config.listen_ip_info = f"{HOST}:0"
     options = config.generate_options()
     options["llm.Transport"] = transport
     options["llm.CopyThreads"] = str(workload.threads)
@@ -73,8 +72,8 @@ def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
     """Link the destination to the source at ``port``; raise RuntimeError if that fails."""
     info = LLMClusterInfo()
     info.remote_cluster_id = CLUSTER[Role.SOURCE]
-    info.append_local_ip_info(_HOST, 0)
-    info.append_remote_ip_info(_HOST, port)
+    info.append_local_ip_info(HOST, 0)
+    info.append_remote_ip_info(HOST, port)
     status, _ = datadist.link_clusters([info], _TIMEOUT_MS)
     if status != LLMStatusCode.LLM_SUCCESS:
         raise RuntimeError(f"link_clusters: {status}")

@@ -1,0 +1,88 @@
+"""Measure pull_blocks and push_blocks over tcp between two network namespaces, beside the best raw TCP stream there.
+
+    python -m scripts.measure_hosts [--kib 64 256 1024] [--mib 256] [--passes 5]
+
+The two namespaces are joined by one veth pair. What runs in them are the workers of ``llm-datadist bench``, with its
+method: the sides take turns, the side that waits is stopped, every byte is compared. Needs root or user namespaces, and
+iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from tests.hosts.network import Namespace, first_namespace
+
+from llm_datadist.bench.cases import Request, cases_of, size_text
+from llm_datadist.bench.driver import run
+from llm_datadist.bench.processes import Build
+from llm_datadist.bench.report import Reporter
+from llm_datadist.bench.sides.base import ENV_HOST, Role
+from llm_datadist.bench.workload import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ADDRESSES: Final = {Role.SOURCE: "10.99.0.1", Role.DESTINATION: "10.99.0.2"}
+_TIMEOUT_S: Final = 120.0
+
+
+@contextmanager
+def hosts() -> Iterator[dict[Role, Namespace]]:
+    """Make two network namespaces that one veth pair joins; end them afterwards."""
+    source = first_namespace()
+    destination = Namespace(source.within)
+    try:
+        source.ip(f"link add eth0 type veth peer name eth0 netns {destination.pid}")
+        made = {Role.SOURCE: source, Role.DESTINATION: destination}
+        for role, host in made.items():
+            host.ip(f"address add {_ADDRESSES[role]}/24 dev eth0", "link set eth0 up")
+        yield made
+    finally:
+        destination.close()
+        source.close()
+
+
+def main() -> int:
+    """Measure and print; 1 when a side failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 1024], help="KiB of a block")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of one transfer")
+    parser.add_argument("--passes", type=int, default=5, help="after the first")
+    options = parser.parse_args()
+    cases = [
+        case
+        for kib in options.kib
+        for op in (Op.PULL, Op.PUSH)
+        for case in cases_of(
+            Request(
+                op=op,
+                transport="tcp",
+                block_bytes=kib << 10,
+                set_bytes=options.mib << 20,
+                passes=options.passes,
+                against=("tcp-raw",),
+            )
+        )
+    ]
+    with hosts() as made, Reporter(sys.stderr) as reporter:
+        reporter.begin(cases)
+        environment = {**os.environ, ENV_HOST: _ADDRESSES[Role.SOURCE]}
+        build = Build(environment=environment, within={role: host.enter for role, host in made.items()})
+        results = run(cases, reporter, _TIMEOUT_S, build)
+    for row in results.rows:
+        low, high = (row.bytes / seconds / 1e9 for seconds in (row.seconds_max, row.seconds_min))
+        print(
+            f"{row.op} {size_text(row.block_bytes):>8}: {row.gb_per_s:.2f} GB/s ({low:.2f} to {high:.2f}), "
+            f"{row.cpu_seconds_per_gib:.2f} CPU s/GiB; raw {row.limit_gb_per_s:.2f} GB/s, "
+            f"{row.limit_cpu_seconds_per_gib:.2f} CPU s/GiB, by {row.limit}; ratio {row.ratio_to_limit:.2f}"
+        )
+    return 1 if results.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
