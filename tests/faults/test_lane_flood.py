@@ -14,8 +14,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import Plan
-from llm_datadist._transport.lanes import MAX_LANES, MAX_RUNS, encode_request
+from llm_datadist._native import Plan, encode_request
+from llm_datadist._transport.lanes import MAX_LANES, MAX_RUNS
 from llm_datadist._transport.tcp import TcpConnection
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
@@ -79,7 +79,7 @@ class Flood:
     def ask(self, lane: socket.socket, runs: NDArray[np.uint64], times: int) -> None:
         """Send so many requests for these runs of the cache; no answer is ever read."""
         nbytes = int(runs[:, 2].sum())
-        meta = encode_request(self.remote.handle, self.remote.extent, Plan(0, 0, 1, runs, False, nbytes), write=False)
+        meta = encode_request(self.remote.handle, self.remote.extent, Plan(0, 0, 1, runs, False, nbytes), False)
         for _ in range(times):
             self.asked += 1
             lane.sendall(HEADER.pack(MAGIC, READ, 0, 0, self.asked, len(meta), 0, 0) + meta)

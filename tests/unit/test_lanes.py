@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._native import Plan, Tensors
+from llm_datadist._native import Plan, Tensors, encode_request
 from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
@@ -27,7 +27,6 @@ from llm_datadist._transport.lanes import (
     Lanes,
     decode_request,
     dial_lanes,
-    encode_request,
 )
 from llm_datadist._transport.tcp import TcpConnection, split_plan
 from llm_datadist.errors import (
@@ -59,12 +58,12 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
     "meta",
     [
         b"\x01\x00\x00",
-        encode_request(b"", 8, ROW, write=False)[:33],
-        encode_request(b"x", 8, one_row(0).replace(runs=NO_RUNS), write=False)[:-1],
-        encode_request(b"", 8, ROW, write=False) + b"x",
-        encode_request(b"x" * 4097, 8, ROW, write=False),
-        *(encode_request(b"", 8, ROW, write=False)[:at] + b"\xff" * 8 + bytes(32 - at) for at in (2, 10, 18, 26)),
-        encode_request(b"", 8, ROW, write=False) + bytes(16 * MAX_RUNS),
+        encode_request(b"", 8, ROW, False)[:33],
+        encode_request(b"x", 8, one_row(0).replace(runs=NO_RUNS), False)[:-1],
+        encode_request(b"", 8, ROW, False) + b"x",
+        encode_request(b"x" * 4097, 8, ROW, False),
+        *(encode_request(b"", 8, ROW, False)[:at] + b"\xff" * 8 + bytes(32 - at) for at in (2, 10, 18, 26)),
+        encode_request(b"", 8, ROW, False) + bytes(16 * MAX_RUNS),
     ],
 )
 def test_broken_requests_are_protocol_errors(meta: bytes) -> None:

@@ -27,6 +27,7 @@ from llm_datadist._native._native import (
     announce_writer,
     close_writers,
     deliver_signals,
+    encode_request,
     find_writers,
     load_generation,
     parse_pairs,

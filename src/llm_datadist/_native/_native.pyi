@@ -345,17 +345,9 @@ class CopyPool:
     def close(self) -> None:
         """Join the threads. Idempotent."""
 
-def check_plan(
-    dst_bases: NDArray[np.uint64],
-    dst_extent: int,
-    dst_first: int,
-    src_bases: NDArray[np.uint64],
-    src_extent: int,
-    src_first: int,
-    count: int,
-    runs: NDArray[np.uint64],
-    nbytes: int,
-) -> None: ...
+def check_plan(plan: Plan, dst: TensorList, src: TensorList) -> None: ...
+def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes:
+    """Return the meta of a lane request for the peer's side of a plan: its source, or its destination."""
 
 @final
 class StandingGrants:
@@ -366,8 +358,7 @@ class StandingGrants:
         self,
         handle: bytes,
         write: bool,
-        bases: NDArray[np.uint64],
-        extent: int,
+        tensors: TensorList,
         guards: Sequence[tuple[int, int]],
         tag: int,
         mapped: bool,
@@ -413,19 +404,7 @@ class LaneEngine:
         | tuple[Literal["lost"], int, str]
     ]:
         """Return the events since the last call."""
-    def start(
-        self,
-        lane: int,
-        write: bool,
-        meta: bytes,
-        bases: NDArray[np.uint64],
-        extent: int,
-        first: int,
-        count: int,
-        runs: NDArray[np.uint64],
-        nbytes: int,
-        mapped: bool,
-    ) -> int: ...
+    def start(self, lane: int, write: bool, meta: bytes, plan: Plan, tensors: TensorList, mapped: bool) -> int: ...
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
     def give_up(self, job: int) -> tuple[int, int, int, str]: ...
     def grant(
@@ -433,12 +412,8 @@ class LaneEngine:
         lane: int,
         id: int,
         write: bool,
-        bases: NDArray[np.uint64],
-        extent: int,
-        first: int,
-        count: int,
-        runs: NDArray[np.uint64],
-        nbytes: int,
+        plan: Plan,
+        tensors: TensorList,
         guards: Sequence[tuple[int, int]],
         tag: int,
         mapped: bool,

@@ -89,17 +89,7 @@ _EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost}
 
 def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
     """Raise the ParamError that ``execute`` would raise before its first byte."""
-    _native.check_plan(
-        dst.bases,
-        dst.extent,
-        plan.dst_first,
-        src.bases,
-        src.extent,
-        plan.src_first,
-        plan.count,
-        plan.runs,
-        plan.nbytes,
-    )
+    _native.check_plan(plan, dst.native, src.native)
 
 
 class LaneEngine:
@@ -142,17 +132,11 @@ class LaneEngine:
         order of the plan, of which only the destination side is used here. If the lane is gone the job ends as lost.
         ``meta`` is what the target understands, at most 1 MiB; ``dst`` stays valid until the job has ended.
         """
-        runs, nbytes = plan.runs, plan.nbytes
-        return self._native.start(
-            lane, False, meta, dst.bases, dst.extent, plan.dst_first, plan.count, runs, nbytes, dst.mapped
-        )
+        return self._native.start(lane, False, meta, plan, dst.native, dst.mapped)
 
     def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
         """Send the bytes of ``plan``; return the job's number. Otherwise as :meth:`start_read`."""
-        runs, nbytes = plan.runs, plan.nbytes
-        return self._native.start(
-            lane, True, meta, src.bases, src.extent, plan.src_first, plan.count, runs, nbytes, src.mapped
-        )
+        return self._native.start(lane, True, meta, plan, src.native, src.mapped)
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
         """Return, once, how a job ended, after giving it up at the deadline (``time.monotonic_ns()``). Handles signals.
@@ -176,17 +160,13 @@ class LaneEngine:
         ``src`` stays valid until :meth:`quiesce` has returned for ``tag``. ``guards`` are (address, generation) pairs
         that must hold before the first byte and after the last. If this raises, the request still needs an answer.
         """
-        at, runs, nbytes = plan.src_first, plan.runs, plan.nbytes
-        self._native.grant(
-            lane, id, False, src.bases, src.extent, at, plan.count, runs, nbytes, guards, tag, src.mapped
-        )
+        self._native.grant(lane, id, False, plan, src.native, guards, tag, src.mapped)
 
     def accept_write(
         self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
         """Receive a :class:`WriteAsked` of ``plan.nbytes`` bytes into ``dst``. Otherwise as :meth:`serve_read`."""
-        at, runs, nbytes = plan.dst_first, plan.runs, plan.nbytes
-        self._native.grant(lane, id, True, dst.bases, dst.extent, at, plan.count, runs, nbytes, guards, tag, dst.mapped)
+        self._native.grant(lane, id, True, plan, dst.native, guards, tag, dst.mapped)
 
     def __repr__(self) -> str:
         return f"<LaneEngine {self._native.threads} threads{', closed' if self.closed else ''}>"

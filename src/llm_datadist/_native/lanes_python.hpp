@@ -18,44 +18,48 @@
 
 #include "gil.hpp"
 #include "lanes.hpp"
+#include "plan_python.hpp"
 
 namespace datadist {
 
 namespace nb = nanobind;
 
-using LaneBases = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using LaneRuns = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using GuardList = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
 constexpr std::int64_t look_every_ns = 50'000'000;  // how long Ctrl-C, or a cancellation, waits for a transfer at most
 
-inline Spans spans_of(const LaneBases& bases, std::int64_t extent, std::int64_t first, std::int64_t count,
-                      const LaneRuns& runs, bool dst, std::int64_t nbytes) {
-    const End end{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"};
-    return Spans(end, count, reinterpret_cast<const Run*>(runs.data()), runs.shape(0), dst ? &Run::dst : &Run::src,
-                 nbytes);
+inline Spans spans_of(const MovePlan& plan, const TensorList& tensors, bool dst) {
+    const Copy copy = plan.copy(tensors, tensors);
+    return Spans(dst ? copy.dst : copy.src, plan.pairing().count, copy.runs, copy.run_count,
+                 dst ? &Run::dst : &Run::src, plan.nbytes());
+}
+
+// The meta of a READ or a WRITE for the target's side of a plan: its destination when writing, else its source.
+inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent, const MovePlan& plan, bool write) {
+    if (handle.size() > UINT16_MAX) refuse("handle has ", handle.size(), " bytes, at most ", UINT16_MAX);
+    const auto first = write ? plan.pairing().dst_first : plan.pairing().src_first;
+    const std::string out = LaneRequest::encode({handle.c_str(), handle.size()}, first, plan.pairing().count, extent,
+                                                plan.nbytes(), plan.run_list(), write ? &Run::dst : &Run::src);
+    return nb::bytes(out.data(), out.size());
 }
 
 inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
-                              const LaneBases& bases, std::int64_t extent, std::int64_t first, std::int64_t count,
-                              const LaneRuns& runs, std::int64_t nbytes, bool mapped) {
-    Spans spans = spans_of(bases, extent, first, count, runs, !write, nbytes);
+                              const MovePlan& plan, const TensorList& tensors, bool mapped) {
     return engine.start(lane, write ? Kind::write : Kind::read, std::string(meta.c_str(), meta.size()),
-                        std::move(spans), mapped);
+                        spans_of(plan, tensors, !write), mapped);
 }
 
-inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const LaneBases& bases,
-                     std::int64_t extent, std::int64_t first, std::int64_t count, const LaneRuns& runs,
-                     std::int64_t nbytes, const GuardList& guards, std::int64_t tag, bool mapped) {
-    Spans spans = spans_of(bases, extent, first, count, runs, write, nbytes);
-    Grant grant{id, std::make_shared<Payload>(std::move(spans), mapped), {}, tag};
+inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
+                     const TensorList& tensors, const GuardList& guards, std::int64_t tag, bool mapped) {
+    Grant grant{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), {}, tag};
     for (const auto& [address, generation] : guards) grant.guards.add(address, generation);
     write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
 }
 
-inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const LaneBases& bases,
-                    std::int64_t extent, const GuardList& guards, std::int64_t tag, bool mapped) {
-    GrantedMemory memory{{bases.data(), bases.data() + bases.size()}, extent, {}, tag, mapped};
+inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const TensorList& tensors,
+                    const GuardList& guards, std::int64_t tag, bool mapped) {
+    const End all = tensors.end(0, "granted");
+    GrantedMemory memory{{all.bases, all.bases + all.tensors}, all.extent, {}, tag, mapped};
     for (const auto& [address, generation] : guards) memory.guards.add(address, generation);
     grants.keep(write, std::string(handle.c_str(), handle.size()), std::move(memory));
 }
@@ -112,29 +116,20 @@ inline nb::list py_poll_events(LaneEngine& engine) {
     return out;
 }
 
-inline void py_check_plan(const LaneBases& dst_bases, std::int64_t dst_extent, std::int64_t dst_first,
-                          const LaneBases& src_bases, std::int64_t src_extent, std::int64_t src_first,
-                          std::int64_t count, const LaneRuns& runs, std::int64_t nbytes) {
-    const Copy copy{{dst_bases.data(), dst_bases.size(), dst_extent, dst_first, "dst"},
-                    {src_bases.data(), src_bases.size(), src_extent, src_first, "src"},
-                    static_cast<std::size_t>(count),
-                    reinterpret_cast<const Run*>(runs.data()),
-                    runs.shape(0),
-                    false};
-    check(copy, count, nbytes);
+inline void py_check_plan(const MovePlan& plan, const TensorList& dst, const TensorList& src) {
+    check(plan.copy(dst, src), plan.pairing().count, plan.nbytes());
 }
 
 inline void bind_lanes(nb::module_& m) {
     using namespace nb::literals;
     using Released = nb::call_guard<GilReleased>;
 
-    m.def("check_plan", &py_check_plan, "dst_bases"_a.noconvert(), "dst_extent"_a, "dst_first"_a,
-          "src_bases"_a.noconvert(), "src_extent"_a, "src_first"_a, "count"_a, "runs"_a.noconvert(), "nbytes"_a);
+    m.def("check_plan", &py_check_plan, "plan"_a, "dst"_a, "src"_a);
+    m.def("encode_request", &py_encode_request, "handle"_a, "extent"_a, "plan"_a, "write"_a);
 
     nb::class_<StandingGrants>(m, "StandingGrants", nb::is_final())
         .def(nb::init<>())
-        .def("keep", &py_keep, "handle"_a, "write"_a, "bases"_a.noconvert(), "extent"_a, "guards"_a, "tag"_a,
-             "mapped"_a)
+        .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("__len__", &StandingGrants::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final(),
@@ -151,14 +146,12 @@ inline void bind_lanes(nb::module_& m) {
         .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a, "Close a lane; what is on it fails.")
         .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")
         .def("poll_events", &py_poll_events, "Return the events since the last call.")
-        .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
-             "runs"_a.noconvert(), "nbytes"_a, "mapped"_a)
+        .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "plan"_a, "tensors"_a, "mapped"_a)
         .def("wait", &py_wait, "job"_a, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def("give_up",
              [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
              "job"_a)
-        .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a,
-             "runs"_a.noconvert(), "nbytes"_a, "guards"_a, "tag"_a, "mapped"_a)
+        .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
         .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a,
              "End all use of memory granted under the tag; none is touched once this returns.");

@@ -234,9 +234,7 @@ inline void limit_stream(int fd, bool send, const LimitBlocks& blocks, StreamWai
     std::size_t left = blocks.count * blocks.bytes, low = 1;
     for (std::size_t i = 0; i < blocks.count; ++i)
         for (std::size_t done = 0; done < blocks.bytes;) {
-            // A recv that has taken a part wakes only once so many bytes are there again: as many must be left to come.
-            const bool enough = wait == StreamWait::much && !send && left >= 2 * limit_much_bytes;
-            const std::size_t much = enough ? limit_much_bytes : 1;
+            const std::size_t much = wait == StreamWait::much && !send ? std::min(limit_much_bytes, left) : 1;
             if (much != low) set_low_water(fd, low = much);
             const std::size_t moved = stream_step(fd, send, blocks.at(i) + done, blocks.bytes - done, wait);
             done += moved;

@@ -124,7 +124,8 @@ public:
         return array_;
     }
 
-    // Not checked yet.
+    // Not checked yet, these neither.
+    std::pair<const Run*, std::size_t> run_list() const { return {first_, run_count_}; }
     Copy copy(const TensorList& dst, const TensorList& src) const {
         return {dst.end(pairing_.dst_first, "dst"), src.end(pairing_.src_first, "src"),
                 static_cast<std::size_t>(pairing_.count), first_, run_count_, ordered_};

@@ -30,6 +30,23 @@ struct LaneRequest {
     static constexpr std::size_t head_bytes = 34;
     static constexpr std::size_t span_bytes = 16;
 
+    // `offset` says which column of the runs is of the owner.
+    static std::string encode(std::string_view handle, std::int64_t first, std::int64_t count, std::uint64_t extent,
+                              std::int64_t nbytes, std::pair<const Run*, std::size_t> runs, std::uint64_t Run::*offset) {
+        std::string out;
+        out.reserve(head_bytes + handle.size() + runs.second * span_bytes);
+        append<std::uint16_t>(out, static_cast<std::uint16_t>(handle.size()));
+        for (const std::uint64_t number : {static_cast<std::uint64_t>(first), static_cast<std::uint64_t>(count), extent,
+                                           static_cast<std::uint64_t>(nbytes)})
+            append<std::uint64_t>(out, number);
+        out.append(handle);
+        for (const Run* run = runs.first; run != runs.first + runs.second; ++run) {
+            append<std::uint64_t>(out, run->*offset);
+            append<std::uint64_t>(out, run->bytes);
+        }
+        return out;
+    }
+
     // Nothing: a meta that has not this form.
     static std::optional<LaneRequest> parse(std::string_view meta) {
         if (meta.size() < head_bytes) return std::nullopt;

@@ -59,14 +59,6 @@ class LaneRequest:
     plan: Plan  # with the same offsets as destination and source; to be checked against the true memory
 
 
-def encode_request(handle: bytes, extent: int, plan: Plan, *, write: bool) -> bytes:
-    """Return the meta for the target's side of a plan: its destination when writing, else its source."""
-    first = plan.dst_first if write else plan.src_first
-    head = _HEAD.pack(len(handle), first, plan.count, extent, plan.nbytes)
-    spans = plan.runs[:, (0 if write else 1, 2)].astype("<u8", order="C")
-    return b"".join((head, handle, spans.tobytes()))
-
-
 def decode_request(meta: bytes) -> LaneRequest:
     """Return the request in a meta; ``ProtocolError`` when it holds none."""
     if len(meta) < _HEAD.size:
@@ -413,9 +405,7 @@ class Lanes:
                 raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
             if grant.standing:
                 tensors = grant.tensors
-                group.grants.keep(
-                    request.handle, write, tensors.bases, tensors.extent, grant.guards, grant.tag, tensors.mapped
-                )
+                group.grants.keep(request.handle, write, tensors.native, grant.guards, grant.tag, tensors.mapped)
             give = self.engine.accept_write if write else self.engine.serve_read
             give(event.lane, event.id, grant.plan or request.plan, grant.tensors, grant.guards, grant.tag)
         except LLMException as error:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, Plan, check_plan
+from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
-from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes, encode_request
+from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes
 from llm_datadist.errors import (
     CacheMismatch,
     LinkError,
@@ -187,7 +187,7 @@ class _LaneTransfer:
                 # The parts of an ordered plan follow each other on one lane.
                 if lane is None or not plan.ordered:
                     lane = self._group.take(part.nbytes, self._deadline, large=large)
-                meta = encode_request(remote.handle, remote.extent, part, write=write)
+                meta = encode_request(remote.handle, remote.extent, part, write)
                 self._started.append(_Part(start(lane, meta, part, self._transfer.local), lane, part.nbytes))
             while self._started:
                 self._finish_first()

@@ -26,9 +26,9 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import new_share
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._native import Plan, plan_row
+from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transfer.target import encode_handle
-from llm_datadist._transport.lanes import dial_lanes, encode_request
+from llm_datadist._transport.lanes import dial_lanes
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist.errors import LLMException
 from tests.faults.campaign.directory import Kind
@@ -214,7 +214,7 @@ class _Liar(Stranger):
         nbytes, at = self._rng.choice((8, 512)), self._rng.choice((0, 512, 2**40))
         handle = encode_handle(named[0], self._rng.choice((0, 0, *self._pins)), named[1])
         plan = Plan(0, 0, 2, plan_row(at, at, nbytes), False, 2 * nbytes)
-        meta = encode_request(handle, self._rng.choice((4096, 12288, 2**40)), plan, write=write)
+        meta = encode_request(handle, self._rng.choice((4096, 12288, 2**40)), plan, write)
         payload = b"\xee" * (2 * nbytes) if write else b""
         kind = _WRITE if write else _READ
         header = _HEADER.pack(_MAGIC, kind, 0, 0, self._number, len(meta), len(payload), 0)

@@ -19,8 +19,8 @@ import numpy as np
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
-from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, plan_row
-from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, encode_request, read_lane_greeting
+from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, encode_request, plan_row
+from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from tests.faults.fuzz import Finding, Target, Verdicts, trial
 from tests.faults.fuzz.forge import LINK, Forge, mutated, wild
@@ -108,7 +108,7 @@ class _Scene:
         """Read all of the victim's memory over the honest lane, and compare every byte."""
         self._into[:] = 0
         plan = Plan(0, 0, 4, plan_row(0, 0, _EXTENT), False, 4 * _EXTENT)
-        meta = encode_request(b"mine", _EXTENT, plan, write=False)
+        meta = encode_request(b"mine", _EXTENT, plan, False)
         job = self._honest.start_read(self._lane, meta, plan, _tensors(self._into))
         outcome = self._honest.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
         if outcome.ending is not Ending.GOOD or not np.array_equal(self._into, self.owner.memory):
@@ -160,7 +160,7 @@ def _lane_frame(rng: random.Random, number: int) -> bytes:
     if kind in (_READ, _WRITE):
         start, nbytes, count = rng.randrange(_EXTENT), rng.randrange(512), rng.randrange(1, 4)
         plan = Plan(0, 0, count, plan_row(start, start, nbytes), False, nbytes * count)
-        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, write=kind == _WRITE)
+        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, kind == _WRITE)
         if rng.random() < 0.2:
             meta = mutated(meta, rng)
         payload = bytes(plan.nbytes) if kind == _WRITE else b""

@@ -10,10 +10,10 @@ import numpy as np
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Message, decode, encode
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._native import Plan, Tensors
+from llm_datadist._native import Plan, Tensors, encode_request
 from llm_datadist._native.lanes import check_plan
 from llm_datadist._transport import rendezvous
-from llm_datadist._transport.lanes import decode_request, encode_request
+from llm_datadist._transport.lanes import decode_request
 from llm_datadist.errors import ParamError, ProtocolError
 from tests.faults.fuzz import Finding, Target, Verdicts, trial
 from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated, wild
@@ -119,7 +119,7 @@ def _lane_request(rng: random.Random) -> bytes:
         run[:] = (start, start, nbytes)
     nbytes = int(runs[:, 2].sum()) * count if rng.random() < 0.9 else rng.randrange(1 << 40)
     plan = Plan(rng.randrange(3), rng.randrange(3), count, runs, False, nbytes)
-    data = encode_request(b"h" * rng.randrange(20), 4096, plan, write=rng.random() < 0.5)
+    data = encode_request(b"h" * rng.randrange(20), 4096, plan, rng.random() < 0.5)
     return mutated(data, rng) if rng.random() < 0.6 else data
 
 
