@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo test test-torch asan faults bench compare lint docs clean
+.PHONY: help install demo test test-torch asan model faults bench compare lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
+	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
 	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"
 	@echo "make lint   ruff, mypy strict, the layers of imports"
@@ -48,6 +49,9 @@ test-torch: $(VENV)/.torch
 
 asan: $(STAMP)
 	@$(BIN)/python -m tests.native.sanitize
+
+model: $(STAMP)
+	@$(BIN)/python -m tests.model.check
 
 FRAMES ?= 2000000
 faults: $(STAMP)

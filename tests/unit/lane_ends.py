@@ -20,7 +20,7 @@ from . import twin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llm_datadist._native import LaneLost
+    from llm_datadist._native import LaneLost, StandingGrants
 
 BUDGET_S: Final = 20.0
 """For what is expected to happen: only a hang can use it up."""
@@ -151,13 +151,14 @@ def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
 class Wire:
     """The far end of one lane, by hand: sends and receives frames, right or wrong ones."""
 
-    def __init__(self, engine: LaneEngine, *, buffer: int | None = None) -> None:
+    def __init__(self, engine: LaneEngine, *, buffer: int | None = None, grants: StandingGrants | None = None) -> None:
         near, self.sock = socket.socketpair()
         self.sock.settimeout(BUDGET_S)
         if buffer is not None:
             for end in (near, self.sock):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        self.lane = engine.add_lane(near.detach())
+        self.lane = engine.reserve_lane()
+        engine.attach_lane(self.lane, near.detach(), grants)
 
     def send(self, kind: int, id: int, meta: bytes = b"", payload: bytes = b"", *, declared: int | None = None) -> None:
         """Send a frame; ``declared``: the payload's size in the header, if it is not that of ``payload``."""

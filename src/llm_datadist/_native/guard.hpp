@@ -27,8 +27,11 @@ inline std::uint64_t load_generation(std::uint64_t address) {
     return __atomic_load_n(generation, __ATOMIC_ACQUIRE);
 }
 
+// A reader that saw a store made after this finds the new generation by load_generation().
 inline std::uint64_t advance_generation(std::uint64_t address) {
-    return __atomic_add_fetch(generation_at(address), 1, __ATOMIC_SEQ_CST);
+    const std::uint64_t generation = __atomic_add_fetch(generation_at(address), 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_RELEASE);  // without it later stores may become visible before the new generation
+    return generation;
 }
 
 // Stores before this are visible to every other core before any store after it; streaming stores too.

@@ -1,0 +1,138 @@
+// Standing grants: threads of the lanes use memory that Python granted once. The owner advances the guard, quiesces the
+// lanes, frees. Python may keep a grant at any moment, also behind the withdrawal of its memory.
+//
+// The bytes are plain variables: after the quiesce no thread of the lanes touches them. Relacy reports a data race. Two
+// threads run lanes in turns: the worker, and the control thread, which runs a command while the worker sleeps.
+
+#include "model.hpp"
+
+const char* const steps[] = {
+    "the order of the owner: quiesce, then free",
+    "the order of the owner: advance, then quiesce",
+    "the comparisons before the first byte",
+    "the abort of jobs that have begun",
+    "comparing and registering in one turn",
+};
+
+struct StandingGrants : rl::test_suite<StandingGrants, 3> {
+    enum Job { none, queued, begun, ended };
+
+    static constexpr int jobs = 2, promised = 1;  // of each of the two threads one job
+
+    rl::mutex turn, grants;
+    rl::atomic<int> generation;
+    rl::var<int> granted, job[jobs], bytes;
+
+    void before() {
+        generation.store(promised, rl::memory_order_relaxed);
+        granted($) = 0;
+        for (auto& each : job) each($) = none;
+        bytes($) = 1;
+    }
+
+    bool current() {
+        // current (guards.hpp): `if (load_generation(guard.address) != guard.generation) return false;`
+        rl::atomic_thread_fence(rl::memory_order_acquire);  // load_generation, as in guards.cpp
+        return generation.load(rl::memory_order_acquire) == promised;
+    }
+
+    void keep() {
+        // keep (standing_grants.hpp): `const std::lock_guard<std::mutex> lock(mutex_);`
+        grants.lock($);
+        // keep (standing_grants.hpp): `grants_.insert_or_assign({write, std::move(handle)},`
+        granted($) = 1;
+        grants.unlock($);
+    }
+
+    bool find() {
+        // find (standing_grants.hpp): `const std::lock_guard<std::mutex> lock(mutex_);`
+        grants.lock($);
+        // find (standing_grants.hpp): `if (found->second->guards.current()) return found->second;`
+        const bool found = granted($) != 0 && (!kept(3) || current());
+        grants.unlock($);
+        return found;
+    }
+
+    // A turn sends a piece of the job: the first, which begins it, or the last.
+    void pump(rl::var<int>& mine) {
+        if (mine($) == queued) {
+            // begin (sender.hpp): `!frame.guards.current()) return refuse_instead(frame, changed);`
+            const bool refused = kept(3) && kept(5) && !current();
+            mine($) = refused ? ended : begun;
+            if (!refused) read_bytes();
+        } else if (mine($) == begun) {
+            read_bytes();
+            mine($) = ended;
+        }
+    }
+
+    void read_bytes() {
+        const int byte = bytes($);
+        static_cast<void>(byte);
+    }
+
+    void take_turn(rl::var<int>& mine, bool asked) {
+        // run (worker.hpp): `turn.lock();`
+        turn.lock($);
+        // with (worker.hpp): `work(lane);`
+        // serve (lane.hpp): `sender_.push(std::move(frame));`
+        if (asked) mine($) = queued;
+        // with (worker.hpp): `lane.send(budget_);`
+        pump(mine);
+        turn.unlock($);
+    }
+
+    void worker() {
+        // on_meta (lane.hpp): `if (auto grant = standing_grant(write, meta))`
+        turn.lock($);
+        const bool found = find();
+        // on_meta (lane.hpp): `return write ? accept(std::move(*grant)) : serve(std::move(*grant));`
+        if (kept(5) && found) job[0]($) = queued;
+        if (kept(5)) pump(job[0]);
+        turn.unlock($);
+        if (!kept(5)) take_turn(job[0], found);
+        take_turn(job[0], false);
+    }
+
+    void control() {
+        // _answer (_transport/lanes.py): `group.grants.keep(`
+        keep();
+        // _answer (_transport/lanes.py): `give(event.lane, event.id, request.plan, grant.tensors, grant.guards,`
+        // run_here (worker.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
+        if (kept(5)) take_turn(job[1], true);
+        take_turn(job[1], false);
+    }
+
+    void quiesce() {
+        // quiesce (lanes.hpp): `on.with_all([tag](Lane& lane) { lane.quiesce(tag); });`
+        turn.lock($);
+        // quiesce (lane.hpp): `if (grants_) grants_->drop(tag);`
+        grants.lock($);
+        granted($) = 0;
+        grants.unlock($);
+        // quiesce (lane.hpp): `sender_.quiesce(tag);`
+        for (auto& each : job)
+            if (each($) == queued || (each($) == begun && kept(4))) each($) = ended;
+        turn.unlock($);
+    }
+
+    void advance() {
+        generation.fetch_add(1, rl::memory_order_seq_cst);  // advance_generation, as in guards.cpp
+        rl::atomic_thread_fence(rl::memory_order_release);
+    }
+
+    void owner() {
+        // apply (_cache/store.py): `self._guards.void(guard)`
+        if (kept(2)) advance();
+        // apply (_cache/store.py): `self.quiesce(entry.storage.tag)`
+        if (kept(1)) quiesce();
+        // apply (_cache/store.py): `self._quarantine.free(allocation, busy)`
+        bytes($) = 2;
+        if (!kept(1)) quiesce();
+        if (!kept(2)) advance();
+    }
+
+    void thread(unsigned number) { number == 0 ? owner() : number == 1 ? worker() : control(); }
+};
+
+int main() { return check_model<StandingGrants>("standing_grants", steps, 5); }
