@@ -151,13 +151,15 @@ def test_a_part_of_the_last_bytes_is_no_reason_to_wait_for_ever() -> None:
             sender.start()
             stream_raw(near, RawBlocks.of(more[1:], zero), send=False)  # opens the window
             sender.join()
-            far.sendall(src[0][0, :100_000].tobytes())
-            wait_until(lambda: queued(near) == 100_000)
+            far.sendall(src[0][0, :280_000].tobytes())
+            wait_until(lambda: queued(near) == 280_000)
             receive = {"send": False, "wait": Wait.LOW_WATER}
             receiver = threading.Thread(target=stream_raw, args=(near, RawBlocks.of(dst, zero)), kwargs=receive)
             receiver.start()
             wait_until(lambda: queued(near) == 0)
-            far.sendall(src[0][0, 100_000:].tobytes())
+            far.sendall(src[0][0, 280_000:290_000].tobytes())
+            wait_until(lambda: queued(near) == 10_000)  # fewer than are left: left there
+            far.sendall(src[0][0, 290_000:].tobytes())
             receiver.join(10)
             late = receiver.is_alive()
         receiver.join()  # the end of the stream wakes it
