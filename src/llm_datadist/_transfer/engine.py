@@ -95,7 +95,7 @@ class Engine:
             self._lane_reconnector = lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
             self._target = Target(self.store)
-            lane_threads = max(1, min(_MAX_LANE_THREADS, _native.usable_cpus() // 2))
+            lane_threads = min(_MAX_LANE_THREADS, _native.usable_cpus())
             self._lanes = Lanes(lane_threads, LaneTarget(self.store, lane_reconnector))
             self.store.quiesce = self._lanes.quiesce
             undo.callback(self._lanes.close)
