@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._native import LaneEngine, ReadAsked, StandingGrants, WriteAsked
+from llm_datadist._native import LaneEngine, ReadAsked, StandingGrants, Tensors, WriteAsked
 
 from . import twin
 from .lane_ends import DATA, READ, WRITE, Wire, events_of
@@ -59,7 +59,7 @@ class Scene:
         )
         guard = self.table.address_of(memory.guard.slot), memory.guard.generation
         bases = np.array([tensor.ctypes.data for tensor in memory.tensors], np.uint64)
-        self.grants.keep(handle, write, bases, EXTENT, [guard], memory.tag, mapped)
+        self.grants.keep(handle, write, Tensors(bases, EXTENT).native, [guard], memory.tag, mapped)
         if len(self.model) >= MOST:
             self.model.clear()
         self.model[write, handle] = memory, memory.guard

@@ -405,6 +405,19 @@ class LaneEngine:
     ]:
         """Return the events since the last call."""
     def start(self, lane: int, write: bool, meta: bytes, plan: Plan, tensors: TensorList, mapped: bool) -> int: ...
+    def move(
+        self,
+        lane: int,
+        write: bool,
+        handle: bytes,
+        extent: int,
+        plan: Plan,
+        tensors: TensorList,
+        mapped: bool,
+        deadline_ns: int,
+        cancelled: bytearray | None = None,
+    ) -> tuple[int, int, int, str]:
+        """Start a job that asks for ``handle`` as :func:`encode_request` does, and wait for its end."""
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
     def give_up(self, job: int) -> tuple[int, int, int, str]: ...
     def grant(

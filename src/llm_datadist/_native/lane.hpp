@@ -68,13 +68,16 @@ public:
 
     // What the socket is ready for. Any of these throws LaneError when the lane is broken.
 
+    // Until the socket has no more or a frame has ended: whether another one is there, the kernel says for less.
     void receive() {
         std::uint64_t budget = slice_bytes;
-        bool drained = false;
+        bool moved = false, drained = false;
         while (true) {
             enter_next_stages();
-            if (receiver_.paused() || drained || budget == 0) return set_low_water();
+            if (receiver_.paused() || drained || budget == 0 || (moved && receiver_.between_frames()))
+                return set_low_water();
             const Receiver::Step step = receiver_.step(fd_.get(), budget, scrap_);
+            moved = true;
             drained = step.drained;
             budget -= std::min(budget, std::max(step.moved, least_charge_bytes));
         }

@@ -138,6 +138,24 @@ class LaneEngine:
         """Send the bytes of ``plan``; return the job's number. Otherwise as :meth:`start_read`."""
         return self._native.start(lane, True, meta, plan, src.native, src.mapped)
 
+    def move(
+        self,
+        lane: int,
+        handle: bytes,
+        extent: int,
+        plan: Plan,
+        local: Tensors,
+        deadline_ns: int,
+        cancelled: bytearray | None,
+        *,
+        write: bool,
+    ) -> Outcome:
+        """Start one job, by a request for ``handle``, and :meth:`wait` for it; a signal's exception ends it, too."""
+        until = min(deadline_ns, NO_DEADLINE)
+        return _outcome(
+            self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
+        )
+
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
         """Return, once, how a job ended, after giving it up at the deadline (``time.monotonic_ns()``). Handles signals.
 

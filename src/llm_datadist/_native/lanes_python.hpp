@@ -35,11 +35,15 @@ inline Spans spans_of(const MovePlan& plan, const TensorList& tensors, bool dst)
 }
 
 // The meta of a READ or a WRITE for the target's side of a plan: its destination when writing, else its source.
-inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent, const MovePlan& plan, bool write) {
+inline std::string request_meta(const nb::bytes& handle, std::uint64_t extent, const MovePlan& plan, bool write) {
     if (handle.size() > UINT16_MAX) refuse("handle has ", handle.size(), " bytes, at most ", UINT16_MAX);
     const auto first = write ? plan.pairing().dst_first : plan.pairing().src_first;
-    const std::string out = LaneRequest::encode({handle.c_str(), handle.size()}, first, plan.pairing().count, extent,
-                                                plan.nbytes(), plan.run_list(), write ? &Run::dst : &Run::src);
+    return LaneRequest::encode({handle.c_str(), handle.size()}, first, plan.pairing().count, extent, plan.nbytes(),
+                               plan.run_list(), write ? &Run::dst : &Run::src);
+}
+
+inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent, const MovePlan& plan, bool write) {
+    const std::string out = request_meta(handle, extent, plan, write);
     return nb::bytes(out.data(), out.size());
 }
 
@@ -98,6 +102,15 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
     }
 }
 
+// Starts a job whose target answers a LaneRequest, and waits for its end: nothing of it is left when this returns.
+inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
+                         std::uint64_t extent, const MovePlan& plan, const TensorList& tensors, bool mapped,
+                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
+    const std::uint64_t job = engine.start(lane, write ? Kind::write : Kind::read, request_meta(handle, extent, plan, write),
+                                           spans_of(plan, tensors, !write), mapped);
+    return py_wait(engine, job, deadline_ns, cancelled);
+}
+
 inline nb::tuple event_tuple(const Event& event) {
     switch (event.what) {
         case Event::What::read:
@@ -147,6 +160,8 @@ inline void bind_lanes(nb::module_& m) {
         .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")
         .def("poll_events", &py_poll_events, "Return the events since the last call.")
         .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "plan"_a, "tensors"_a, "mapped"_a)
+        .def("move", &py_move, "lane"_a, "write"_a, "handle"_a, "extent"_a, "plan"_a, "tensors"_a, "mapped"_a,
+             "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def("wait", &py_wait, "job"_a, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def("give_up",
              [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },

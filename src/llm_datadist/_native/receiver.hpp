@@ -24,6 +24,7 @@ public:
 
     Stage stage() const { return stage_; }
     bool paused() const { return stage_ == Stage::paused; }
+    bool between_frames() const { return stage_ == Stage::header && have_ == 0; }
 
     void expect_header() {
         stage_ = Stage::header;

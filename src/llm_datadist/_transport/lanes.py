@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-MAX_LANES: Final = 8
-"""Lanes that one peer may have on one link."""
+MAX_LANES: Final = 10
+"""Lanes that one peer may have on one link: as many as it dials, twice, because it may have lost those of before."""
 MAX_HANDLE_BYTES: Final = 4096
 MAX_RUNS: Final = 1 << 15
 """Runs of one request: half of what a meta of 1 MiB has room for."""

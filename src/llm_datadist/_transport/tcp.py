@@ -174,6 +174,12 @@ class _LaneTransfer:
 
     def run(self) -> None:
         """Move every part. When this returns or raises, local memory is the caller's again."""
+        if is_one_job(self._transfer.plan):
+            self._run_alone()
+        else:
+            self._run_parts()
+
+    def _run_parts(self) -> None:
         plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
         start = self._engine.start_write if write else self._engine.start_read
         large = plan.nbytes > _MAX_PART_BYTES
@@ -194,9 +200,25 @@ class _LaneTransfer:
         finally:
             self._give_up()
 
+    def _run_alone(self) -> None:
+        """Move the only part: one native call, so that a small transfer costs little."""
+        plan, local, remote = self._transfer.plan, self._transfer.local, self._transfer.remote
+        until, cancelled, write = self._deadline.expires_ns, self._deadline.cancelled, self._transfer.write
+        lane = self._group.take(plan.nbytes, self._deadline)
+        try:
+            outcome = self._engine.move(lane, remote.handle, remote.extent, plan, local, until, cancelled, write=write)
+        except BaseException:  # of a signal, which has ended the job
+            self._group.put(lane, plan.nbytes)
+            raise
+        self._ended(_Part(0, lane, plan.nbytes), outcome)
+        self._judge(outcome)
+
     def _finish_first(self) -> None:
         """Wait for the part that was started first; raise why it failed."""
-        outcome = self._wait_for_first()
+        self._judge(self._wait_for_first())
+
+    def _judge(self, outcome: Outcome) -> None:
+        """Raise why a part failed."""
         if outcome.ending is Ending.GOOD:
             return
         if outcome.ending is Ending.TIMEOUT:
