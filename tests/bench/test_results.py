@@ -12,6 +12,7 @@ from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.rows import Measured, Row, make_rows
+from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import Op, Workload
 
@@ -58,9 +59,18 @@ def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> 
     latency = make_rows(
         replace(CASE, workload=work, samples=10, limit=None), "shm", measured(1, 3), None, {"nixl": measured(1, 1)}
     )
-    [single] = [floor for floor in floors(latency) if "one 64 KiB block" in floor.what]
+    found = {floor.what: floor for floor in floors(latency)}
+    single = found["pull of one 64 KiB block over shm, p50, in that of nixl"]
     assert single.measured == pytest.approx(3.0)
-    assert (single.wanted, single.met) == (1.5, False)
+    assert (single.wanted, single.met) == (1.0, False)
+    slow = replace(CASE, workload=work, samples=10, limit=None, call="pull_cache by key")
+    beside = [
+        *make_rows(slow, "shm", measured(1, 1), None, {}),
+        *make_rows(replace(slow, busy=Role.SOURCE), "shm", measured(1, 2), None, {}),
+    ]
+    once = {floor.what: floor for floor in floors(beside)}["pull_cache by key over shm, source busy, p50"]
+    assert once.measured == pytest.approx(2e6)
+    assert once.wanted == pytest.approx(1.2 * (1e6 + 5000))
 
 
 def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_is_asked_for() -> None:
