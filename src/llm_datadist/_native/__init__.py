@@ -28,6 +28,7 @@ from llm_datadist._native._native import (
     close_writers,
     deliver_signals,
     find_writers,
+    listen_for_input,
     load_generation,
     parse_pairs,
     peek_process,
@@ -35,7 +36,9 @@ from llm_datadist._native._native import (
     plan_pieces,
     plan_row,
     readable,
+    receive,
     retract_writer,
+    send_now,
     writer_sequence,
 )
 from llm_datadist._native.cpus import usable_cpus
