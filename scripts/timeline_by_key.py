@@ -86,7 +86,7 @@ def watch_target(world: World) -> None:
     """Note the steps of the target."""
     engine: Any = world.dd._engine
     selector = engine._control.loop._selector
-    selector._epoll = _Poll(selector._epoll, "target")
+    selector._outer = _Poll(selector._outer, "target")
     handlers: dict[type, Callable[..., None]] = engine.links._handlers
     handlers[Resolve] = _wrap(handlers[Resolve], "target: resolve is decoded", "target: resolve is done")
     handlers[Release] = _wrap(handlers[Release], "target: release is decoded", "target: release is done")
@@ -95,12 +95,9 @@ def watch_target(world: World) -> None:
 
 def watch_initiator(world: World) -> None:
     """Note the steps of the initiator."""
-    engine: Any = world.dd._engine
-    link_: Any = engine.links.get(1)
-    link_.channel._poll = _Poll(link_.channel._poll, "initiator")
     _replace(Initiator, "run", "initiator: arguments are checked, the cache is held", None)
     _replace(Channel, "_write", "initiator: message is encoded", "initiator: message is sent")
-    _replace(channels, "decode", "initiator: answer is received", None)
+    _replace(channels, "receive", "initiator: waits", "initiator: answer is received")
     _replace(Link, "request", None, "initiator: answer is decoded")
     _replace(initiators, "open_answer", None, "initiator: answer is opened and mapped")
     _replace(Connection, "read", "initiator: guards are compared, the copy is planned", "initiator: bytes are copied")

@@ -82,7 +82,7 @@ class Ends:
         return not self.channel._role_held and self.channel._watched
 
     def ended(self) -> bool:
-        return bool(self.lost) and self.ours.fileno() == -1 and self.channel._watch.closed
+        return bool(self.lost) and self.ours.fileno() == -1
 
     def say(self, *messages: Message) -> None:
         self.theirs.sendall(b"".join(map(frame, messages)))

@@ -13,7 +13,6 @@ in order.
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
+from llm_datadist._native import receive, send_now
 from llm_datadist.errors import NotLinked, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 _PAUSE_BYTES: Final = 1 << 20
 #: Above this the channel ends: our own callers still send while the peer does not read.
 _ABORT_BYTES: Final = 16 << 20
-#: Read at once from one peer: the others wait that long.
-_READ_BYTES: Final = 1 << 16
-#: A plain number: combining the flags costs more than encoding a message.
-_SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def tune(sock: socket.socket) -> None:
@@ -117,7 +113,8 @@ class Channel:
 
     ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
     reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
-    Made before its link is admitted, because descriptors may be exhausted; :meth:`discard` takes that back.
+    ``keep_gil``: a caller that waits for an answer keeps the interpreter lock for 200 us. A peer in this process could
+    not answer meanwhile.
     """
 
     def __init__(
@@ -127,6 +124,8 @@ class Channel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
         on_answer: Callable[[Message], bool] = lambda message: False,
+        *,
+        keep_gil: bool = False,
     ) -> None:
         sock.setblocking(False)
         self._control = control
@@ -134,36 +133,23 @@ class Channel:
         self._on_message = on_message
         self._on_answer = on_answer
         self._on_lost = on_lost
+        self._keep_gil = keep_gil
         # Used by the holder of the reader role only.
         self._parser = FrameParser()
         self._set_aside: bytes | None = None  # a frame that the control thread must dispatch
         self._for_control = False  # the role must go to the control thread
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        # The loop watches this instead of the socket: a caller that reads takes the socket out, in its own thread.
-        self._watch = select.epoll()
-        try:
-            self._watch.register(sock, select.EPOLLIN)
-        except BaseException:
-            self._watch.close()
-            raise
         # Guards the fields below and every write to the socket.
         self._lock = threading.Lock()
         self._open = True
         self._role_held = True
         self._parked = True  # no thread can use the role: at first, and while the peer is not read from
         self._reader: Waiter | None = None  # of the caller that holds the role
-        self._watched = True
+        self._watched = True  # by the loop; a caller that reads changes that, in its own thread
         self._released = False
         self._backlog = bytearray()
         self._flushing = False
         self._paused = False
         self.reason = ""
-
-    def discard(self) -> None:
-        """Give back what the channel has made, but not its socket; it has not begun."""
-        self._open = False
-        self._watch.close()
 
     def send_first(self, first: Message) -> None:
         """Send a message before any other one, but not before :meth:`begin`. Called before anything is sent."""
@@ -193,12 +179,7 @@ class Channel:
 
     def _write(self, data: bytes | bytearray) -> int:
         """Under the lock: return how much the kernel takes; reading reports a dead socket."""
-        try:
-            return self._socket.send(data, _SEND_FLAGS)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            return len(data)
+        return send_now(self._socket.fileno(), data)
 
     def _begin_flush(self) -> None:
         if self._open:
@@ -221,7 +202,7 @@ class Channel:
         if self._flushing:
             self._begin_flush()
         self._parser.feed(leftover)
-        self._control.serve(self._watch, self._readable)
+        self._control.serve(self._socket, self._readable)
         self._dispatch_and_release()
 
     def _readable(self) -> None:
@@ -231,17 +212,15 @@ class Channel:
             self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
         self._dispatch_and_release()
 
-    def _receive(self) -> bool:
-        """Caller holds the reader role. Read what is there; return False at the end of the connection."""
+    def _receive(self, seconds: float = 0.0, *, keep_gil: bool = False) -> bool:
+        """Caller holds the reader role. Read what comes in time; return False at the end of the connection."""
         try:
-            data = self._socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return True
+            data = receive(self._socket.fileno(), seconds, keep_gil)
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False
-        self._parser.feed(data)
-        return bool(data)
+        self._parser.feed(data or b"")
+        return data != b""
 
     def _dispatch_and_release(self) -> None:
         """Caller holds the reader role. Dispatch complete frames, then release or park it."""
@@ -296,19 +275,19 @@ class Channel:
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
         """Caller holds the reader role. Deliver answers until its own or another message comes."""
+        keep_gil = self._keep_gil
         while waiter.waiting and self._open and (seconds := deadline.next_turn()):
-            if self._poll.poll(seconds * 1e3):
-                go_on = self._receive()
-                try:
-                    while go_on and (payload := self._parser.take()) is not None:
-                        self._set_aside = payload
-                        if go_on := self._on_answer(decode(payload)):
-                            self._set_aside = None
-                except ProtocolError:
-                    go_on = False
-                if not go_on:
-                    self._for_control = True
-                    return
+            go_on, keep_gil = self._receive(seconds, keep_gil=keep_gil), False
+            try:
+                while go_on and (payload := self._parser.take()) is not None:
+                    self._set_aside = payload
+                    if go_on := self._on_answer(decode(payload)):
+                        self._set_aside = None
+            except ProtocolError:
+                go_on = False
+            if not go_on:
+                self._for_control = True
+                return
 
     def _take_role(self, reader: Waiter | None = None) -> bool:
         with self._lock:
@@ -324,21 +303,20 @@ class Channel:
         """Under the lock: do not wake the loop for input."""
         if self._watched and not self._released:
             self._watched = False
-            self._watch.unregister(self._socket)
+            self._control.listen(self._socket, listens=False)
 
     def _release_role(self) -> None:
         with self._lock:
             self._role_held = False
             if self._open and not self._watched:
                 self._watched = True
-                self._watch.register(self._socket, select.EPOLLIN)
+                self._control.listen(self._socket, listens=True)
             ended = self._released
         if ended:
             self.close_files()
 
     def close_files(self) -> None:
-        """Close the descriptors. Also in a forked child: the peer and the loop notice nothing."""
-        self._watch.close()
+        """Close the socket. Also in a forked child: the peer and the loop notice nothing."""
         self._socket.close()
 
     def close(self, reason: str) -> None:
@@ -353,7 +331,7 @@ class Channel:
             self._open = False
             self.reason = self.reason or reason
             self._backlog.clear()
-        self._control.dismiss(self._watch)
+        self._control.dismiss(self._socket)
         self._control.loop.remove_writer(self._socket.fileno())
         # A forked child may hold the same socket: only a shutdown tells the peer. It wakes a caller that reads, too.
         with suppress(OSError):

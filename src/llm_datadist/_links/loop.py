@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
+from llm_datadist._native import listen_for_input
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Coroutine
     from typing import Any
 
@@ -46,16 +48,21 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
 
-    def serve(self, file: select.epoll, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever ``file`` can be read. On the control thread."""
-        self._served[file.fileno()] = callback
-        self._outer.register(file, select.EPOLLIN)
+    def serve(self, sock: socket.socket, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever ``sock`` can be read. On the control thread."""
+        self._served[sock.fileno()] = callback
+        self._outer.register(sock, select.EPOLLIN)
 
-    def dismiss(self, file: select.epoll) -> None:
-        """End :meth:`serve`, before ``file`` is closed. On the control thread, or once that has ended."""
-        if self._served.pop(file.fileno(), None) is not None:
+    def listen(self, sock: socket.socket, *, listens: bool) -> None:
+        """Call the callback of ``sock``, which is served, no more, or again. Any thread; keeps the interpreter lock."""
+        if not self._outer.closed:
+            listen_for_input(self._outer.fileno(), sock.fileno(), listens)
+
+    def dismiss(self, sock: socket.socket) -> None:
+        """End :meth:`serve`, before ``sock`` is closed. On the control thread, or once that has ended."""
+        if self._served.pop(sock.fileno(), None) is not None:
             with suppress(ValueError):  # closed meanwhile, with the loop
-                self._outer.unregister(file)
+                self._outer.unregister(sock)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait, call the direct callbacks, and return the other events."""
@@ -107,7 +114,7 @@ class ControlLoop:
 
     def __init__(self) -> None:
         selector = _DirectSelector()
-        self.serve, self.dismiss = selector.serve, selector.dismiss  # see _DirectSelector
+        self.serve, self.listen, self.dismiss = selector.serve, selector.listen, selector.dismiss
         self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)

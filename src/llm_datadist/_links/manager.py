@@ -6,6 +6,7 @@ links whose peers are gone. A link is ended outside every lock, by any thread; t
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -316,11 +317,7 @@ class LinkManager:
 
     def _install_dialled(self, new: NewLink) -> None:
         """Make a dialled link usable. Owns connection and socket. Raises LinkRefused."""
-        try:
-            link, channel = self._make(new)
-        except LinkRefused:
-            new.close()
-            raise
+        link, channel = self._make(new)
         link.ready(channel)
         try:
             old = self._table.install(link)
@@ -342,11 +339,7 @@ class LinkManager:
     def install(self, new: NewLink) -> None:
         """Make an accepted link usable, then send Linked. Owns connection and socket, unless it raises LinkRefused."""
         link, channel = self._make(new)
-        try:
-            old = self._table.admit(link)
-        except LinkRefused:
-            channel.discard()
-            raise
+        old = self._table.admit(link)
         new.admitted()
         # Usable here before the initiator hears of it, and it hears of it before anything else.
         channel.send_first(Linked(link.origin.sequence, new.share))
@@ -365,16 +358,16 @@ class LinkManager:
         return link.origin.sequence
 
     def _make(self, new: NewLink) -> tuple[Link, Channel]:
-        """Return a link that is not usable yet, and its channel, which has not begun. Raises LinkRefused."""
+        """Return a link that is not usable yet, and its channel, which has not begun."""
         link = Link(new.peer, new.connection, new.choice, new.origin)
-        with _refusing(link.peer):
-            channel = Channel(
-                self._control,
-                new.sock,
-                partial(self._dispatch, link),
-                partial(self._on_channel_lost, link),
-                partial(self._answers, link),
-            )
+        channel = Channel(
+            self._control,
+            new.sock,
+            partial(self._dispatch, link),
+            partial(self._on_channel_lost, link),
+            partial(self._answers, link),
+            keep_gil=link.peer.pid != os.getpid(),
+        )
         return link, channel
 
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:

@@ -29,6 +29,7 @@ from llm_datadist._native._native import (
     deliver_signals,
     encode_request,
     find_writers,
+    listen_for_input,
     load_generation,
     parse_pairs,
     peek_process,
@@ -36,7 +37,9 @@ from llm_datadist._native._native import (
     plan_pieces,
     plan_row,
     readable,
+    receive,
     retract_writer,
+    send_now,
     unmap_elsewhere,
     writer_sequence,
 )

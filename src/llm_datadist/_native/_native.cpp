@@ -20,6 +20,7 @@
 #include "pool.hpp"
 #include "process.hpp"
 #include "signals_python.hpp"
+#include "socket_python.hpp"
 #include "unmap.hpp"
 #include "use_gate_python.hpp"
 #include "write_intents_python.hpp"
@@ -175,4 +176,5 @@ NB_MODULE(_native, m) {
     bind_digest(m);
     bind_limits(m);
     bind_signals(m);
+    bind_sockets(m);
 }

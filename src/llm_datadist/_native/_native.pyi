@@ -474,3 +474,19 @@ class HoldingCall:
 
 def deliver_signals() -> None:
     """Run the handlers of signals that the calling thread holds; raises what a handler raises."""
+
+def send_now(fd: int, data: bytes | bytearray) -> int:
+    """Send to a stream socket without waiting; return how many bytes the kernel took, all if the connection is broken.
+
+    Keeps the interpreter lock.
+    """
+
+def receive(fd: int, seconds: float = 0.0, keep_gil: bool = False) -> bytes | None:
+    """Return at most 64 KiB of a stream socket, ``b""`` at its end; None without input in time, or after a signal.
+
+    Gives the interpreter lock up only to wait; with ``keep_gil`` after it has waited for 200 us.
+    OSError: the connection is broken.
+    """
+
+def listen_for_input(epoll: int, fd: int, listens: bool) -> None:
+    """Change if an epoll reports the input of a descriptor that it has. Keeps the interpreter lock."""

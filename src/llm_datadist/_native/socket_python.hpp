@@ -1,0 +1,83 @@
+// What Python does with a control socket. Only a long wait gives the interpreter lock up, once: where another thread
+// runs Python, a thread gets it back after a whole switch interval.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <ctime>
+
+#include "gil.hpp"
+
+namespace datadist {
+
+namespace nb = nanobind;
+
+constexpr std::size_t most_bytes_received = 64 << 10;  // from one peer at once: the others wait that long
+constexpr double keep_gil_seconds = 200e-6;            // measured: what a peer that is not busy takes to answer
+
+// Returns what the kernel takes at once. That is all where the connection is broken: reading reports it.
+inline Py_ssize_t send_now(int fd, nb::handle data) {
+    Py_buffer bytes;
+    if (PyObject_GetBuffer(data.ptr(), &bytes, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    Py_ssize_t sent = ::send(fd, bytes.buf, static_cast<std::size_t>(bytes.len), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) sent = errno == EAGAIN || errno == EINTR ? 0 : bytes.len;
+    PyBuffer_Release(&bytes);
+    return sent;
+}
+
+inline void wait_for_input(int fd, double seconds) {
+    pollfd asked{fd, POLLIN, 0};
+    const auto whole = static_cast<std::time_t>(seconds);
+    const timespec most{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
+    ::ppoll(&asked, 1, &most, nullptr);
+}
+
+inline nb::object receive(int fd, double seconds, bool keep_gil) {
+    static char bytes[most_bytes_received];  // used with the interpreter lock only
+    ssize_t got;
+    const auto nothing = [&] {
+        got = ::recv(fd, bytes, sizeof bytes, MSG_DONTWAIT);
+        return got < 0 && (errno == EAGAIN || errno == EINTR);
+    };
+    bool empty = nothing();
+    if (empty && keep_gil && seconds > keep_gil_seconds) {
+        wait_for_input(fd, keep_gil_seconds);
+        empty = nothing();
+    }
+    if (empty && seconds > 0) {
+        {
+            const GilReleased released;
+            wait_for_input(fd, seconds);
+        }
+        empty = nothing();
+    }
+    if (empty) return nb::none();
+    if (got >= 0) return nb::bytes(bytes, static_cast<std::size_t>(got));
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+}
+
+// EPOLLET alone: only the end of the connection is reported, which always is, and that once.
+inline void listen_for_input(int epoll, int fd, bool listens) {
+    epoll_event wanted{};
+    wanted.events = listens ? EPOLLIN : EPOLLET;
+    wanted.data.fd = fd;
+    ::epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &wanted);
+}
+
+inline void bind_sockets(nb::module_& m) {
+    using namespace nb::literals;
+
+    m.def("send_now", &send_now, "fd"_a, "data"_a, "Send without waiting; return how many bytes the kernel took.");
+    m.def("receive", &receive, "fd"_a, "seconds"_a = 0.0, "keep_gil"_a = false,
+          "Return bytes of a stream socket, none at its end; None when there are none in time.");
+    m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a,
+          "Have an epoll report the input of a descriptor, or not.");
+}
+
+}  // namespace datadist

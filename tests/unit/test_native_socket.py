@@ -1,0 +1,120 @@
+"""What Python does with a control socket: what it returns, when, and who has the interpreter meanwhile."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llm_datadist._native import listen_for_input, receive, send_now
+from llm_datadist.bench.worker import Busy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("keep_gil", [False, True])
+def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_end_from_a_reset(
+    pair: tuple[socket.socket, socket.socket], keep_gil: bool
+) -> None:
+    ours, theirs = pair
+    fd = ours.fileno()
+    assert receive(fd, keep_gil=keep_gil) is None
+    began = time.monotonic()
+    assert receive(fd, 0.02, keep_gil) is None
+    assert 0.02 <= time.monotonic() - began < 5
+    for data in (b"a", bytearray(b"bc")):
+        assert send_now(theirs.fileno(), data) == len(data)
+        assert receive(fd, 5, keep_gil) == data
+    later = threading.Timer(0.02, theirs.send, [b"late"])
+    later.start()
+    assert receive(fd, 5, keep_gil) == b"late"
+    later.join()
+    theirs.sendall(bytes(100_000))
+    assert [receive(fd, 5, keep_gil), receive(fd, 5, keep_gil)] == [bytes(1 << 16), bytes(100_000 - (1 << 16))]
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    with pytest.raises(ConnectionResetError):
+        receive(fd, 5, keep_gil)
+    assert receive(fd) == b""
+    assert send_now(fd, b"lost") == 4, "reading reports it"
+
+
+def test_send_now_takes_what_the_kernel_takes_and_no_signal_comes_of_a_broken_pipe() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            assert 0 < send_now(ours.fileno(), bytes(10 << 20)) < 10 << 20
+            assert send_now(ours.fileno(), b"more") == 0
+        assert send_now(ours.fileno(), b"gone") == 4
+    assert send_now(ours.fileno(), b"closed") == 6
+    with pytest.raises(TypeError):
+        send_now(0, "text")  # type: ignore[arg-type]
+
+
+def test_a_signal_ends_a_wait_so_that_its_handler_can_run(pair: tuple[socket.socket, socket.socket]) -> None:
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        assert receive(pair[0].fileno(), 30) is None
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_a_descriptor_that_is_not_listened_to_is_reported_at_its_end_only_and_that_once(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    with select.epoll() as watch:
+        watch.register(ours, select.EPOLLIN)
+        for _ in range(2):
+            listen_for_input(watch.fileno(), ours.fileno(), False)
+            theirs.send(b"a")
+            assert watch.poll(0.01) == []
+            listen_for_input(watch.fileno(), ours.fileno(), True)
+            assert watch.poll(5) == [(ours.fileno(), select.EPOLLIN)]
+        listen_for_input(watch.fileno(), ours.fileno(), False)
+        ours.shutdown(socket.SHUT_RDWR)
+        theirs.close()
+        assert len(watch.poll(5)) == 1
+        assert watch.poll(0.01) == []
+        listen_for_input(watch.fileno(), -1, True)  # closed meanwhile: nothing
+
+
+def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = (sock.fileno() for sock in pair)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1)  # what it costs each time
+    busy = Busy()
+    try:
+        with select.epoll() as watch:
+            watch.register(ours, select.EPOLLIN)
+            began = time.monotonic()
+            for _ in range(300):
+                listen_for_input(watch.fileno(), ours, False)
+                send_now(theirs, b"request")
+                assert receive(ours, 5) == b"request"
+                listen_for_input(watch.fileno(), ours, True)
+                assert receive(ours) is None
+            assert time.monotonic() - began < 1
+    finally:
+        sys.setswitchinterval(interval)
+        busy.end()
