@@ -113,7 +113,7 @@ class Channel:
 
     ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
     reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
-    ``keep_gil``: a caller that waits for an answer keeps the interpreter lock for 200 us. A peer in this process could
+    ``keep_gil``: a caller that waits for an answer keeps the interpreter lock for 100 us. A peer in this process could
     not answer meanwhile.
     """
 

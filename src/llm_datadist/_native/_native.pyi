@@ -484,7 +484,7 @@ def send_now(fd: int, data: bytes | bytearray) -> int:
 def receive(fd: int, seconds: float = 0.0, keep_gil: bool = False) -> bytes | None:
     """Return at most 64 KiB of a stream socket, ``b""`` at its end; None without input in time, or after a signal.
 
-    Gives the interpreter lock up only to wait; with ``keep_gil`` after it has waited for 200 us.
+    Gives the interpreter lock up only to wait; with ``keep_gil`` after it has waited for 100 us.
     OSError: the connection is broken.
     """
 

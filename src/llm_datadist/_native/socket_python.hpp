@@ -18,7 +18,7 @@ namespace datadist {
 namespace nb = nanobind;
 
 constexpr std::size_t most_bytes_received = 64 << 10;  // from one peer at once: the others wait that long
-constexpr double keep_gil_seconds = 200e-6;            // measured: what a peer that is not busy takes to answer
+constexpr double keep_gil_seconds = 100e-6;            // measured: what a peer that is not busy takes to answer
 
 // Returns what the kernel takes at once. That is all where the connection is broken: reading reports it.
 inline Py_ssize_t send_now(int fd, nb::handle data) {
