@@ -113,8 +113,6 @@ class Channel:
 
     ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
     reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
-    ``keep_gil``: a caller that waits for an answer keeps the interpreter lock for 100 us. A peer in this process could
-    not answer meanwhile.
     """
 
     def __init__(
@@ -124,8 +122,6 @@ class Channel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
         on_answer: Callable[[Message], bool] = lambda message: False,
-        *,
-        keep_gil: bool = False,
     ) -> None:
         sock.setblocking(False)
         self._control = control
@@ -133,7 +129,6 @@ class Channel:
         self._on_message = on_message
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._keep_gil = keep_gil
         # Used by the holder of the reader role only.
         self._parser = FrameParser()
         self._set_aside: bytes | None = None  # a frame that the control thread must dispatch
@@ -212,10 +207,10 @@ class Channel:
             self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
         self._dispatch_and_release()
 
-    def _receive(self, seconds: float = 0.0, *, keep_gil: bool = False) -> bool:
+    def _receive(self, seconds: float = 0.0) -> bool:
         """Caller holds the reader role. Read what comes in time; return False at the end of the connection."""
         try:
-            data = receive(self._socket.fileno(), seconds, keep_gil)
+            data = receive(self._socket.fileno(), seconds)
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False
@@ -275,9 +270,8 @@ class Channel:
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
         """Caller holds the reader role. Deliver answers until its own or another message comes."""
-        keep_gil = self._keep_gil
         while waiter.waiting and self._open and (seconds := deadline.next_turn()):
-            go_on, keep_gil = self._receive(seconds, keep_gil=keep_gil), False
+            go_on = self._receive(seconds)
             try:
                 while go_on and (payload := self._parser.take()) is not None:
                     self._set_aside = payload

@@ -6,7 +6,6 @@ links whose peers are gone. A link is ended outside every lock, by any thread; t
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -366,7 +365,6 @@ class LinkManager:
             partial(self._dispatch, link),
             partial(self._on_channel_lost, link),
             partial(self._answers, link),
-            keep_gil=link.peer.pid != os.getpid(),
         )
         return link, channel
 

@@ -481,10 +481,10 @@ def send_now(fd: int, data: bytes | bytearray) -> int:
     Keeps the interpreter lock.
     """
 
-def receive(fd: int, seconds: float = 0.0, keep_gil: bool = False) -> bytes | None:
+def receive(fd: int, seconds: float = 0.0) -> bytes | None:
     """Return at most 64 KiB of a stream socket, ``b""`` at its end; None without input in time, or after a signal.
 
-    Gives the interpreter lock up only to wait; with ``keep_gil`` after it has waited for 100 us.
+    Gives the interpreter lock up only to wait, once.
     OSError: the connection is broken.
     """
 

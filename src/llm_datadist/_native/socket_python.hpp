@@ -18,7 +18,6 @@ namespace datadist {
 namespace nb = nanobind;
 
 constexpr std::size_t most_bytes_received = 64 << 10;  // from one peer at once: the others wait that long
-constexpr double keep_gil_seconds = 100e-6;            // measured: what a peer that is not busy takes to answer
 
 // Returns what the kernel takes at once. That is all where the connection is broken: reading reports it.
 inline Py_ssize_t send_now(int fd, nb::handle data) {
@@ -37,7 +36,7 @@ inline void wait_for_input(int fd, double seconds) {
     ::ppoll(&asked, 1, &most, nullptr);
 }
 
-inline nb::object receive(int fd, double seconds, bool keep_gil) {
+inline nb::object receive(int fd, double seconds) {
     static char bytes[most_bytes_received];  // used with the interpreter lock only
     ssize_t got;
     const auto nothing = [&] {
@@ -45,10 +44,6 @@ inline nb::object receive(int fd, double seconds, bool keep_gil) {
         return got < 0 && (errno == EAGAIN || errno == EINTR);
     };
     bool empty = nothing();
-    if (empty && keep_gil && seconds > keep_gil_seconds) {
-        wait_for_input(fd, keep_gil_seconds);
-        empty = nothing();
-    }
     if (empty && seconds > 0) {
         {
             const GilReleased released;
@@ -74,7 +69,7 @@ inline void bind_sockets(nb::module_& m) {
     using namespace nb::literals;
 
     m.def("send_now", &send_now, "fd"_a, "data"_a, "Send without waiting; return how many bytes the kernel took.");
-    m.def("receive", &receive, "fd"_a, "seconds"_a = 0.0, "keep_gil"_a = false,
+    m.def("receive", &receive, "fd"_a, "seconds"_a = 0.0,
           "Return bytes of a stream socket, none at its end; None when there are none in time.");
     m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a,
           "Have an epoll report the input of a descriptor, or not.");
