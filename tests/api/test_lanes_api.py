@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
+from llm_datadist._transport.connect import LANES_PER_LINK
 from llm_datadist.errors import DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
@@ -145,7 +146,7 @@ def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair) -> None:
             tcp_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [block], [7 - block])
             dst = moved(dst, src, [(7 - block, block)])
             same_bytes(tcp_pair.decoder.do(show, "kv"), dst)
-        wait_until(lambda: all(len(end.do(_loads, peer)) == 4 for end, peer in ends))
+        wait_until(lambda: all(len(end.do(_loads, peer)) == LANES_PER_LINK for end, peer in ends))
     # The end that was linked waits for the other to dial again.
     tcp_pair.prompt.do(_break_lanes, 2, 0)
     tcp_pair.prompt.do(call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [3], [1])
