@@ -239,7 +239,7 @@ private:
             .receive_here(started.lane, std::min(until_ns, monotonic_ns() + spin_ns),
                           [&] { return (outcome = started.ticket->wait_until(0)).has_value(); });
         const std::lock_guard<std::mutex> lock(mutex_);
-        spins_skipped_ = outcome ? 0 : std::min(2 * spins_skipped_ + 1, spins_skipped_at_most);
+        spins_skipped_ = outcome ? spins_skipped_ / 2 : std::min(2 * spins_skipped_ + 1, spins_skipped_at_most);
         spins_to_skip_ = spins_skipped_;
         return outcome;
     }
@@ -277,7 +277,7 @@ private:
     // Measured: what an idle peer takes to answer, and how much it sends before a wake-up is a small part of it.
     static constexpr std::int64_t spin_ns = 100'000;
     static constexpr std::uint64_t spin_max_bytes = 256u << 10;
-    static constexpr int spins_skipped_at_most = 63;
+    static constexpr int spins_skipped_at_most = 1023;
 
     static bool several_cpus() {
         cpu_set_t mine;
