@@ -163,6 +163,8 @@ def read_hello(sock: socket.socket) -> wire.Hello:
     parser, preamble = FrameParser(), sock.recv(wire.PREAMBLE_BYTES, socket.MSG_WAITALL)
     if preamble.startswith(LANE_PREAMBLE):
         raise ConnectionAbortedError("a data lane: these listeners have none")
+    if len(preamble) < wire.PREAMBLE_BYTES:
+        raise ConnectionAbortedError("the dialer gave up before it said anything")
     assert preamble == wire.CONTROL_PREAMBLE
     while (payload := parser.take()) is None:
         data = sock.recv(65536)
