@@ -13,6 +13,7 @@ import pytest
 
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._native import LaneEngine, ReadAsked, StandingGrants, Tensors, WriteAsked
+from llm_datadist._transport.lanes import MAX_RUNS
 
 from . import twin
 from .lane_ends import DATA, READ, WRITE, Wire, events_of
@@ -80,9 +81,11 @@ class Scene:
         count = choose.randint(1, TENSORS - first)
         offsets = [choose.randrange(EXTENT + 1) for _ in range(choose.randint(0, 4))]
         spans = [(at, choose.randint(0, min(EXTENT - at, EXTENT // 4))) for at in offsets]
-        wrong = choose.choice(["", "", "", "number", "span", "short", "long"])
+        wrong = choose.choice(["", "", "", "number", "span", "short", "long", "many"])
         if wrong == "span":
             spans.append(choose.choice([(EXTENT, 1), (1, EXTENT), (2**64 - 8, 16), (0, 2**64 - 1), (2**63, 1)]))
+        if wrong == "many":
+            spans += [(0, 0)] * (MAX_RUNS + 1 - len(spans))
         head = [len(handle), first, count, EXTENT, count * sum(length for _, length in spans) % 2**64]
         if wrong == "number":
             at = choose.randint(1, 4)
@@ -92,7 +95,7 @@ class Scene:
         _, first, count, extent, nbytes = head
         fits = wrong != "span" and extent == EXTENT and first + count <= TENSORS
         fits = fits and nbytes == count * sum(length for _, length in spans)
-        memory = self.granted(write, handle) if wrong not in ("short", "long") else None
+        memory = self.granted(write, handle) if wrong not in ("short", "long", "many") else None
         payload = choose.randbytes(nbytes) if write and fits else b""
         self.id += 1
         self.wire.send(WRITE if write else READ, self.id, meta, payload)

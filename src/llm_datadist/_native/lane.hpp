@@ -68,7 +68,8 @@ public:
 
     // What the socket is ready for. Any of these throws LaneError when the lane is broken.
 
-    // Until the socket has no more or a frame has ended: whether another one is there, the kernel says for less.
+    // Receives until the socket has no more, or a frame has ended: rarely another frame is there already, and then the
+    // next epoll_wait says so, which costs less than a recv in vain after each frame.
     void receive() {
         std::uint64_t budget = slice_bytes;
         bool moved = false, drained = false;
@@ -180,7 +181,7 @@ private:
 
     using Jobs = std::unordered_map<std::uint64_t, Job>;
 
-    // Whatever it is, the end of the stream and an error wake the thread.
+    // The end of the stream and an error wake the thread whatever the mark is.
     void set_low_water() {
         const auto wanted = static_cast<int>(receiver_.low_water());
         if (wanted == low_water_) return;

@@ -47,25 +47,31 @@ inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent
     return nb::bytes(out.data(), out.size());
 }
 
+inline Kind kind_of(bool write) { return write ? Kind::write : Kind::read; }
+
 inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
                               const MovePlan& plan, const TensorList& tensors, bool mapped) {
-    return engine.start(lane, write ? Kind::write : Kind::read, std::string(meta.c_str(), meta.size()),
+    return engine.start(lane, kind_of(write), std::string(meta.c_str(), meta.size()),
                         spans_of(plan, tensors, !write), mapped);
+}
+
+inline Guards guards_of(const GuardList& list) {
+    Guards guards;
+    for (const auto& [address, generation] : list) guards.add(address, generation);
+    return guards;
 }
 
 inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
                      const TensorList& tensors, const GuardList& guards, std::int64_t tag, bool mapped) {
-    Grant grant{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), {}, tag};
-    for (const auto& [address, generation] : guards) grant.guards.add(address, generation);
+    Grant grant{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), guards_of(guards), tag};
     write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
 }
 
 inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const TensorList& tensors,
                     const GuardList& guards, std::int64_t tag, bool mapped) {
     const End all = tensors.end(0, "granted");
-    GrantedMemory memory{{all.bases, all.bases + all.tensors}, all.extent, {}, tag, mapped};
-    for (const auto& [address, generation] : guards) memory.guards.add(address, generation);
-    grants.keep(write, std::string(handle.c_str(), handle.size()), std::move(memory));
+    grants.keep(write, std::string(handle.c_str(), handle.size()),
+                {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
 }
 
 inline nb::object text_object(const std::string& text) {
@@ -106,7 +112,7 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
 inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
                          std::uint64_t extent, const MovePlan& plan, const TensorList& tensors, bool mapped,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
-    const std::uint64_t job = engine.start(lane, write ? Kind::write : Kind::read, request_meta(handle, extent, plan, write),
+    const std::uint64_t job = engine.start(lane, kind_of(write), request_meta(handle, extent, plan, write),
                                            spans_of(plan, tensors, !write), mapped);
     return py_wait(engine, job, deadline_ns, cancelled);
 }

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <errno.h>
-#include <sched.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -215,7 +215,7 @@ inline void set_low_water(int fd, std::size_t bytes) {
 inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes, StreamWait wait) {
     const std::size_t asked = std::min(bytes, limit_step_bytes);
     const bool polls = wait == StreamWait::much && !send, spins = wait == StreamWait::spin && !send;
-    const std::int64_t until = monotonic_ns() + limit_spin_ns;
+    const std::int64_t until = spins ? monotonic_ns() + limit_spin_ns : 0;
     for (;;) {
         pollfd readable{fd, POLLIN, 0};
         if (polls && ::poll(&readable, 1, -1) < 0 && errno != EINTR)
@@ -224,7 +224,7 @@ inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes, S
             send ? ::send(fd, at, asked, MSG_NOSIGNAL) : ::recv(fd, at, asked, polls || spins ? MSG_DONTWAIT : 0);
         if (moved > 0) return static_cast<std::size_t>(moved);
         if (moved == 0) throw std::system_error(ECONNRESET, std::generic_category(), "recv");
-        const bool again = errno == EINTR || (errno == EAGAIN && (polls || spins) && monotonic_ns() < until);
+        const bool again = errno == EINTR || (errno == EAGAIN && (polls || (spins && monotonic_ns() < until)));
         if (!again) throw std::system_error(errno, std::generic_category(), send ? "send" : "recv");
     }
 }

@@ -29,6 +29,7 @@ namespace datadist {
 struct LaneRequest {
     static constexpr std::size_t head_bytes = 34;
     static constexpr std::size_t span_bytes = 16;
+    static constexpr std::size_t max_runs = 1u << 15;  // MAX_RUNS of _transport/lanes.py
 
     // `offset` says which column of the runs is of the owner.
     static std::string encode(std::string_view handle, std::int64_t first, std::int64_t count, std::uint64_t extent,
@@ -52,6 +53,7 @@ struct LaneRequest {
         if (meta.size() < head_bytes) return std::nullopt;
         const std::size_t begin = head_bytes + load<std::uint16_t>(meta.data());
         if (begin > meta.size() || (meta.size() - begin) % span_bytes != 0) return std::nullopt;
+        if ((meta.size() - begin) / span_bytes > max_runs) return std::nullopt;  // refused by Python
         const auto number = [&](std::size_t at) { return static_cast<std::int64_t>(load<std::uint64_t>(&meta[at])); };
         return LaneRequest{meta.substr(head_bytes, begin - head_bytes), number(2), number(10), number(18), number(26),
                            meta.substr(begin)};

@@ -294,9 +294,7 @@ def is_one_job(plan: Plan) -> bool:
 
 def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
     """Yield parts that together are the plan, in its order: whole tensors where they are small."""
-    if plan.nbytes <= part_bytes and len(plan.runs) <= max_runs:
-        if plan.nbytes:
-            yield plan
+    if not plan.nbytes:
         return
     per_pair = plan.nbytes // plan.count
     pairs, slices = 1, [(plan.runs, per_pair)]

@@ -142,7 +142,9 @@ def _row(
 
 
 def _limit_name(case: Case, limit: Measured | None) -> str | None:
-    return f"{case.limit} ({limit.way})" if limit and limit.way else case.limit if limit else None
+    if limit is None:
+        return None
+    return f"{case.limit} ({limit.way})" if limit.way else case.limit
 
 
 def _rate(nbytes: int, measured: Measured | None) -> float | None:

@@ -165,7 +165,7 @@ class Wait(enum.IntEnum):
     BLOCKING = 0
     """Until something is there."""
     LOW_WATER = 1
-    """Until 256 KiB are there (SO_RCVLOWAT), but for the last 512 KiB."""
+    """Until 256 KiB are there (SO_RCVLOWAT), or all that is left."""
     SPINNING = 2
     """Not at all: it asks again and again."""
 
