@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist._native import listen_for_input, receive, send_now
+from llm_datadist._native import SocketInput, listen_for_input, send_now
 from llm_datadist.bench.worker import Busy
 
 if TYPE_CHECKING:
@@ -33,26 +33,26 @@ def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_e
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = pair
-    fd = ours.fileno()
-    assert receive(fd) is None
+    receive = SocketInput(ours.fileno()).receive
+    assert receive() is None
     began = time.monotonic()
-    assert receive(fd, 0.02) is None
+    assert receive(0.02) is None
     assert 0.02 <= time.monotonic() - began < 5
     for data in (b"a", bytearray(b"bc")):
         assert send_now(theirs.fileno(), data) == len(data)
-        assert receive(fd, 5) == data
+        assert receive(5) == data
     later = threading.Timer(0.02, theirs.send, [b"late"])
     later.start()
-    assert receive(fd, 5) == b"late"
+    assert receive(5) == b"late"
     later.join()
     theirs.sendall(bytes(100_000))
-    assert [receive(fd, 5), receive(fd, 5)] == [bytes(1 << 16), bytes(100_000 - (1 << 16))]
+    assert [receive(5), receive(5)] == [bytes(1 << 16), bytes(100_000 - (1 << 16))]
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
     with pytest.raises(ConnectionResetError):
-        receive(fd, 5)
-    assert receive(fd) == b""
-    assert send_now(fd, b"lost") == 4, "reading reports it"
+        receive(5)
+    assert receive() == b""
+    assert send_now(ours.fileno(), b"lost") == 4, "reading reports it"
 
 
 def test_send_now_takes_what_the_kernel_takes_and_no_signal_comes_of_a_broken_pipe() -> None:
@@ -71,7 +71,7 @@ def test_a_signal_ends_a_wait_so_that_its_handler_can_run(pair: tuple[socket.soc
     handler = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.02)
-        assert receive(pair[0].fileno(), 30) is None
+        assert SocketInput(pair[0].fileno()).receive(30) is None
     finally:
         signal.signal(signal.SIGALRM, handler)
 
@@ -100,6 +100,7 @@ def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = (sock.fileno() for sock in pair)
+    receive = SocketInput(ours).receive
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1)  # what it costs each time
     busy = Busy()
@@ -110,9 +111,9 @@ def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive
             for _ in range(300):
                 listen_for_input(watch.fileno(), ours, False)
                 send_now(theirs, b"request")
-                assert receive(ours, 5) == b"request"
+                assert receive(5) == b"request"
                 listen_for_input(watch.fileno(), ours, True)
-                assert receive(ours) is None
+                assert receive() is None
             assert time.monotonic() - began < 60  # 300 turns of the busy thread take five times as long
     finally:
         sys.setswitchinterval(interval)

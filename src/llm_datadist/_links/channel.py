@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
-from llm_datadist._native import receive, send_now
+from llm_datadist._native import SocketInput, send_now
 from llm_datadist.errors import NotLinked, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class Channel:
         self._on_answer = on_answer
         self._on_lost = on_lost
         # Used by the holder of the reader role only.
+        self._input = SocketInput(sock.fileno())
         self._parser = FrameParser()
         self._set_aside: bytes | None = None  # a frame that the control thread must dispatch
         self._for_control = False  # the role must go to the control thread
@@ -210,7 +211,7 @@ class Channel:
     def _receive(self, seconds: float = 0.0) -> bool:
         """Caller holds the reader role. Read what comes in time; return False at the end of the connection."""
         try:
-            data = receive(self._socket.fileno(), seconds)
+            data = self._input.receive(seconds)
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False

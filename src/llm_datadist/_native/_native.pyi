@@ -481,12 +481,17 @@ def send_now(fd: int, data: bytes | bytearray) -> int:
     Keeps the interpreter lock.
     """
 
-def receive(fd: int, seconds: float = 0.0) -> bytes | None:
-    """Return at most 64 KiB of a stream socket, ``b""`` at its end; None without input in time, or after a signal.
+@final
+class SocketInput:
+    """The input of one stream socket, which the caller keeps open."""
 
-    Gives the interpreter lock up only to wait, once.
-    OSError: the connection is broken.
-    """
+    def __init__(self, fd: int) -> None: ...
+    def receive(self, seconds: float = 0.0) -> bytes | None:
+        """Return at most 64 KiB, ``b""`` at the end of the stream; None without input in time, or after a signal.
+
+        Gives the interpreter lock up only to wait, once: the first 100 us without sleeping, while that succeeds.
+        OSError: the connection is broken.
+        """
 
 def listen_for_input(epoll: int, fd: int, listens: bool) -> None:
     """Change if an epoll reports the input of a descriptor that it has. Keeps the interpreter lock."""

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "busy_wait.hpp"
 #include "error.hpp"
 #include "pool.hpp"
 #include "worker.hpp"
@@ -125,7 +125,7 @@ public:
         if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
         const std::uint64_t id = next_job_.fetch_add(1, std::memory_order_relaxed);
         auto ticket = std::make_shared<Ticket>();
-        remember(id, {lane, ticket, spins_ && spans.total() <= spin_max_bytes});
+        remember(id, {lane, ticket, spans.total() <= spin_max_bytes});
         auto job = std::make_shared<Job>(
             Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans), mapped), ticket});
         const bool posted = body && body->worker_of(lane).post([lane, job](Worker& worker) {
@@ -230,17 +230,16 @@ private:
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             if (const auto found = tickets_.find(id); found != tickets_.end()) found->second.spins = false;
-            if (spins_to_skip_ > 0) return --spins_to_skip_, std::nullopt;
+            if (!busy_wait_.begin()) return std::nullopt;
         }
         const auto body = usable_body();
         if (!body) return std::nullopt;
         std::optional<Outcome> outcome;
         body->worker_of(started.lane)
-            .receive_here(started.lane, std::min(until_ns, monotonic_ns() + spin_ns),
+            .receive_here(started.lane, std::min(until_ns, monotonic_ns() + BusyWait::most_ns),
                           [&] { return (outcome = started.ticket->wait_until(0)).has_value(); });
         const std::lock_guard<std::mutex> lock(mutex_);
-        spins_skipped_ = outcome ? spins_skipped_ / 2 : std::min(2 * spins_skipped_ + 1, spins_skipped_at_most);
-        spins_to_skip_ = spins_skipped_;
+        busy_wait_.tell(outcome.has_value());
         return outcome;
     }
 
@@ -274,26 +273,17 @@ private:
         tickets_.erase(id);
     }
 
-    // Measured: what an idle peer takes to answer, and how much it sends before a wake-up is a small part of it.
-    static constexpr std::int64_t spin_ns = 100'000;
+    // Measured: of what an idle peer sends in the time of a busy wait, a wake-up is a small part.
     static constexpr std::uint64_t spin_max_bytes = 256u << 10;
-    static constexpr int spins_skipped_at_most = 1023;
-
-    static bool several_cpus() {
-        cpu_set_t mine;
-        return ::sched_getaffinity(0, sizeof mine, &mine) != 0 || CPU_COUNT(&mine) > 1;
-    }
 
     int threads_;
-    bool spins_ = several_cpus();
     unsigned epoch_ = fork_epoch.load(std::memory_order_relaxed);
     std::atomic<bool> closed_{false};
     std::atomic<std::uint64_t> next_lane_{1};
     std::atomic<std::uint64_t> next_job_{1};
     std::mutex close_mutex_;     // held by close() alone, while it joins
     mutable std::mutex mutex_;   // protects all below
-    int spins_skipped_ = 0;
-    int spins_to_skip_ = 0;
+    BusyWait busy_wait_;
     std::shared_ptr<Body> body_ = std::make_shared<Body>();
     std::map<std::uint64_t, Started> tickets_;
 };

@@ -7,11 +7,15 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <ctime>
 
+#include "busy_wait.hpp"
 #include "gil.hpp"
+#include "ticket.hpp"
 
 namespace datadist {
 
@@ -29,33 +33,53 @@ inline Py_ssize_t send_now(int fd, nb::handle data) {
     return sent;
 }
 
-inline void wait_for_input(int fd, double seconds) {
-    pollfd asked{fd, POLLIN, 0};
-    const auto whole = static_cast<std::time_t>(seconds);
-    const timespec most{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
-    ::ppoll(&asked, 1, &most, nullptr);
-}
+// The input of one stream socket, which it borrows. Used with the interpreter lock only, given up to wait.
+class SocketInput {
+public:
+    explicit SocketInput(int fd) : fd_(fd) {}
 
-inline nb::object receive(int fd, double seconds) {
-    static char bytes[most_bytes_received];  // used with the interpreter lock only
-    ssize_t got;
-    const auto nothing = [&] {
-        got = ::recv(fd, bytes, sizeof bytes, MSG_DONTWAIT);
-        return got < 0 && (errno == EAGAIN || errno == EINTR);
-    };
-    bool empty = nothing();
-    if (empty && seconds > 0) {
+    nb::object receive(double seconds) {
+        static char bytes[most_bytes_received];
+        ssize_t got;
+        const auto nothing = [&] {
+            got = ::recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT);
+            return got < 0 && (errno == EAGAIN || errno == EINTR);
+        };
+        bool empty = nothing();
+        if (empty && seconds > 0) {
+            wait(seconds);
+            empty = nothing();
+        }
+        if (empty) return nb::none();
+        if (got >= 0) return nb::bytes(bytes, static_cast<std::size_t>(got));
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+
+private:
+    void wait(double seconds) {
+        const bool polls = busy_wait_.begin();
+        const std::int64_t most = static_cast<std::int64_t>(seconds * 1e9);
+        bool come = false;
         {
             const GilReleased released;
-            wait_for_input(fd, seconds);
+            const std::int64_t end = monotonic_ns() + most, poll_end = end - most + std::min(most, BusyWait::most_ns);
+            while (polls && !come && monotonic_ns() < poll_end) come = ready(0);
+            if (!come) ready(end - monotonic_ns());
         }
-        empty = nothing();
+        if (polls) busy_wait_.tell(come);
     }
-    if (empty) return nb::none();
-    if (got >= 0) return nb::bytes(bytes, static_cast<std::size_t>(got));
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
-}
+
+    bool ready(std::int64_t most_ns) const {
+        pollfd asked{fd_, POLLIN, 0};
+        const auto left = std::max<std::int64_t>(most_ns, 0);
+        const timespec most{left / 1'000'000'000, left % 1'000'000'000};
+        return ::ppoll(&asked, 1, &most, nullptr) != 0;
+    }
+
+    int fd_;
+    BusyWait busy_wait_;
+};
 
 // EPOLLET alone: only the end of the connection is reported, which always is, and that once.
 inline void listen_for_input(int epoll, int fd, bool listens) {
@@ -69,8 +93,10 @@ inline void bind_sockets(nb::module_& m) {
     using namespace nb::literals;
 
     m.def("send_now", &send_now, "fd"_a, "data"_a, "Send without waiting; return how many bytes the kernel took.");
-    m.def("receive", &receive, "fd"_a, "seconds"_a = 0.0,
-          "Return bytes of a stream socket, none at its end; None when there are none in time.");
+    nb::class_<SocketInput>(m, "SocketInput", nb::is_final())
+        .def(nb::init<int>(), "fd"_a)
+        .def("receive", &SocketInput::receive, "seconds"_a = 0.0,
+             "Return bytes of a stream socket, none at its end; None when there are none in time.");
     m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a,
           "Have an epoll report the input of a descriptor, or not.");
 }
