@@ -16,7 +16,12 @@ public:
     static constexpr std::int64_t most_ns = 250'000;
 
     // True when this wait begins by polling; tell() must follow.
-    bool begin() noexcept { return useful_ && (left_out_ == 0 || --left_out_ < 0); }
+    bool begin() noexcept {
+        if (!useful_) return false;
+        if (left_out_ == 0) return true;
+        --left_out_;
+        return false;
+    }
 
     void tell(bool succeeded) noexcept {
         pause_ = succeeded ? pause_ / 2 : std::min(2 * pause_ + 1, longest_pause);
