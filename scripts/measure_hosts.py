@@ -1,10 +1,11 @@
 """Measure pull_blocks and push_blocks over tcp between two network namespaces, beside the best raw TCP stream there.
 
-    python -m scripts.measure_hosts [--kib 64 256 1024] [--mib 256] [--passes 5]
+    python -m scripts.measure_hosts [--kib 64 256 1024] [--mib 256] [--passes 5] [--share-cpus]
 
-The two namespaces are joined by one veth pair. What runs in them are the workers of ``llm-datadist bench``, with its
-method: the sides take turns, the side that waits is stopped, every byte is compared. Needs root or user namespaces, and
-iproute2.
+The two namespaces are joined by one veth pair. Each has half of the CPUs, because two hosts share none: where both ends
+of a raw stream run on one CPU, what was sent is still in its cache when it is received. What runs in the namespaces are
+the workers of ``llm-datadist bench``, with its method: the sides take turns, the side that waits is stopped, every byte
+is compared. Needs root or user namespaces, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -47,12 +48,28 @@ def hosts() -> Iterator[dict[Role, Namespace]]:
         source.close()
 
 
+def commands(made: dict[Role, Namespace], *, share_cpus: bool) -> dict[Role, list[str]]:
+    """Return the beginning of a command that runs the rest of it at a host."""
+    if share_cpus:
+        return {role: host.enter for role, host in made.items()}
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < len(made):
+        raise SystemExit("one CPU cannot be divided between two hosts: use --share-cpus")
+    half = len(cpus) // len(made)
+    shares = (cpus[:half], cpus[half:])
+    return {
+        role: [*host.enter, "taskset", "-c", ",".join(map(str, share))]
+        for (role, host), share in zip(made.items(), shares, strict=True)
+    }
+
+
 def main() -> int:
     """Measure and print; 1 when a side failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 1024], help="KiB of a block")
     parser.add_argument("--mib", type=int, default=256, help="MiB of one transfer")
     parser.add_argument("--passes", type=int, default=5, help="after the first")
+    parser.add_argument("--share-cpus", action="store_true", help="let both hosts use all CPUs")
     options = parser.parse_args()
     cases = [
         case
@@ -72,7 +89,7 @@ def main() -> int:
     with hosts() as made, Reporter(sys.stderr) as reporter:
         reporter.begin(cases)
         environment = {**os.environ, ENV_HOST: _ADDRESSES[Role.SOURCE]}
-        build = Build(environment=environment, within={role: host.enter for role, host in made.items()})
+        build = Build(environment=environment, within=commands(made, share_cpus=options.share_cpus))
         results = run(cases, reporter, _TIMEOUT_S, build)
     for row in results.rows:
         low, high = (row.bytes / seconds / 1e9 for seconds in (row.seconds_max, row.seconds_min))
