@@ -381,7 +381,7 @@ class GrantClaims:
         try:
             grant = Grant.from_bytes(message.grant)
         except ParamError as error:
-            raise ProtocolError(f"a Claimed without a grant: {error}") from error
+            raise ProtocolError(f"the peer sent a Claimed without a grant: {error}") from error
         link.tell(ClaimEnded(grant.token, released=False))
 
 
