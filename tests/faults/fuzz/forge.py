@@ -233,7 +233,7 @@ def _claimed(rng: random.Random) -> list[Any]:
 #: What a linked peer says, its weight, and how it is made.
 LINK: Final[dict[str, tuple[int, Any]]] = {
     "resolve": (24, _resolve),
-    "release": (16, _release),
+    "release": (20, _release),
     "consumed": (8, _consumed),
     "resolved": (4, lambda rng: resolved(rng, _id(rng))),
     "failed": (3, lambda rng: ["failed", _id(rng), rng.choice(_NUMBERS + _LARGE), "no"]),
