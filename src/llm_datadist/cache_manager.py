@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._checks import check_rule, check_type, check_uint64
+from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
+from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
@@ -437,7 +438,7 @@ class CacheManager(EngineUser):
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
-    def claim_grant(self, cluster_id: int, token: bytes) -> Grant:
+    def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1) -> Grant:
         """Get a grant from the owner of the blocks, for :meth:`pull_blocks`. An extension.
 
         Waits until the owner has given it (``Cache.grant(..., token=token)``), within ``sync_kv_timeout``. From then on
@@ -446,13 +447,16 @@ class CacheManager(EngineUser):
         Args:
             cluster_id: The owner; there must be a link.
             token: The 16 bytes that name the grant.
+            readers: How many peers share the grant, this one too: the ranks of one engine. All of them must say the
+                same. The grant ends when all have released it.
 
         Returns:
             The grant.
 
         Raises:
             TypeError: Wrong types.
-            ParamError: A token of another length, or a grant of more blocks than a message holds.
+            ParamError: A token of another length, or a number of readers outside [1, 1024].
+            CacheMismatch: The grant is shared by another number of readers, or has more blocks than a message holds.
             NotLinked: There is no link to the owner.
             CacheNotFound: The grant has ended, or has as many readers as it is for.
             DeadlineExceeded: The owner has not given such a grant in time. Retryable.
@@ -462,7 +466,9 @@ class CacheManager(EngineUser):
         """
         engine = self._engine
         check_uint64("cluster_id", cluster_id)
-        return engine.claims.claim(cluster_id, check_token(token), engine.deadline())
+        named, count = check_token(token), check_int("readers", readers)
+        check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
+        return engine.claims.claim(cluster_id, named, count, engine.deadline())
 
     @staticmethod
     def _give_back(grant: Grant) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
-    "Cache.grant", "CacheManager.claim_grant", "Grant: active release released renew revoke", "GrantStatistics"
+    "Cache.grant", "CacheManager.claim_grant", "Grant: active claimed release released renew revoke", "GrantStatistics"
 )
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -56,8 +56,8 @@ def both(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
     return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
 
 
-def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG, readers: int = 1) -> bytes:
-    grant = world.caches["kv"].grant(blocks, ttl, token=token, readers=readers)
+def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG) -> bytes:
+    grant = world.caches["kv"].grant(blocks, ttl, token=token)
     world.memory[grant.token.hex()] = grant
     return grant.token
 
@@ -80,8 +80,12 @@ def totals(world: World) -> GrantStatistics:
     return world.dd.statistics().grants
 
 
-def claim(world: World, token: bytes, cluster_id: int = 1) -> None:
-    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token)
+def claim(world: World, token: bytes, readers: int = 1, cluster_id: int = 1) -> None:
+    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token, readers)
+
+
+def claimed(world: World, token: bytes) -> bool:
+    return bool(world.memory[token.hex()].claimed())
 
 
 def pull(world: World, src: list[int], dst: list[int]) -> None:
@@ -136,8 +140,9 @@ def test_a_claim_that_its_grant_does_not_meet_in_time_can_be_repeated(pair: Pair
     assert (caught.value.retryable, caught.value.peer) == (True, 1)
     wait_until(lambda: prompt.do(totals).waiting == 0)  # a heartbeat later
     prompt.do(give, [4], token)
-    assert prompt.do(totals).claimed == 0
+    assert (prompt.do(totals).claimed, prompt.do(claimed, token)) == (0, False)
     decoder.do(claim, token)
+    assert prompt.do(claimed, token)
 
 
 def test_a_grant_lasts_as_long_as_it_is_renewed(local_pair: Pair) -> None:
@@ -167,14 +172,16 @@ def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_n
     for decoder in decoders:
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     first, second, third = decoders
-    token = prompt.do(give, [1], None, LONG, 2)
+    token = prompt.do(give, [1])
     for decoder in (first, second):
-        decoder.do(claim, token)
+        decoder.do(claim, token, 2)
     with pytest.raises(CacheNotFound, match="has all of its readers already: 2"):
-        third.do(claim, token)
+        third.do(claim, token, 2)
+    with pytest.raises(CacheMismatch, match="is shared by 2 readers, not by 1"):
+        third.do(claim, token, 1)
     first.do(release)
     with pytest.raises(CacheNotFound, match="has all of its readers"):
-        third.do(claim, token)
+        third.do(claim, token, 2)
     assert prompt.do(state, token) == (True, False)
     second.do(release)
     wait_until(lambda: prompt.do(state, token) == (False, True))
@@ -185,8 +192,8 @@ def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: 
     prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
     prompt.do(make, "kv", PAGED, 1)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    claimed, released, unclaimed = (prompt.do(give, [block]) for block in (1, 2, 3))
-    for token in (released, claimed):
+    mine, released, unclaimed = (prompt.do(give, [block]) for block in (1, 2, 3))
+    for token in (released, mine):
         decoder.do(claim, token)
         if token == released:
             decoder.do(release)
@@ -199,8 +206,8 @@ def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: 
         with pytest.raises(LLMException):
             decoder.finish()
         decoder.do(release)  # there is nobody to tell
-    wait_until(lambda: not prompt.do(state, claimed)[0])
-    assert [prompt.do(state, token) for token in (claimed, released, unclaimed)] == [
+    wait_until(lambda: not prompt.do(state, mine)[0])
+    assert [prompt.do(state, token) for token in (mine, released, unclaimed)] == [
         (False, False),
         (False, True),
         (True, False),
@@ -216,13 +223,13 @@ def test_a_claim_is_refused_for_what_is_wrong_with_it(local_pair: Pair) -> None:
         (decoder, claim, (b"x" * 15,), ParamError, "token: 15 bytes, it must have 16"),
         (decoder, claim, ("x" * 16,), TypeError, "token"),
         (decoder, claim, (None,), TypeError, "token"),
-        (decoder, claim, (token, 9), NotLinked, "cluster 9"),
-        (decoder, claim, (token, -1), ParamError, "cluster_id"),
+        (decoder, claim, (token, 1, 9), NotLinked, "cluster 9"),
+        (decoder, claim, (token, 1, -1), ParamError, "cluster_id"),
+        (decoder, claim, (token, 0), ParamError, "readers: 0, it must be in"),
+        (decoder, claim, (token, 1025), ParamError, "readers: 1025, it must be in"),
+        (decoder, claim, (token, "1"), TypeError, "readers"),
         (prompt, give, ([1], b"x"), ParamError, "token: 1 bytes"),
         (prompt, give, ([1], token), ParamError, "names another grant"),
-        (prompt, give, ([1], None, LONG, 0), ParamError, "readers: 0, it must be in"),
-        (prompt, give, ([1], None, LONG, 1025), ParamError, "readers: 1025, it must be in"),
-        (prompt, give, ([1], None, LONG, "1"), TypeError, "readers"),
     )
     for end, verb, arguments, kind, text in wrong:
         with pytest.raises(kind, match=text):
@@ -253,11 +260,11 @@ def test_claims_that_wait_are_bounded_for_each_peer_and_late_answers_give_the_cl
     peer, other = (cast("Any", Peer()) for _ in range(2))
     tokens = [secrets.token_bytes(16) for _ in range(3)]
     for number, token in enumerate((*tokens[:2], tokens[1])):
-        given.on_claim(peer, Claim(number, token, 60_000))
+        given.on_claim(peer, Claim(number, token, 1, 60_000))
     assert peer.told == []
-    given.on_claim(peer, Claim(7, tokens[2], 60_000))
+    given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
     assert [(each.id, each.code) for each in peer.told] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
-    given.on_claim(other, Claim(1, tokens[0], 0))
+    given.on_claim(other, Claim(1, tokens[0], 1, 0))
     given.check_integrity()
     given.expire_claims(time.monotonic())
     assert given.statistics().waiting == 3

@@ -39,6 +39,8 @@ MAX_LOCATE: Final = 1 << 12
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
 
+#: Readers that share one grant: the ranks of one engine.
+MAX_READERS: Final = 1024
 #: Bytes of a grant that can be claimed.
 MAX_GRANT: Final = FRAME_LIMIT - 64
 
@@ -318,11 +320,13 @@ class LanesLost(Message, frozen=True):
 class Claim(Message, frozen=True):
     """Reader -> owner of blocks: give me the grant of this token. Answered by :class:`Claimed` or :class:`Failed`.
 
-    Where there is no such grant yet, the answer comes with it, unless ``budget_ms`` are over before.
+    Where there is no such grant yet, the answer comes with it, unless ``budget_ms`` are over before. ``readers``, of
+    which this is one, share the grant: it ends when all of them have released it.
     """
 
     id: Id
     token: Identity16
+    readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
     budget_ms: Id
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import check_int, check_rule, check_type
+from llm_datadist._checks import check_rule, check_type
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import public_calls_hold_signals
@@ -58,8 +58,6 @@ _EXPIRED: Final = "its time was over"
 _LOST: Final = "a reader was lost"
 _FINALIZED: Final = "finalized"
 
-#: Readers of one grant, at most: the ranks of one engine.
-_MAX_READERS: Final = 1024
 #: Claims of one peer that may wait for their grants; beyond, the answer is LLM_LINK_BUSY.
 _MAX_WAITING: Final = 4096
 #: A claim waits no longer, whatever its reader says.
@@ -87,7 +85,7 @@ class _Given(msgspec.Struct, eq=False):
     grant: Grant
     until: float  # monotonic
     looked_at: float  # when the control thread looks at it again; not after ``until``
-    readers: int
+    readers: int = 0  # as many as the first claim says
     claims: set[Link] = msgspec.field(default_factory=set)  # that were not released yet
     releases: int = 0
 
@@ -96,7 +94,7 @@ class _Waiting(NamedTuple):
     """A claim of a grant that there is not yet."""
 
     link: Link
-    number: int
+    claim: Claim
     until: float  # monotonic
 
 
@@ -124,14 +122,12 @@ class Grants:
         self._ends: Counter[_End] = Counter()
         self._closed = False
 
-    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None, readers: int) -> Grant:
+    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most. Errors as :meth:`Cache.grant`."""
         numbers = parse_indices("blocks", blocks)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         seconds = _check_ttl(ttl)
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
-        readers = check_int("readers", readers)
-        check_rule(1 <= readers <= _MAX_READERS, f"readers: {readers}, it must be in [1, {_MAX_READERS}]")
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
@@ -141,7 +137,7 @@ class Grants:
         incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
         grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
         try:
-            answers = self._add(grant, time.monotonic() + seconds, readers)
+            answers = self._add(grant, time.monotonic() + seconds)
         except LLMException:
             self._store.exports.guards.release(guard.slot)
             raise
@@ -149,7 +145,7 @@ class Grants:
             link.tell(answer)
         return grant
 
-    def _add(self, grant: Grant, until: float, readers: int) -> list[tuple[Link, Message]]:
+    def _add(self, grant: Grant, until: float) -> list[tuple[Link, Message]]:
         """Keep a new grant; return the answers to the claims that have waited for it."""
         token = grant.token
         with self._lock:
@@ -157,11 +153,11 @@ class Grants:
                 raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = _Given(grant, until, until, readers)
+            self._given[token] = _Given(grant, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
-            answers = [(each.link, self._claim(each.link, each.number, token)) for each in waiting]
+            answers = [(each.link, self._claim(each.link, each.claim)) for each in waiting]
         if earliest:
             self._call_at(until, self._expire)
         return answers
@@ -183,6 +179,11 @@ class Grants:
                 earliest = self._look_at(until, grant.token)
         if earliest:
             self._call_at(until, self._expire)
+
+    def claimed(self, grant: Grant) -> bool:
+        with self._lock:
+            given = self._given.get(grant.token)
+            return given is not None and bool(given.claims or given.releases)
 
     def revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)
@@ -210,34 +211,39 @@ class Grants:
 
     def on_claim(self, link: Link, message: Claim) -> None:
         """Answer a reader that names a grant, or let it wait for that."""
-        number, token = message.id, message.token
+        token = message.token
         with self._lock:
             answer: Message | None = None
             if token in self._given or token in self._ended or self._closed:
-                answer = self._claim(link, number, token)
+                answer = self._claim(link, message)
             elif self._waiting_of[link] >= _MAX_WAITING:
                 error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
-                answer = failed(number, error)
+                answer = failed(message.id, error)
             else:
                 until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
-                self._waiting.setdefault(token, []).append(_Waiting(link, number, until))
+                self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
                 self._waiting_of[link] += 1
         if answer is not None:
             link.tell(answer)
 
-    def _claim(self, link: Link, number: int, token: bytes) -> Message:
+    def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: return the answer to a claim of a grant that there is, or was."""
+        number, token = claim.id, claim.token
         given = self._given.get(token)
         if given is None:
             why: str = self._ended.get(token, _FINALIZED)
             return failed(number, CacheNotFound(f"the grant has ended: {why}"))
-        if link not in given.claims and len(given.claims) + given.releases >= given.readers:
-            return failed(number, CacheNotFound(f"the grant has all of its readers already: {given.readers}"))
+        readers = given.readers or claim.readers
+        if readers != claim.readers:
+            return failed(number, ParamError(f"the grant is shared by {readers} readers, not by {claim.readers}"))
+        if link not in given.claims and len(given.claims) + given.releases >= readers:
+            return failed(number, CacheNotFound(f"the grant has all of its readers already: {readers}"))
         data = given.grant.to_bytes()
         if len(data) > MAX_GRANT:
             return failed(
                 number, ParamError(f"the grant has {len(given.grant.blocks)} blocks, too many for one message")
             )
+        given.readers = readers
         given.claims.add(link)
         self._claimed.setdefault(link, set()).add(token)
         return Claimed(number, data)
@@ -250,7 +256,7 @@ class Grants:
                 return  # it has ended meanwhile
             self._forget_claim(link, given)
             given.releases += message.released
-            over = given.releases >= given.readers
+            over = given.releases >= given.readers > 0
         if over:
             self._end(message.token, RELEASED)
 
@@ -344,13 +350,13 @@ class GrantClaims:
     def __init__(self, links: LinkManager) -> None:
         self._links = links
 
-    def claim(self, cluster_id: int, token: bytes, deadline: Deadline) -> Grant:
+    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline) -> Grant:
         """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
         link, what = self._links.get(cluster_id), f"claim_grant: grant {token.hex()}"
         with link:
             try:
                 answer = link.request(
-                    lambda number: Claim(number, token, deadline.remaining_ms()),
+                    lambda number: Claim(number, token, readers, deadline.remaining_ms()),
                     deadline,
                     f"{what}, which is not active,",
                     "claim",

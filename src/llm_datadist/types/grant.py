@@ -38,8 +38,11 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Granter(Protocol):
     """What gives and ends grants at the owner of the cache."""
 
-    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None, readers: int) -> Grant:
+    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Give one."""
+
+    def claimed(self, grant: Grant) -> bool:
+        """Return True while a reader has claimed it, and all of those have not released it."""
 
     def renew(self, grant: Grant, ttl: float) -> None:
         """Let it last longer, or less long."""
@@ -115,6 +118,14 @@ class Grant:
         """
         self._at_owner("active")
         return not self._end
+
+    def claimed(self) -> bool:
+        """Return True from its first claim until it ends. At the owner only.
+
+        Raises:
+            StateError: This is a copy that came from another process.
+        """
+        return self._at_owner("claimed").claimed(self)
 
     def released(self) -> bool:
         """Return True once all its readers have released it. At the owner only.

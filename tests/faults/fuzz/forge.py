@@ -224,6 +224,11 @@ def _token(rng: random.Random) -> bytes:
     return bytes([rng.randrange(4)]) * 16 if rng.random() < 0.8 else rng.randbytes(rng.choice((0, 15, 16, 17)))
 
 
+def _claim(rng: random.Random) -> list[Any]:
+    readers, budget_ms = rng.choice((0, 1, 1, 1, 2, 1025)), rng.choice((0, 1, 60_000, 2**63 - 1))
+    return ["claim", _id(rng), _token(rng), readers, budget_ms]
+
+
 def _claimed(rng: random.Random) -> list[Any]:
     numbers = [rng.randrange(9), rng.randbytes(16), *(rng.choice((0, 1, 2, 2**63)) for _ in range(3))]
     grant = msgspec.msgpack.encode([*numbers, _token(rng), [rng.randrange(9) for _ in range(rng.randrange(4))]])
@@ -246,7 +251,16 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
     "locate": (6, _locate),
     "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
-    "claim": (6, lambda rng: ["claim", _id(rng), _token(rng), rng.choice((0, 1, 60_000, 2**63 - 1))]),
+    "claim": (
+        6,
+        lambda rng: [
+            "claim",
+            _id(rng),
+            _token(rng),
+            rng.choice((0, 1, 1, 1, 2, 1025)),
+            rng.choice((0, 1, 60_000, 2**63 - 1)),
+        ],
+    ),
     "claimed": (2, _claimed),
     "claimended": (4, lambda rng: ["claimended", _token(rng), rng.random() < 0.5]),
     "verify": (6, _verify),
