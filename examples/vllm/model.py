@@ -4,8 +4,8 @@
 
 Every token of its answers depends on the whole prompt, which a test of KV caches needs. Two usual ways to get a small
 model fail at that: vLLM's ``load_format="dummy"`` and the default scale of random weights make so little of attention
-that the output depends on the last token only, and is right with any KV cache. ``initializer_range`` below is why it is
-different here, and `depends_on_early_tokens` checks it.
+that the output depends (almost) only on the last token, and is right with any KV cache. ``initializer_range`` below is
+why it is different here, and `depends_on_early_tokens` checks it.
 """
 
 from __future__ import annotations
@@ -82,17 +82,30 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def depends_on_early_tokens(folder: Path, length: int = 300, new: int = 16) -> bool:
-    """Return True if another second token of a long prompt changes the answer: else equal tokens prove nothing."""
+def depends_on_early_tokens(folder: Path, prompts: int = 6, length: int = 300, new: int = 16) -> bool:
+    """Return True if another second token of a long prompt changes most of the answer: else equal tokens prove little.
+
+    Several prompts are tried, because a model that hardly sees what was before may answer one of them differently.
+    """
     model = LlamaForCausalLM.from_pretrained(folder)
-    one = torch.randint(len(SPECIAL), model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
-    other = one.clone()
-    other[0, 1] = len(SPECIAL) + (int(one[0, 1]) - len(SPECIAL) + 1) % len(CHARACTERS)
-    answers = [
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new)[0, length:]
-        for prompt in (one, other)
-    ]
-    return not torch.equal(*answers)
+    source = torch.Generator().manual_seed(1)
+    for _ in range(prompts):
+        one = torch.randint(len(SPECIAL), model.config.vocab_size, (1, length), generator=source)
+        other = one.clone()
+        other[0, 1] = len(SPECIAL) + (int(one[0, 1]) - len(SPECIAL) + 1) % len(CHARACTERS)
+        answers = [_generate(model, prompt, new) for prompt in (one, other)]
+        if int((answers[0] == answers[1]).sum()) > new // 2:
+            return False
+    return True
+
+
+def _generate(model: Any, prompt: torch.Tensor, new: int) -> torch.Tensor:
+    """Return the likeliest tokens, exactly that many."""
+    whole = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new, min_new_tokens=new
+    )
+    answer: torch.Tensor = whole[0, prompt.shape[1] :]
+    return answer
 
 
 if __name__ == "__main__":

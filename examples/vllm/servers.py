@@ -15,11 +15,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 __all__ = ["CONNECTORS", "MODEL", "Connector", "Role", "Server", "Servers", "free_port"]
 
@@ -68,7 +68,7 @@ CONNECTORS = {
 
 
 class Server:
-    """One vLLM server: a process group, its port and its log.
+    """One vLLM server, or a proxy: a process group, its port and its log.
 
     Attributes:
         name: Name of the log file, and what errors call it.
@@ -138,19 +138,16 @@ class Server:
 
     def stop(self, seconds: float = 20) -> None:
         """Ask it to end; kill what has not ended by then. Nothing is left of it afterwards."""
-        self._signal(signal.SIGTERM)
+        self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         self.kill()
 
     def kill(self) -> None:
         """Kill all its processes at once, as a crash of its machine would."""
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-    def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # none of its processes may be left
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 class Servers:
@@ -173,7 +170,7 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         """End all servers: first all are asked, then each is waited for."""
         for server in self._started:
-            server._signal(signal.SIGTERM)
+            server.process.terminate()
         for server in self._started:
             server.stop()
 
@@ -206,7 +203,6 @@ class Servers:
         port = port or free_port()
         name = name or role
         command = [
-            *("setpriv", "--pdeathsig", "TERM", "--"),
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),  # the command needs a package named vllm
             *("--model", str(self._checkpoint), "--served-model-name", MODEL),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -217,14 +213,24 @@ class Servers:
             if connector is None:
                 raise ValueError(f"a {role} server needs a connector")
             command += ["--kv-transfer-config", json.dumps(connector.config(role))]
+        return self._run(name, port, [*command, *options], _environment(cores) | dict(environment or {}))
+
+    def proxy(self, prefills: Sequence[Server], decoders: Sequence[Server], *, name: str = "proxy") -> Server:
+        """Start the proxy in front of servers; it is ready when one of each kind is."""
+        port = free_port()
+        command = [sys.executable, str(Path(__file__).with_name("proxy.py")), "--port", str(port)]
+        command += ["--prefill", *(each.url for each in prefills), "--decode", *(each.url for each in decoders)]
+        return self._run(name, port, command, dict(os.environ))
+
+    def _run(self, name: str, port: int, command: list[str], environment: dict[str, str]) -> Server:
         log = self._folder / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*command, *options],
+                ["setpriv", "--pdeathsig", "TERM", "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(cores) | dict(environment or {}),
+                env=environment,
                 start_new_session=True,
             )
         server = Server(name, port, process, log)
