@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
-    "Cache.grant", "CacheManager.claim_grant", "Grant: active claimed release released renew revoke", "GrantStatistics"
+    "Cache.grant",
+    "CacheManager.claim_grant",
+    "Grant: active claimed end release released renew revoke",
+    "GrantStatistics",
 )
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -73,6 +76,7 @@ def revoke(world: World, token: bytes) -> None:
 def state(world: World, token: bytes) -> tuple[bool, bool]:
     """Return (active, released)."""
     grant = world.memory[token.hex()]
+    assert (grant.end == "") is grant.active
     return grant.active, grant.released()
 
 

@@ -127,7 +127,14 @@ def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_ar
     again = pickle.loads(pickle.dumps(copy))
     assert (again, hash(again)) == (copy, hash(copy))
     assert (copy.blocks, copy.cluster_id, copy.cache_id, len(data) < 96) == (frozenset({1, 2}), 1, 2, True)
-    for verb in (copy.revoke, lambda: copy.active, copy.released, copy.claimed, lambda: copy.renew(1.0)):
+    for verb in (
+        copy.revoke,
+        lambda: copy.active,
+        copy.released,
+        copy.claimed,
+        lambda: copy.end,
+        lambda: copy.renew(1.0),
+    ):
         with pytest.raises(StateError, match="only the process of cluster 1"):
             verb()
     with pytest.raises(StateError, match="was not claimed here"):

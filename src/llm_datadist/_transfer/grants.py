@@ -41,7 +41,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.metrics import GrantStatistics
-from llm_datadist.types.grant import RELEASED, TOKEN_BYTES, Grant
+from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 _End = Literal["released by its readers", "revoked", "its time was over", "a reader was lost", "finalized"]
 _REVOKED: Final = "revoked"
 _EXPIRED: Final = "its time was over"
-_LOST: Final = "a reader was lost"
 _FINALIZED: Final = "finalized"
 
 #: Claims of one peer that may wait for their grants; beyond, the answer is LLM_LINK_BUSY.
@@ -206,7 +205,7 @@ class Grants:
                 released=self._ends[RELEASED],
                 expired=self._ends[_EXPIRED],
                 revoked=self._ends[_REVOKED],
-                lost=self._ends[_LOST],
+                lost=self._ends[READER_LOST],
             )
 
     def on_claim(self, link: Link, message: Claim) -> None:
@@ -268,7 +267,7 @@ class Grants:
             del self._waiting_of[link]
             tokens = list(self._claimed.get(link, ()))
         for token in tokens:
-            self._end(token, _LOST)
+            self._end(token, READER_LOST)
 
     def expire_claims(self, now: float) -> None:
         """Drop the claims whose readers wait no more."""

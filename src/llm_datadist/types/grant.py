@@ -21,6 +21,7 @@ TOKEN_BYTES: Final = 16
 _MAX_BLOCKS: Final = 1 << 20
 #: Why a grant has ended, where that is asked for.
 RELEASED: Final = "released by its readers"
+READER_LOST: Final = "a reader was lost"
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -118,6 +119,16 @@ class Grant:
         """
         self._at_owner("active")
         return not self._end
+
+    @property
+    def end(self) -> str:
+        """Why the grant has ended, in a few words; empty while it is active. At the owner only.
+
+        Raises:
+            StateError: This is a copy that came from another process.
+        """
+        self._at_owner("end")
+        return self._end
 
     def claimed(self) -> bool:
         """Return True from its first claim until it ends. At the owner only.

@@ -1,9 +1,10 @@
 """What a prefill engine offers in ``kv_transfer_params``, and what schedulers tell their workers. No I/O.
 
 The params are JSON with the fields of NIXL's connector, so that routers written for that pass them on, and one field
-of ours, ``datadist``. The blocks of an offer are under a grant of each rank. Its token is a digest of a random nonce and
-of all that the offer says, the tokens of the prompt included: a decode engine computes the token again from what it was
-given and from its own prompt. So an offer for another prompt, or one in which anything was changed, names no grant.
+of ours, ``datadist``. The blocks of an offer are under a grant of each rank. Its token is a digest of a random nonce
+and of all that the offer says, the tokens of the prompt included: a decode engine computes the token again from what
+it was given and from its own prompt. So an offer for another prompt, or one in which anything was changed, names no
+grant.
 """
 
 from __future__ import annotations

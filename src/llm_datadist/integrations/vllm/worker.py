@@ -17,6 +17,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -40,6 +41,7 @@ from llm_datadist.integrations.vllm.offers import Endpoint, EndpointMetadata, Fe
 from llm_datadist.integrations.vllm.placement import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import DEFAULT_LEASE_S
 from llm_datadist.integrations.vllm.stats import Stats
+from llm_datadist.types.grant import READER_LOST, RELEASED
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +56,10 @@ __all__ = ["Worker"]
 logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
 
 _MODEL_ID: Final = 0
+_ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
-_THREADS: Final = 4
+_CLAIM_THREADS: Final = 16
+_PULL_THREADS: Final = 4
 
 
 @dataclass
@@ -89,7 +93,9 @@ class Worker:
         self._rank = 0
         self._layout: Layout | None = None
         self._cache: Cache | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, "lldd-vllm")
+        # Claims may wait for their prefill engine: pulls are not to wait behind them.
+        self._claimers = ThreadPoolExecutor(_CLAIM_THREADS, "lldd-vllm-claim")
+        self._pullers = ThreadPoolExecutor(_PULL_THREADS, "lldd-vllm-pull")
         self._claims: dict[str, Future[list[tuple[Share, Endpoint, Grant]]]] = {}
         self._given: dict[str, _Given] = {}  # by request; vLLM's thread only
         self._linking = threading.Lock()  # held while a link is made: one at a time
@@ -169,10 +175,10 @@ class Worker:
         for request, (token, groups) in orders.grants.items():
             self._give(request, token, groups)
         for request, fetch in orders.claims.items():
-            self._claims[request] = self._threads.submit(self._claim, fetch)
+            self._claims[request] = self._claimers.submit(self._claim, fetch)
         for request, fetch in orders.fetches.items():
-            claim = self._claims.pop(request, None) or self._threads.submit(self._claim, fetch)
-            self._threads.submit(self._fetch, request, fetch, claim)
+            claim = self._claims.pop(request, None) or self._claimers.submit(self._claim, fetch)
+            claim.add_done_callback(partial(self._pullers.submit, self._fetch, request, fetch))
         for request in orders.drops:
             dropped = self._claims.pop(request, None)
             if dropped is not None:
@@ -292,7 +298,7 @@ class Worker:
             if not given.grant.active:
                 del self._given[request]
                 sent.add(request)
-                self._stats_add("released_grants" if given.grant.released() else "expired_grants")
+                self._stats_add(_ENDS.get(given.grant.end, "expired_grants"))
             elif now >= given.renew_at and given.grant.claimed():
                 given.renew_at = now + self._lease_s / 3
                 self._renew(given.grant)
@@ -319,7 +325,8 @@ class Worker:
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
         self._datadist.finalize()  # pulls under way fail
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._claimers, self._pullers):
+            threads.shutdown(cancel_futures=True)
 
 
 def _release_all(claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
