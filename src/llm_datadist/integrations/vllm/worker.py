@@ -178,11 +178,14 @@ class Worker:
             self._claims[request] = self._claimers.submit(self._claim, fetch)
         for request, fetch in orders.fetches.items():
             claim = self._claims.pop(request, None) or self._claimers.submit(self._claim, fetch)
-            claim.add_done_callback(partial(self._pullers.submit, self._fetch, request, fetch))
+            claim.add_done_callback(partial(self._begin_fetch, request, fetch))
         for request in orders.drops:
             dropped = self._claims.pop(request, None)
             if dropped is not None:
                 dropped.add_done_callback(_release_all)
+
+    def _begin_fetch(self, request: str, fetch: Fetch, claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+        self._pullers.submit(self._fetch, request, fetch, claim)
 
     def _give(self, request: str, token: bytes, groups: list[list[int]]) -> None:
         assert self._layout is not None
