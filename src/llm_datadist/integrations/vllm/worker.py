@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from llm_datadist import Cache
     from llm_datadist.types.grant import Grant
 
+    Claimed = tuple[Share, Endpoint, Grant]
+
 __all__ = ["Worker"]
 
 logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
@@ -96,7 +98,7 @@ class Worker:
         # Claims may wait for their prefill engine: pulls are not to wait behind them.
         self._claimers = ThreadPoolExecutor(_CLAIM_THREADS, "lldd-vllm-claim")
         self._pullers = ThreadPoolExecutor(_PULL_THREADS, "lldd-vllm-pull")
-        self._claims: dict[str, Future[list[tuple[Share, Endpoint, Grant]]]] = {}
+        self._claims: dict[str, Future[list[Claimed]]] = {}
         self._given: dict[str, _Given] = {}  # by request; vLLM's thread only
         self._linking = threading.Lock()  # held while a link is made: one at a time
         self._lock = threading.Lock()  # guards the three below
@@ -184,7 +186,7 @@ class Worker:
             if dropped is not None:
                 dropped.add_done_callback(_release_all)
 
-    def _begin_fetch(self, request: str, fetch: Fetch, claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+    def _begin_fetch(self, request: str, fetch: Fetch, claim: Future[list[Claimed]]) -> None:
         self._pullers.submit(self._fetch, request, fetch, claim)
 
     def _give(self, request: str, token: bytes, groups: list[list[int]]) -> None:
@@ -203,7 +205,7 @@ class Worker:
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, fetch: Fetch) -> list[tuple[Share, Endpoint, Grant]]:
+    def _claim(self, fetch: Fetch) -> list[Claimed]:
         """Link to the ranks of the prefill engine that have what this one needs, and claim their grants."""
         assert self._layout is not None
         offer = Offer.parse(fetch.params)
@@ -214,7 +216,7 @@ class Worker:
         if len(offer.ranks) != theirs.ranks:
             raise ParamError(f"kv_transfer_params name {len(offer.ranks)} of {theirs.ranks} ranks")
         token = offer.token(fetch.prompt)
-        claimed: list[tuple[Share, Endpoint, Grant]] = []
+        claimed: list[Claimed] = []
         try:
             for share in shares(self._layout, self._rank, theirs):
                 endpoint = offer.ranks[share.rank]
@@ -249,9 +251,9 @@ class Worker:
         choice = self._datadist.explain(cluster_id)
         logger.info("linked to the prefill engine at %s:%d over %s", endpoint.host, endpoint.port, choice.transport)
 
-    def _fetch(self, request: str, fetch: Fetch, claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+    def _fetch(self, request: str, fetch: Fetch, claim: Future[list[Claimed]]) -> None:
         began = time.perf_counter()
-        claimed: list[tuple[Share, Endpoint, Grant]] = []
+        claimed: list[Claimed] = []
         failed = True
         try:
             claimed = claim.result()
@@ -275,7 +277,7 @@ class Worker:
                 if failed:
                     self._failed.add(request)
 
-    def _pull(self, fetch: Fetch, claimed: list[tuple[Share, Endpoint, Grant]]) -> tuple[int, int]:
+    def _pull(self, fetch: Fetch, claimed: list[Claimed]) -> tuple[int, int]:
         """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
         layout, cache = self._layout, self._cache
         assert layout is not None
@@ -332,7 +334,7 @@ class Worker:
             threads.shutdown(cancel_futures=True)
 
 
-def _release_all(claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+def _release_all(claim: Future[list[Claimed]]) -> None:
     """Release what was claimed for a request that does not need it."""
     if claim.cancelled() or claim.exception() is not None:
         return
