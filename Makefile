@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo test test-torch test-vllm asan model faults bench compare example-vllm lint docs clean
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm asan model faults bench compare lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
+	@echo "make example-hf  Hugging Face transformers: generate() split over two processes, over shm and tcp (HF='--transport tcp')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
@@ -33,6 +34,24 @@ $(STAMP): pyproject.toml $(NATIVE)
 
 demo: $(STAMP)
 	@$(BIN)/llm-datadist demo $(DEMO)
+
+# An environment of its own: the library needs neither torch nor transformers. torch first, and pinned: another version
+# may pull gigabytes of accelerator packages.
+HF_VENV := .venv-hf
+HF_BIN := $(HF_VENV)/bin
+HF_PIP := $(HF_BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(HF_VENV)/.installed: pyproject.toml $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "open-datadist needs Python >= 3.11, this is " + sys.version.split()[0])'
+	@test -x $(HF_BIN)/python || $(PYTHON) -m venv $(HF_VENV)
+	@echo "setting up $(HF_VENV) (once; again when pyproject.toml or the native code changes)"
+	@$(HF_PIP) torch==2.13.0
+	@$(HF_PIP) transformers==5.23.0
+	@$(HF_PIP) -e .
+	@touch $@
+
+example-hf: $(HF_VENV)/.installed
+	@$(HF_BIN)/python examples/transformers/prefill_decode.py $(HF)
 
 # Each file's tests in one process (docs/testing.md); more processes than cores, because many tests wait. They keep the
 # byte code of the tests, whatever the environment says: to make it takes each of them ten seconds.
@@ -138,5 +157,6 @@ docs: $(VENV)/.docs
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/llm_datadist/_native/*.so
+	rm -rf $(VENV) $(BENCH_VENV) $(HF_VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  src/llm_datadist/_native/*.so
 	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

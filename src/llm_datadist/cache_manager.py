@@ -11,12 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._checks import check_rule, check_type
+from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
+from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall, awaited, blocking
+from llm_datadist._transfer.grants import GrantClaims, check_token
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -47,6 +49,7 @@ __all__ = ["CacheManager"]
     allocate_blocks_cache="_discard",
     register_cache="_unregister",
     register_blocks_cache="_unregister",
+    claim_grant="_give_back",
 )
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
@@ -434,6 +437,43 @@ class CacheManager(EngineUser):
         return partial(calls.pull_blocks, call, sources if pairs else None, targets, grant)
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
+
+    def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1) -> Grant:
+        """Get a grant from the owner of the blocks, for :meth:`pull_blocks`. An extension.
+
+        Waits until the owner has given it (``Cache.grant(..., token=token)``), within ``sync_kv_timeout``. From then on
+        the grant ends with the link. Call :meth:`Grant.release` once the blocks are not needed any more.
+
+        Args:
+            cluster_id: The owner; there must be a link.
+            token: The 16 bytes that name the grant.
+            readers: How many peers share the grant, this one too: the ranks of one engine. All of them must say the
+                same. The grant ends when all have released it.
+
+        Returns:
+            The grant.
+
+        Raises:
+            TypeError: Wrong types.
+            ParamError: A token of another length, or a number of readers outside [1, 1024].
+            CacheMismatch: The grant is shared by another number of readers, or has more blocks than a message holds.
+            NotLinked: There is no link to the owner.
+            CacheNotFound: The grant has ended, or has as many readers as it is for.
+            DeadlineExceeded: The owner has not given such a grant in time. Retryable.
+            PeerLost: The link broke.
+
+        Source: extension.
+        """
+        engine = self._engine
+        check_uint64("cluster_id", cluster_id)
+        named, count = check_token(token), check_int("readers", readers)
+        check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
+        return engine.claims.claim(cluster_id, named, count, engine.deadline())
+
+    @staticmethod
+    def _give_back(grant: Grant) -> None:
+        """Undo a claim whose caller never gets the grant."""
+        GrantClaims.give_back(grant)
 
     @blocking
     def push_cache(

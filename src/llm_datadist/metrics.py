@@ -8,6 +8,7 @@ from typing import Any
 __all__ = [
     "CacheStatistics",
     "CommunicatorStatistics",
+    "GrantStatistics",
     "KeyStatistics",
     "LinkStatistics",
     "OperationStatistics",
@@ -49,6 +50,29 @@ class KeyStatistics:
     row: int
     age_seconds: float
     unconsumed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantStatistics:
+    """The grants that this end has given.
+
+    Attributes:
+        active: That have not ended.
+        claimed: Claims of them that were not released.
+        waiting: Claims of grants that this end has not given yet.
+        released: Ended, because all readers have released them.
+        expired: Ended, because their time was over.
+        revoked: Ended by ``Grant.revoke``.
+        lost: Ended, because the link to a reader was lost.
+    """
+
+    active: int
+    claimed: int
+    waiting: int
+    released: int
+    expired: int
+    revoked: int
+    lost: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +149,7 @@ class Statistics:
         unknown_releases: Releases that named no pin (expired, a lost peer's, or not asked for yet).
         quarantined_bytes: Pool bytes that wait for a foreign writer before they are free.
         lost_writers: Peers without a link that have not ended a write into our memory; their process may be stopped.
+        grants: Grants that this end has given.
         swap: The engine of swap_blocks.
         links: Every link.
         redials: Links that were lost and are being dialled again.
@@ -139,6 +164,7 @@ class Statistics:
     unknown_releases: int
     quarantined_bytes: int
     lost_writers: int
+    grants: GrantStatistics
     swap: SwapStatistics
     links: tuple[LinkStatistics, ...]
     redials: tuple[RedialStatistics, ...]

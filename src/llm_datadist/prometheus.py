@@ -102,6 +102,10 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     oldest = max((key.age_seconds for key in now.keys), default=0.0)
     yield gauge("oldest_key_seconds", "Age of the oldest key.", [], [([], oldest)])
     yield gauge("pins", "Holds of peers on caches.", [], [([], now.pins)])
+    grants = [([state], getattr(now.grants, state)) for state in ("active", "claimed", "waiting")]
+    yield gauge("grants", "Grants given, claims of readers, and claims that wait for a grant.", ["state"], grants)
+    ends = [([end], getattr(now.grants, end)) for end in ("released", "expired", "revoked", "lost")]
+    yield counter("grants_ended", "Grants that have ended.", ["end"], ends)
     links = [([str(link.remote_cluster_id), link.transport], link) for link in now.links]
     up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
     yield gauge("link_up", "1 while operations may use the link.", ["peer", "transport"], up)

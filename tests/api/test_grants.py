@@ -73,11 +73,16 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
     for over in (short, later):
         refused(over, [3])
     data = prompt.do(grant, [1, 2, 5])
-    for wrong, arguments, kind, text in (
+    for wrong, arguments, kind, text in (  # the last one is of another incarnation
         (data, ([1, 3], [0, 1]), ParamError, r"src_blocks: block 3 is not among the 3 blocks of the grant"),
         (data, ([1], [0], BlocksCacheKey(9, 0)), ParamError, r"grant: .* of cluster 1, .* names cluster 9"),
         (data, ([], [0], CacheKeyByIdAndIndex(1, 1, 0)), ParamError, "grant: only with a BlocksCacheKey"),
-        (Grant(1, b"x" * 16, 1, (1, 1), (1,)).to_bytes(), ([1], [0]), TransferFailed, "Grant"),  # another incarnation's
+        (
+            Grant(1, b"x" * 16, 1, (1, 1), b"y" * 16, (1,)).to_bytes(),
+            ([1], [0]),
+            TransferFailed,
+            "Grant",
+        ),  # another incarnation's
     ):
         with pytest.raises(kind, match=text):
             decoder.do(pull, wrong, *arguments)
@@ -121,10 +126,19 @@ def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_ar
     copy = Grant.from_bytes(data)
     again = pickle.loads(pickle.dumps(copy))
     assert (again, hash(again)) == (copy, hash(copy))
-    assert (copy.blocks, copy.cluster_id, copy.cache_id, len(data) < 64) == (frozenset({1, 2}), 1, 2, True)
-    for verb in (copy.revoke, lambda: copy.active):
+    assert (copy.blocks, copy.cluster_id, copy.cache_id, len(data) < 96) == (frozenset({1, 2}), 1, 2, True)
+    for verb in (
+        copy.revoke,
+        lambda: copy.active,
+        copy.released,
+        copy.claimed,
+        lambda: copy.end,
+        lambda: copy.renew(1.0),
+    ):
         with pytest.raises(StateError, match="only the process of cluster 1"):
             verb()
+    with pytest.raises(StateError, match="was not claimed here"):
+        copy.release()
     for broken in (b"", b"\xc0", data + b"x", b"\x90"):
         with pytest.raises(ParamError, match="no grant"):
             Grant.from_bytes(broken)

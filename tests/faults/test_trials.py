@@ -1,10 +1,11 @@
-"""Some trials of each kind (`tests/faults/trials.py` makes as many as one likes), and the rebind race, in short."""
+"""Some trials of each kind (`tests/faults/trials.py` makes as many as one likes), the rebind race and grants, in
+short."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.faults import rebind_race, trials
+from tests.faults import grant_churn, rebind_race, trials
 
 
 @pytest.mark.parametrize("transport", trials.TRANSPORTS)
@@ -27,3 +28,10 @@ def test_a_key_bound_anew_during_a_pull_of_the_old_cache(transport: str) -> None
     assert race.good, "\n".join([rebind_race.HEAD, race.line(), *race.faults])
     assert race.torn > 0
     assert race.consumed > 0
+
+
+@pytest.mark.parametrize("transport", grant_churn.TRANSPORTS)
+def test_blocks_that_are_used_again_while_readers_claim_them(transport: str) -> None:
+    churn = grant_churn.run(transport, 8000)
+    assert churn.good, "\n".join([grant_churn.HEAD, churn.line(), *churn.faults])
+    assert grant_churn.run(transport, 8000, guarded=False).wrong_bytes > 0, "without grants it goes wrong"

@@ -19,6 +19,7 @@ from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
     Beat,
+    Claimed,
     CommunicatorId,
     Failed,
     Hello,
@@ -63,7 +64,7 @@ _UNLINK_MS: Final = 1000
 _CROSSING_POLL_MS: Final = 50
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
 _FINAL: Final = (Failed, UnlinkAck, Located, Verified)
-_ANSWERS: Final = (Resolved, *_FINAL)
+_ANSWERS: Final = (Resolved, Claimed, *_FINAL)
 _IGNORED: Final = (Beat, *_FINAL)
 
 

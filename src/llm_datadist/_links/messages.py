@@ -22,7 +22,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
@@ -38,6 +38,11 @@ MAX_LOCATE: Final = 1 << 12
 #: What a communicator may have (interface §3.5): characters of its name, members.
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
+
+#: Readers that share one grant: the ranks of one engine.
+MAX_READERS: Final = 1024
+#: Bytes of a grant that can be claimed.
+MAX_GRANT: Final = FRAME_LIMIT - 64
 
 #: Characters of a reason or an error text that are sent: fewer than :data:`Text` has room for.
 MAX_REASON: Final = 4000
@@ -312,10 +317,41 @@ class LanesLost(Message, frozen=True):
     """Target of the dial -> initiator of it: the data lanes are silent, and dropped here. Dial others."""
 
 
+class Claim(Message, frozen=True):
+    """Reader -> owner of blocks: give me the grant of this token. Answered by :class:`Claimed` or :class:`Failed`.
+
+    Where there is no such grant yet, the answer comes with it, unless ``budget_ms`` are over before. ``readers``, of
+    which this is one, share the grant: it ends when all of them have released it.
+    """
+
+    id: Id
+    token: Identity16
+    readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
+    budget_ms: Id
+
+
+class Claimed(Message, frozen=True):
+    """Owner -> reader: the grant, which ends with this link unless :class:`ClaimEnded` comes before.
+
+    ``grant`` is passed through undecoded, as :meth:`Grant.to_bytes` made it.
+    """
+
+    id: Id
+    grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT)]
+
+
+class ClaimEnded(Message, frozen=True):
+    """Reader -> owner: the claim is over. ``released``: nothing more is read; else another may claim the grant."""
+
+    token: Identity16
+    released: bool
+
+
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | UnlinkRequest | UnlinkAck | UnlinkCancel
 _TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified | LanesLost
-_ANY = _HANDSHAKE | _LINK | _TRANSFER
+_GRANTS = Claim | Claimed | ClaimEnded
+_ANY = _HANDSHAKE | _LINK | _TRANSFER | _GRANTS
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_ANY)

@@ -26,7 +26,7 @@ from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
-from llm_datadist._transfer.grants import Grants
+from llm_datadist._transfer.grants import GrantClaims, Grants
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
@@ -108,6 +108,7 @@ class Engine:
             undo.callback(self.links.stop, "finalized")
             self.initiator = Initiator(self.links, self._copy_pool, checksum=options.checksum)
             self.locator = Locator(self.links)
+            self.claims = GrantClaims(self.links)
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
             inproc.register(self.store.exports)
@@ -137,6 +138,9 @@ class Engine:
             messages.Consumed: self._target.on_consumed,
             messages.LanesLost: self._lane_reconnector.on_lanes_lost,
             messages.Verify: self._checksums.on_verify,
+            messages.Claim: self.grants.on_claim,
+            messages.Claimed: GrantClaims.on_late_claim,
+            messages.ClaimEnded: self.grants.on_claim_ended,
             messages.Locate: LocateServer(self.store, allowed=options.write_by_address).on_locate,
         }
         return LinkManager(
@@ -226,10 +230,12 @@ class Engine:
     def _on_link_end(self, link: Link) -> None:
         self._target.drop_peer(link)
         self._checksums.drop_peer(link)
+        self.grants.drop_peer(link)
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:
         self.store.apply(self.store.registry.expire(now))
+        self.grants.expire_claims(now)
         self.store.sweep()
 
     def statistics(self) -> Statistics:
@@ -243,6 +249,7 @@ class Engine:
             unknown_releases=self.store.registry.unknown_releases,
             quarantined_bytes=quarantined,
             lost_writers=self.store.writers.lost,
+            grants=self.grants.statistics(),
             swap=self._swap.statistics(),
             links=tuple(link.statistics() for link in self.links.all()),
             redials=self.links.reconnects(),
@@ -253,6 +260,7 @@ class Engine:
     def check_integrity(self) -> None:
         self.store.check_integrity()
         self.links.check_integrity()
+        self.grants.check_integrity()
 
 
 def _warn_if_open(address: tuple[str, int] | None) -> None:

@@ -1,31 +1,107 @@
-"""The grants that this process has given to peers. A grant ends when revoked, out of time, or with its cache."""
+"""Grants at both ends: those that this process has given, and the claims of those that peers have given.
+
+Who owns what: :class:`Grants`, at the owner of the blocks, holds one guard for each grant that has not ended. Peers
+name a grant by its token. A reader sends ``Claim`` and gets the guard to check; if there is no such grant yet, the
+claim waits, at most as long as the reader does. It sends ``ClaimEnded`` once it needs the blocks no more. The end of
+its link ends every grant that it has claimed and not released.
+
+    given --Claim of each reader--> claimed --ClaimEnded of all readers--> released
+      either, at any time: expired | revoked | its reader was lost | finalized
+
+Each end advances the guard, so a pull that is under way fails, and the owner may use the blocks again.
+
+Threads: ``grant``, ``renew``, ``revoke`` and ``close`` any; messages, expiry and lost links the control thread. One
+lock; guards are advanced and messages sent outside it.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
+import secrets
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_rule, check_type
+from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist.errors import LLMStatusCode, StateError
-from llm_datadist.types.grant import Grant
+from llm_datadist.errors import (
+    CacheNotFound,
+    LinkError,
+    LLMException,
+    LLMStatusCode,
+    ParamError,
+    ProtocolError,
+    StateError,
+)
+from llm_datadist.metrics import GrantStatistics
+from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from llm_datadist._cache.store import CacheStore
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.manager import LinkManager
+    from llm_datadist._links.messages import Message
+
+_End = Literal["released by its readers", "revoked", "its time was over", "a reader was lost", "finalized"]
+_REVOKED: Final = "revoked"
+_EXPIRED: Final = "its time was over"
+_FINALIZED: Final = "finalized"
+
+#: Claims of one peer that may wait for their grants; beyond, the answer is LLM_LINK_BUSY.
+_MAX_WAITING: Final = 4096
+#: A claim waits no longer, whatever its reader says.
+_MAX_WAIT_S: Final = 24 * 3600.0
+#: Tokens of grants that have ended: a claim of one need not wait.
+_MAX_ENDED: Final = 1 << 16
+
+
+def check_token(token: object) -> bytes:
+    """Return a caller's token. Raises TypeError, ParamError."""
+    named = check_type("token", token, bytes)
+    check_rule(len(named) == TOKEN_BYTES, f"token: {len(named)} bytes, it must have {TOKEN_BYTES}")
+    return named
+
+
+def _check_ttl(ttl: object) -> float:
+    seconds = check_type("ttl", ttl, (int, float))
+    check_rule(0 < seconds < math.inf, f"ttl: {seconds} s, it must be above 0 and finite")
+    return float(seconds)
+
+
+class _Given(msgspec.Struct, eq=False):
+    """A grant that has not ended. Its fields are guarded by the lock of :class:`Grants`."""
+
+    grant: Grant
+    until: float  # monotonic
+    looked_at: float  # when the control thread looks at it again; not after ``until``
+    readers: int = 0  # as many as the first claim says
+    claims: set[Link] = msgspec.field(default_factory=set)  # that were not released yet
+    releases: int = 0
+
+
+class _Waiting(NamedTuple):
+    """A claim of a grant that there is not yet."""
+
+    link: Link
+    claim: Claim
+    until: float  # monotonic
 
 
 @public_calls_hold_signals(grant="revoke")
 class Grants:
-    """Owns a guard for every grant that has not ended.
+    """Owns a guard for every grant that has not ended, and the claims that wait.
 
-    Threads: any; the control thread ends those out of time. Guards are advanced outside the lock, each once.
-    ``call_at(seconds, function)`` calls ``function`` at a monotonic time.
+    ``call_at(seconds, function)`` calls ``function`` on the control thread at a monotonic time.
     """
 
     def __init__(
@@ -34,66 +110,301 @@ class Grants:
         self._cluster_id = cluster_id
         self._store = store
         self._call_at = call_at
-        self._lock = threading.Lock()  # guards the next three
-        self._live: dict[tuple[int, int], Grant] = {}
-        self._expiries: list[tuple[float, tuple[int, int]]] = []
+        self._lock = threading.Lock()  # guards all below
+        self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
+        self._given: dict[bytes, _Given] = {}
+        self._expiries: list[tuple[float, bytes]] = []
+        self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
+        self._waiting_of: Counter[Link] = Counter()
+        self._claimed: dict[Link, set[bytes]] = {}  # tokens that the peer has claimed and not released
+        self._ended: dict[bytes, _End] = {}  # oldest first
+        self._ends: Counter[_End] = Counter()
         self._closed = False
 
-    def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
+    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most. Errors as :meth:`Cache.grant`."""
         numbers = parse_indices("blocks", blocks)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
-        check_type("ttl", ttl, (int, float))
-        check_rule(0 < ttl < float("inf"), f"ttl: {ttl} s, it must be above 0 and finite")
+        seconds = _check_ttl(ttl)
+        token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
             for block in (int(numbers.min()), int(numbers.max())):
                 check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
             guard = self._store.exports.guards.allocate()
-        key = (guard.slot, guard.generation)
-        granted = Grant(self._cluster_id, self._store.exports.incarnation, cache_id, key, numbers.tolist(), self)
-        expires = time.monotonic() + ttl
-        with self._lock:
-            closed, earliest = self._closed, False
-            if not closed:
-                self._live[key] = granted
-                heapq.heappush(self._expiries, (expires, key))
-                earliest = self._expiries[0][1] == key
-        if closed:
+        incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
+        grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
+        try:
+            answers = self._add(grant, time.monotonic() + seconds)
+        except LLMException:
             self._store.exports.guards.release(guard.slot)
-            raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-        if earliest:
-            self._call_at(expires, self._expire)
-        return granted
+            raise
+        for link, answer in answers:
+            link.tell(answer)
+        return grant
 
-    def active(self, grant: Grant) -> bool:
-        return grant.guard in self._live
+    def _add(self, grant: Grant, until: float) -> list[tuple[Link, Message]]:
+        """Keep a new grant; return the answers to the claims that have waited for it."""
+        token = grant.token
+        with self._lock:
+            if self._closed:
+                raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+            if token in self._given or token in self._ended:
+                raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
+            self._given[token] = _Given(grant, until, until)
+            earliest = self._look_at(until, token)
+            # Under the same lock: the end of a link finds its claims either waiting or taken.
+            waiting = self._drop_waiting(lambda _: True, [token])
+            answers = [(each.link, self._claim(each.link, each.claim)) for each in waiting]
+        if earliest:
+            self._call_at(until, self._expire)
+        return answers
+
+    def _look_at(self, when: float, token: bytes) -> bool:
+        """Under the lock: note an expiry; return True if it is the next one."""
+        heapq.heappush(self._expiries, (when, token))
+        return self._expiries[0] == (when, token)
+
+    def renew(self, grant: Grant, ttl: float) -> None:
+        until, earliest = time.monotonic() + _check_ttl(ttl), False
+        with self._lock:
+            given = self._given.get(grant.token)
+            if given is None:
+                raise StateError(f"renew: {grant!r} has ended: {self._ended.get(grant.token, _EXPIRED)}")
+            given.until = until
+            if until < given.looked_at:  # a later look finds a longer time by itself
+                given.looked_at = until
+                earliest = self._look_at(until, grant.token)
+        if earliest:
+            self._call_at(until, self._expire)
+
+    def claimed(self, grant: Grant) -> bool:
+        with self._lock:
+            given = self._given.get(grant.token)
+            return given is not None and bool(given.claims or given.releases)
 
     def revoke(self, grant: Grant) -> None:
-        with self._lock:
-            live = self._live.pop(grant.guard, None)
-        if live is not None:
-            self._store.exports.guards.release(grant.guard[0])
+        self._end(grant.token, _REVOKED)
+        with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
+            self._advanced.wait_for(lambda: grant._end)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            live, self._live, self._expiries = list(self._live.values()), {}, []
-        for grant in live:
-            self._store.exports.guards.release(grant.guard[0])
+            tokens = list(self._given)
+        for token in tokens:
+            self._end(token, _FINALIZED)
+
+    def statistics(self) -> GrantStatistics:
+        with self._lock:
+            return GrantStatistics(
+                active=len(self._given),
+                claimed=sum(map(len, self._claimed.values())),
+                waiting=self._waiting_of.total(),
+                released=self._ends[RELEASED],
+                expired=self._ends[_EXPIRED],
+                revoked=self._ends[_REVOKED],
+                lost=self._ends[READER_LOST],
+            )
+
+    def on_claim(self, link: Link, message: Claim) -> None:
+        """Answer a reader that names a grant, or let it wait for that."""
+        token = message.token
+        with self._lock:
+            answer: Message | None = None
+            if token in self._given or token in self._ended or self._closed:
+                answer = self._claim(link, message)
+            elif self._waiting_of[link] >= _MAX_WAITING:
+                error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
+                answer = failed(message.id, error)
+            else:
+                until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
+                self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
+                self._waiting_of[link] += 1
+        if answer is not None:
+            link.tell(answer)
+
+    def _claim(self, link: Link, claim: Claim) -> Message:
+        """Under the lock: return the answer to a claim of a grant that there is, or was."""
+        number, token = claim.id, claim.token
+        given = self._given.get(token)
+        if given is None:
+            why: str = self._ended.get(token, _FINALIZED)
+            return failed(number, CacheNotFound(f"the grant has ended: {why}"))
+        readers = given.readers or claim.readers
+        if readers != claim.readers:
+            return failed(number, ParamError(f"the grant is shared by {readers} readers, not by {claim.readers}"))
+        if link not in given.claims and len(given.claims) + given.releases >= readers:
+            return failed(number, CacheNotFound(f"the grant has all of its readers already: {readers}"))
+        data = given.grant.to_bytes()
+        if len(data) > MAX_GRANT:
+            return failed(
+                number, ParamError(f"the grant has {len(given.grant.blocks)} blocks, too many for one message")
+            )
+        given.readers = readers
+        given.claims.add(link)
+        self._claimed.setdefault(link, set()).add(token)
+        return Claimed(number, data)
+
+    def on_claim_ended(self, link: Link, message: ClaimEnded) -> None:
+        """Take a claim back, or note that its reader needs the blocks no more; the last one ends the grant."""
+        with self._lock:
+            given = self._given.get(message.token)
+            if given is None or link not in given.claims:
+                return  # it has ended meanwhile
+            self._forget_claim(link, given)
+            given.releases += message.released
+            over = given.releases >= given.readers > 0
+        if over:
+            self._end(message.token, RELEASED)
+
+    def drop_peer(self, link: Link) -> None:
+        """End the grants that a lost reader has claimed, and the claims of it that wait."""
+        with self._lock:
+            if self._waiting_of[link]:
+                self._drop_waiting(lambda claim: claim.link is link, list(self._waiting))
+            del self._waiting_of[link]
+            tokens = list(self._claimed.get(link, ()))
+        for token in tokens:
+            self._end(token, READER_LOST)
+
+    def expire_claims(self, now: float) -> None:
+        """Drop the claims whose readers wait no more."""
+        with self._lock:
+            self._drop_waiting(lambda claim: claim.until <= now, list(self._waiting))
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            taken = {(link, token) for token, given in self._given.items() for link in given.claims}
+            held = {(link, token) for link, tokens in self._claimed.items() for token in tokens}
+            waiting = Counter(claim.link for claims in self._waiting.values() for claim in claims)
+            if taken != held or waiting != self._waiting_of:
+                raise AssertionError(f"grants: claims {taken} and {held}, waiting {waiting} and {self._waiting_of}")
+
+    def _drop_waiting(self, over: Callable[[_Waiting], bool], tokens: Iterable[bytes]) -> list[_Waiting]:
+        """Under the lock: drop the claims of these grants that are ``over``; return them."""
+        dropped = []
+        for token in tokens:
+            claims = self._waiting.pop(token, [])
+            dropped += [each for each in claims if over(each)]
+            if left := [each for each in claims if not over(each)]:
+                self._waiting[token] = left
+        self._waiting_of.subtract(each.link for each in dropped)
+        return dropped
+
+    def _forget_claim(self, link: Link, given: _Given) -> None:
+        """Under the lock."""
+        given.claims.discard(link)
+        tokens = self._claimed[link]
+        tokens.discard(given.grant.token)
+        if not tokens:
+            del self._claimed[link]
+
+    def _end(self, token: bytes, why: _End) -> None:
+        """End a grant, if it has not ended; when this returns its guard has advanced."""
+        with self._lock:
+            given = self._given.pop(token, None)
+            if given is None:
+                return
+            for link in list(given.claims):
+                self._forget_claim(link, given)
+            self._ended[token] = why
+            self._ends[why] += 1
+            while len(self._ended) > _MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+        self._store.exports.guards.release(given.grant.guard[0])
+        with self._advanced:
+            given.grant._end = why
+            self._advanced.notify_all()
 
     def _expire(self) -> None:
         """End the grants that are out of time; schedule the next look. Threads: control."""
         now = time.monotonic()
-        over: list[Grant] = []
+        over: list[bytes] = []
         with self._lock:
             while self._expiries and self._expiries[0][0] <= now:
-                grant = self._live.get(heapq.heappop(self._expiries)[1])
-                if grant is not None:
-                    over.append(grant)
+                when, token = heapq.heappop(self._expiries)
+                given = self._given.get(token)
+                if given is None or given.looked_at != when:
+                    continue
+                if given.until <= now:
+                    over.append(token)
+                else:
+                    given.looked_at = given.until
+                    self._look_at(given.until, token)
             following = self._expiries[0][0] if self._expiries else None
-        for grant in over:
-            self.revoke(grant)
+        for token in over:
+            self._end(token, _EXPIRED)
         if following is not None:
             self._call_at(following, self._expire)
+
+
+class GrantClaims:
+    """Claims grants of peers, at the reader. Keeps nothing: a grant knows the link that it was claimed over.
+
+    Threads: ``claim`` any, within the caller's deadline; ``on_late_claim`` the control thread.
+    """
+
+    def __init__(self, links: LinkManager) -> None:
+        self._links = links
+
+    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline) -> Grant:
+        """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
+        link, what = self._links.get(cluster_id), f"claim_grant: grant {token.hex()}"
+        with link:
+            try:
+                answer = link.request(
+                    lambda number: Claim(number, token, readers, deadline.remaining_ms()),
+                    deadline,
+                    f"{what}, which is not active,",
+                    "claim",
+                )
+            except RemoteFailure as failure:
+                raise failure.typed(what) from failure
+        if not isinstance(answer, Claimed):
+            raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
+        try:
+            grant = Grant.from_bytes(answer.grant)
+        except ParamError as error:
+            raise ProtocolError(f"{what}: {link.peer}: {error}") from error
+        peer = link.peer
+        if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
+            raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
+        grant._reader = _Reader(link)
+        return grant
+
+    @staticmethod
+    def give_back(grant: Grant) -> None:
+        """Undo a claim: another reader may have the grant."""
+        if isinstance(grant._reader, _Reader):
+            grant._reader.link.tell(ClaimEnded(grant.token, released=False))
+
+    @staticmethod
+    def on_late_claim(link: Link, message: Claimed) -> None:
+        """Give a claim back whose answer came after its caller had given up."""
+        try:
+            grant = Grant.from_bytes(message.grant)
+        except ParamError as error:
+            raise ProtocolError(f"the peer sent a Claimed without a grant: {error}") from error
+        link.tell(ClaimEnded(grant.token, released=False))
+
+
+class _Reader(msgspec.Struct, frozen=True, eq=False):
+    """The reader's end of a claim."""
+
+    link: Link
+
+    def release(self, grant: Grant) -> None:
+        grant._reader = _RELEASED  # an interrupted call is not repeated: the owner may have been told
+        self.link.tell(ClaimEnded(grant.token, released=True))
+
+
+class _Released:
+    """The reader's end of a claim that was given back."""
+
+    def release(self, grant: Grant) -> None:
+        """Do nothing: the owner was told."""
+
+
+_RELEASED: Final = _Released()

@@ -194,25 +194,29 @@ class Cache:
         """True for a paged cache: ``shape[0]`` counts blocks."""
         return self._is_blocks
 
-    def grant(self, blocks: list[int] | tuple[int, ...], ttl: float) -> Grant:
+    def grant(self, blocks: list[int] | tuple[int, ...], ttl: float, *, token: bytes | None = None) -> Grant:
         """Let peers pull these blocks for ``ttl`` seconds, while they keep their present content.
 
-        An extension. For caches whose blocks are given to one request after the other: revoke the grant before the
-        blocks are used again, and a pull that was late fails instead of returning the bytes of another request.
+        An extension. For caches whose blocks are given to one request after the other: end the grant before the blocks
+        are used again, and a pull that was late fails instead of returning the bytes of another request.
 
         Args:
             blocks: Block numbers; a 1-D integer NumPy array does as well.
-            ttl: Seconds after which it ends by itself.
+            ttl: Seconds after which it ends by itself; :meth:`Grant.renew` changes that.
+            token: 16 random bytes that name it (``secrets.token_bytes(16)``); None: the library draws them. With a
+                token of its own a scheduler can tell a reader which grant to claim before the process that owns the
+                cache has given it: the claim waits.
 
         Raises:
             TypeError: Wrong types.
-            ParamError: Not a blocks cache, a block outside it, none at all, or a ttl that is not above 0.
+            ParamError: Not a blocks cache, a block outside it, none at all, a ttl that is not above 0, or a token of
+                another length or of a grant that there is or was.
             CacheNotFound: The cache was given back.
             StateError: The handle is of no manager (``create_cpu_cache``), or its manager is finalized.
         """
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
-        return self._granter.grant(self._id, blocks, ttl)
+        return self._granter.grant(self._id, blocks, ttl, token)
 
     def _empty(self) -> None:
         """Forget the addresses and let the memory go: what the manager does when it deallocates the cache."""

@@ -1,4 +1,8 @@
-"""Grant: permission to pull certain blocks, for as long as they hold what they held when it was given."""
+"""Grant: permission to pull certain blocks, for as long as they hold what they held when it was given.
+
+The owner of the blocks gives it, under a token. A reader claims it by the token, pulls, and releases it. Who keeps the
+grants of an owner, and what ends them, is in ``_transfer/grants.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ from llm_datadist.errors import ParamError, StateError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+TOKEN_BYTES: Final = 16
 _MAX_BLOCKS: Final = 1 << 20
+#: Why a grant has ended, where that is asked for.
+RELEASED: Final = "released by its readers"
+READER_LOST: Final = "a reader was lost"
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -24,39 +32,53 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     cache_id: Annotated[int, msgspec.Meta(ge=1)]
     slot: Annotated[int, msgspec.Meta(ge=1)]
     generation: Annotated[int, msgspec.Meta(ge=1)]
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     blocks: Annotated[list[Block], msgspec.Meta(min_length=1, max_length=_MAX_BLOCKS)]
 
 
 class Granter(Protocol):
     """What gives and ends grants at the owner of the cache."""
 
-    def grant(self, cache_id: int, blocks: object, ttl: float) -> Grant:
+    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Give one."""
+
+    def claimed(self, grant: Grant) -> bool:
+        """Return True while a reader has claimed it, and all of those have not released it."""
+
+    def renew(self, grant: Grant, ttl: float) -> None:
+        """Let it last longer, or less long."""
 
     def revoke(self, grant: Grant) -> None:
         """End it."""
 
-    def active(self, grant: Grant) -> bool:
-        """Return True until it ends."""
+
+class Reader(Protocol):
+    """What tells the owner at the reader's end of a link."""
+
+    def release(self, grant: Grant) -> None:
+        """Tell the owner that nothing more is read."""
 
 
 class Grant:
-    """Permission to pull certain blocks of a blocks cache, until it is revoked or its time is over. An extension.
+    """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 
-    ``cache.grant(blocks, ttl)`` makes one at the owner. It is a small value for the user's own messages: it pickles,
-    and :meth:`to_bytes` is for everything else. ``pull_blocks(..., grant=...)`` checks it before the first byte and
-    after the last, so that bytes of a block that was used again meanwhile are never taken for the old ones.
+    ``cache.grant(blocks, ttl)`` makes one at the owner. A reader gets it by ``CacheManager.claim_grant(cluster_id,
+    token)``, or inside a message of the user's own: it pickles, and :meth:`to_bytes` is for everything else.
+    ``pull_blocks(..., grant=...)`` checks it before the first byte and after the last, so that bytes of a block that
+    was used again meanwhile are never taken for the old ones.
 
-    The owner may use the blocks again once :meth:`revoke` has returned, or once :attr:`active` is False.
+    It ends once its time is over, the owner revokes it, all its readers have released it, or the link to a reader that
+    has claimed it is lost. The owner may use the blocks again once :attr:`active` is False.
 
     Attributes:
         cluster_id: The owner.
         cache_id: The owner's cache.
+        token: 16 bytes that name the grant; the process that has them may claim it.
         blocks: The blocks.
         block_numbers: The same as an array, ascending, each once.
     """
 
-    __slots__ = ("_granter", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id")
+    __slots__ = ("_end", "_granter", "_reader", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
 
     def __init__(
         self,
@@ -64,15 +86,19 @@ class Grant:
         incarnation: bytes,
         cache_id: int,
         guard: tuple[int, int],
+        token: bytes,
         blocks: Iterable[int],
         granter: Granter | None = None,
     ) -> None:
         self.blocks = frozenset(blocks)
         self.block_numbers = np.array(sorted(self.blocks), dtype=np.int64)
-        self._wire = _Wire(cluster_id, incarnation, cache_id, *guard, self.block_numbers.tolist())
+        self._wire = _Wire(cluster_id, incarnation, cache_id, *guard, token, self.block_numbers.tolist())
         self._granter = granter
+        self._reader: Reader | None = None
+        self._end = ""  # why it has ended; written by the granter
         self.cluster_id = cluster_id
         self.cache_id = cache_id
+        self.token = token
 
     @property
     def incarnation(self) -> bytes:
@@ -86,12 +112,50 @@ class Grant:
 
     @property
     def active(self) -> bool:
-        """True until the grant is revoked or its time is over. At the owner only.
+        """True until the grant ends. At the owner only.
 
         Raises:
             StateError: This is a copy that came from another process.
         """
-        return self._at_owner("active").active(self)
+        self._at_owner("active")
+        return not self._end
+
+    @property
+    def end(self) -> str:
+        """Why the grant has ended, in a few words; empty while it is active. At the owner only.
+
+        Raises:
+            StateError: This is a copy that came from another process.
+        """
+        self._at_owner("end")
+        return self._end
+
+    def claimed(self) -> bool:
+        """Return True from its first claim until it ends. At the owner only.
+
+        Raises:
+            StateError: This is a copy that came from another process.
+        """
+        return self._at_owner("claimed").claimed(self)
+
+    def released(self) -> bool:
+        """Return True once all its readers have released it. At the owner only.
+
+        Raises:
+            StateError: This is a copy that came from another process.
+        """
+        self._at_owner("released")
+        return self._end == RELEASED
+
+    def renew(self, ttl: float) -> None:
+        """Let the grant last ``ttl`` seconds from now on, at most. At the owner only.
+
+        Raises:
+            TypeError: ``ttl`` is no number.
+            ParamError: It is not above 0, or not finite.
+            StateError: The grant has ended, or this is a copy that came from another process.
+        """
+        self._at_owner("renew").renew(self, ttl)
 
     def revoke(self) -> None:
         """End the grant now: pulls of it that are not complete fail. At the owner only; idempotent.
@@ -102,6 +166,18 @@ class Grant:
             StateError: This is a copy that came from another process.
         """
         self._at_owner("revoke").revoke(self)
+
+    def release(self) -> None:
+        """Tell the owner that this reader needs the blocks no more. At a reader that has claimed it only; idempotent.
+
+        Returns at once. Where the link is lost there is nothing to tell: that has ended the grant.
+
+        Raises:
+            StateError: This grant was not claimed here.
+        """
+        if self._reader is None:
+            raise StateError(f"release: {self!r} was not claimed here (CacheManager.claim_grant)")
+        self._reader.release(self)
 
     def to_bytes(self) -> bytes:
         """Return the grant for a message, some bytes per block."""
@@ -120,7 +196,9 @@ class Grant:
             wire = msgspec.msgpack.decode(data, type=_Wire)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
-        return cls(wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation), wire.blocks)
+        return cls(
+            wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation), wire.token, wire.blocks
+        )
 
     def _at_owner(self, what: str) -> Granter:
         if self._granter is None:

@@ -219,10 +219,26 @@ def resolved(rng: random.Random, number: int, tensors: int = 4) -> list[Any]:
     return ["resolved", number, rng.randrange(9), shape, rng.randrange(8), regions, offsets, guards, rng.randrange(3)]
 
 
+def _token(rng: random.Random) -> bytes:
+    """Return one of a few tokens, so that messages meet."""
+    return bytes([rng.randrange(4)]) * 16 if rng.random() < 0.8 else rng.randbytes(rng.choice((0, 15, 16, 17)))
+
+
+def _claim(rng: random.Random) -> list[Any]:
+    readers, budget_ms = rng.choice((0, 1, 1, 1, 2, 1025)), rng.choice((0, 1, 60_000, 2**63 - 1))
+    return ["claim", _id(rng), _token(rng), readers, budget_ms]
+
+
+def _claimed(rng: random.Random) -> list[Any]:
+    numbers = [rng.randrange(9), rng.randbytes(16), *(rng.choice((0, 1, 2, 2**63)) for _ in range(3))]
+    grant = msgspec.msgpack.encode([*numbers, _token(rng), [rng.randrange(9) for _ in range(rng.randrange(4))]])
+    return ["claimed", _id(rng), grant if rng.random() < 0.8 else rng.randbytes(rng.randrange(80))]
+
+
 #: What a linked peer says, its weight, and how it is made.
 LINK: Final[dict[str, tuple[int, Any]]] = {
     "resolve": (24, _resolve),
-    "release": (16, _release),
+    "release": (20, _release),
     "consumed": (8, _consumed),
     "resolved": (4, lambda rng: resolved(rng, _id(rng))),
     "failed": (3, lambda rng: ["failed", _id(rng), rng.choice(_NUMBERS + _LARGE), "no"]),
@@ -235,6 +251,18 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
     "locate": (6, _locate),
     "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
+    "claim": (
+        6,
+        lambda rng: [
+            "claim",
+            _id(rng),
+            _token(rng),
+            rng.choice((0, 1, 1, 1, 2, 1025)),
+            rng.choice((0, 1, 60_000, 2**63 - 1)),
+        ],
+    ),
+    "claimed": (2, _claimed),
+    "claimended": (4, lambda rng: ["claimended", _token(rng), rng.random() < 0.5]),
     "verify": (6, _verify),
     "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
 }

@@ -1,0 +1,157 @@
+"""The class that vLLM makes: once in its scheduler, and once in each worker. It passes every call on to its half."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from llm_datadist.integrations.vllm.offers import Orders
+from llm_datadist.integrations.vllm.scheduler import Scheduler
+from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
+from llm_datadist.integrations.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+__all__ = ["LLMDataDistConnector"]
+
+
+class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves the KV cache of a prompt from a prefill engine to a decode engine.
+
+    Options (``kv_connector_extra_config``): ``host`` (127.0.0.1), where a prefill engine listens and what it tells
+    others; ``lease_s`` (30), how long blocks are kept for a reader that has not come; ``timeout_ms`` (10,000) of a
+    claim or pull; ``link_timeout_ms`` (5,000); ``transport`` (``auto``); ``pool`` (true): the KV cache lies in a pool
+    of this library.
+
+    Threads: vLLM's; each half says more.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: Any = None
+        self._worker: Any = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = Scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = Worker(vllm_config, kv_cache_config)
+
+    # --- in the scheduler ---------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take where the workers listen."""
+        self._scheduler.take_endpoints(metadata)
+
+    def on_new_request(self, request: Request) -> None:
+        """Have the workers claim what the request was offered."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens can be fetched, and that this happens between steps."""
+        count = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return count, count > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all groups that are transferred: the blocks are the request's own."""
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Have the workers fetch into the blocks."""
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return the orders for the workers."""
+        return self._scheduler.take_orders()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the blocks of a request that is decoded elsewhere."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the blocks of a request that is decoded elsewhere."""
+        return self._scheduler.finished(request, block_ids)
+
+    # --- in a worker --------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Return what places the KV cache in a pool of ours."""
+        return self._worker.allocation()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the KV cache where it lies."""
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return where this worker listens."""
+        return self._worker.endpoint()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin what the scheduler wants."""
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        self._worker.obey(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: requests are parked until all of their KV is there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Do nothing: decode engines read the blocks where they are."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return which requests have ended."""
+        return self._worker.results()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what was counted since the last call."""
+        return None if self._worker is None else self._worker.take_stats()
+
+    def shutdown(self) -> None:
+        """End all transfers."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return what a worker has counted."""
+        return Stats(data) if data is not None else Stats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return the Prometheus counters."""
+        return StatsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,163 @@
+"""Where the pages of the layers lie in memory, and which rows of a peer's ranks go into which of ours. No I/O.
+
+vLLM makes one allocation and gives each layer a view of it. Layers of different groups may share a place: a block is of
+one group at a time. Each place becomes one tensor of a blocks cache. Its row is the smallest part that a rank may need
+of a block: one KV head where heads are contiguous, else the whole page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+
+from llm_datadist.errors import CacheMismatch, LLMException, LLMStatusCode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = ["Layout", "Share", "describe", "shares"]
+
+Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What two engines must agree on before one reads the other's memory.
+
+    Attributes:
+        model: Its name, as the engine was given it.
+        dtype: Of the elements of the KV cache.
+        block_tokens: Tokens of one block.
+        pages: Parts of a block, one behind the other, that each hold all heads of this rank.
+        heads: KV heads of this rank; 1 where a page cannot be divided.
+        row_bytes: Bytes of one head of one page.
+        places: For each tensor the names of the layers in it.
+        ranks: Tensor-parallel ranks of the engine.
+    """
+
+    model: str
+    dtype: str
+    block_tokens: Small
+    pages: Small
+    heads: Small
+    row_bytes: Small
+    places: Annotated[list[list[str]], msgspec.Meta(min_length=1)]
+    ranks: Small
+    divisible: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of one block."""
+        return self.pages * self.heads
+
+    def check(self, peer: Layout) -> None:
+        """Raise CacheMismatch, which says every difference, unless a rank with this layout can read such a peer."""
+        same = ("model", "dtype", "block_tokens", "pages", "row_bytes", "places", "divisible")
+        found = [
+            f"{name}: {_short(getattr(peer, name))} there, {_short(getattr(self, name))} here"
+            for name in same
+            if getattr(peer, name) != getattr(self, name)
+        ]
+        if peer.heads * peer.ranks != self.heads * self.ranks and not found:
+            found.append(f"KV heads: {peer.heads} x {peer.ranks} ranks there, {self.heads} x {self.ranks} here")
+        if not self.divisible and peer.ranks != self.ranks:
+            found.append(f"tensor parallel size: {peer.ranks} there, {self.ranks} here, and heads cannot be told apart")
+        if found:
+            raise CacheMismatch(f"the engines do not fit: {'; '.join(found)}")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank reads of one rank of the peer: ``count`` heads from ``theirs`` on, to those from ``ours`` on."""
+
+    rank: int
+    theirs: int
+    ours: int
+    count: int
+    readers: int  # ranks of our engine that read that rank
+
+
+def shares(ours: Layout, rank: int, theirs: Layout) -> list[Share]:
+    """Return what ``rank`` of our engine reads of the peer's ranks, which together hold the same heads."""
+    first, last = rank * ours.heads, (rank + 1) * ours.heads
+    found = []
+    for peer in range(theirs.ranks):
+        begin, end = peer * theirs.heads, (peer + 1) * theirs.heads
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            readers = -(-end // ours.heads) - begin // ours.heads
+            found.append(Share(peer, low - begin, low - first, high - low, readers))
+    return found
+
+
+def rows_of(layout: Layout, blocks: Sequence[int], first: int, count: int) -> NDArray[np.int64]:
+    """Return the rows of ``count`` heads from ``first`` on, in these blocks."""
+    starts = np.asarray(blocks, np.int64)[:, None, None] * layout.rows
+    pages = np.arange(layout.pages, dtype=np.int64)[None, :, None] * layout.heads
+    heads = np.arange(first, first + count, dtype=np.int64)[None, None, :]
+    rows: NDArray[np.int64] = (starts + pages + heads).reshape(-1)
+    return rows
+
+
+def describe(
+    views: Mapping[str, torch.Tensor], num_blocks: int, *, block_tokens: int, model: str, ranks: int
+) -> tuple[Layout, list[int]]:
+    """Return the layout of a rank's KV cache, and the address of each of its places.
+
+    Args:
+        views: By name of the layer, shape (pages, heads, tokens, bytes of K and V).
+        num_blocks: Blocks of the cache.
+        block_tokens: Tokens of one block.
+        model: Name of the model.
+        ranks: Tensor-parallel size.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: memory that this connector cannot name.
+    """
+    places: dict[int, list[str]] = {}
+    for name, view in sorted(views.items()):
+        places.setdefault(view.data_ptr(), []).append(name)
+    shapes = {(tuple(view.shape), view.stride(), str(view.dtype)) for view in views.values()}
+    if len(shapes) != 1:
+        raise _unsupported(f"layers of {len(shapes)} shapes: {sorted(map(str, shapes))}")
+    view = next(iter(views.values()))
+    if view.dim() != 4 or view.shape[0] % num_blocks:
+        raise _unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks")
+    pages, heads = view.shape[0] // num_blocks, view.shape[1]
+    page = view[0]
+    if not page.is_contiguous():  # tokens before heads: a page is still one piece
+        if not page.transpose(0, 1).is_contiguous():
+            raise _unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
+        divisible, heads_apart = False, 1
+    else:
+        divisible, heads_apart = True, heads
+    page_bytes = page.numel() * page.element_size()
+    if view.stride(0) * view.element_size() != page_bytes:
+        raise _unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
+    ordered = sorted(places.items())
+    layout = Layout(
+        model=model,
+        dtype=str(view.dtype).removeprefix("torch."),
+        block_tokens=block_tokens,
+        pages=pages,
+        heads=heads_apart,
+        row_bytes=page_bytes // heads_apart,
+        places=[names for _, names in ordered],
+        ranks=ranks,
+        divisible=divisible,
+    )
+    return layout, [address for address, _ in ordered]
+
+
+def _unsupported(what: str) -> LLMException:
+    return LLMException(
+        f"LLMDataDistConnector does not support {what}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    )

@@ -1,0 +1,47 @@
+"""vLLM's KV cache in a pool of ours: one allocation of vLLM is answered with memory that peers of this host can map."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from llm_datadist import CacheDesc, DataType
+from llm_datadist.views import torch_views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist import Cache, LLMDataDist
+
+__all__ = ["PoolAllocation"]
+
+
+class PoolAllocation(TorchFunctionMode):
+    """While active, answers the ``torch.zeros`` of so many bytes with memory of the pool. Once.
+
+    Args:
+        datadist: Whose pool; it has room for that.
+        nbytes: What vLLM will ask for.
+    """
+
+    def __init__(self, datadist: LLMDataDist, nbytes: int) -> None:
+        super().__init__()
+        self._datadist = datadist
+        self._nbytes = nbytes
+        self.cache: Cache | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer the one call, and let all others through."""
+        given = kwargs or {}
+        wanted = self.cache is None and func is torch.zeros and args == (self._nbytes,)
+        if not wanted or given.get("dtype") is not torch.int8 or torch.device(given.get("device", "cpu")).type != "cpu":
+            return func(*args, **given)
+        desc = CacheDesc(1, [1, self._nbytes], DataType.DT_INT8)
+        self.cache = self._datadist.cache_manager.allocate_blocks_cache(desc)
+        memory = torch_views(self.cache)[0].reshape(-1)
+        memory.zero_()
+        return memory

@@ -1,0 +1,90 @@
+"""What a worker counts, for vLLM's log and its Prometheus metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["COUNTERS", "Stats", "StatsMetrics"]
+
+#: Name and meaning of each number; all of them only grow.
+COUNTERS: Final = {
+    "fetched_requests": "Requests whose KV came.",
+    "fetched_blocks": "Blocks that came.",
+    "fetched_bytes": "Bytes that came.",
+    "fetch_seconds": "Seconds in pulls, links and claims.",
+    "failed_fetches": "Requests whose KV did not come.",
+    "granted_requests": "Requests whose blocks were offered.",
+    "released_grants": "Offers that ended because the reader has released them.",
+    "expired_grants": "Offers that ended because no reader has claimed them in time.",
+    "lost_grants": "Offers that ended because their reader was lost.",
+}
+
+
+@dataclass
+class Stats(KVConnectorStats):
+    """The numbers of one interval."""
+
+    def __post_init__(self) -> None:
+        """Begin with zeros, unless there are numbers."""
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, name: str, number: float = 1) -> None:
+        """Count."""
+        self.data[name] += number
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the numbers of another worker or interval."""
+        for name, number in other.data.items():
+            self.data[name] = self.data.get(name, 0) + number
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what the log shows."""
+        found = {name: number for name, number in self.data.items() if number}
+        seconds = self.data["fetch_seconds"]
+        if seconds:
+            found["fetch_gb_per_s"] = round(self.data["fetched_bytes"] / seconds / 1e9, 2)
+        return found
+
+    def is_empty(self) -> bool:
+        """Return True if there is nothing to show."""
+        return not any(self.data.values())
+
+
+class StatsMetrics(KVConnectorPromMetrics):
+    """The same as Prometheus counters, ``vllm:datadist_<name>_total``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Register them."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:datadist_{name}", documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the numbers of an interval."""
+        for name, number in transfer_stats_data.items():
+            if number and name in self._counters:
+                self._counters[name][engine_idx].inc(number)

@@ -1,0 +1,361 @@
+"""The LLMDataDist of one rank: it registers the KV cache, gives and ends grants, and pulls.
+
+Owns an LLMDataDist and a few threads. vLLM's thread hands over orders and collects what has ended, and never waits; the
+threads link, claim, pull and release. A fetch that fails for any reason is reported as failed, with the reason in the
+log: an engine neither crashes nor hangs for its peer.
+
+When an offered request is over
+    released by its readers, not claimed within its lease, or its reader was lost: the grant has ended, so no reader
+    gets its bytes any more, and vLLM is told that it may use the blocks again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    DataType,
+    LLMClusterInfo,
+    LLMConfig,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+)
+from llm_datadist.errors import LinkError, LLMException, NotLinked, ParamError
+from llm_datadist.integrations.vllm.layout import Layout, Share, describe, rows_of, shares
+from llm_datadist.integrations.vllm.offers import Endpoint, EndpointMetadata, Fetch, Offer, Orders
+from llm_datadist.integrations.vllm.placement import PoolAllocation
+from llm_datadist.integrations.vllm.scheduler import DEFAULT_LEASE_S
+from llm_datadist.integrations.vllm.stats import Stats
+from llm_datadist.types.grant import READER_LOST, RELEASED
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from llm_datadist import Cache
+    from llm_datadist.types.grant import Grant
+
+__all__ = ["Worker"]
+
+logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
+
+_MODEL_ID: Final = 0
+_ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
+_PAGE_SHIFT: Final = 16
+_CLAIM_THREADS: Final = 16
+_PULL_THREADS: Final = 4
+
+
+@dataclass
+class _Given:
+    """A request that is offered: its grant, and when that is renewed next."""
+
+    grant: Grant
+    renew_at: float
+
+
+class Worker:
+    """The connector's half in one worker."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        option = transfer.get_from_extra_config
+        self._lease_s = float(option("lease_s", DEFAULT_LEASE_S))
+        self._host = str(option("host", "127.0.0.1"))
+        self._link_ms = int(option("link_timeout_ms", 5_000))
+        self._config = vllm_config
+        self._cache_config = kv_cache_config
+        self._producer = transfer.is_kv_producer
+        self._cluster_id = secrets.randbits(63)
+        # The one allocation that vLLM is going to make.
+        self._pool_bytes = max((each.size for each in kv_cache_config.kv_cache_tensors), default=0)
+        if not option("pool", default=True):
+            self._pool_bytes = 0
+        self._datadist = self._start(int(option("timeout_ms", 10_000)), str(option("transport", "auto")))
+        self._placement: PoolAllocation | None = None
+        self._rank = 0
+        self._layout: Layout | None = None
+        self._cache: Cache | None = None
+        # Claims may wait for their prefill engine: pulls are not to wait behind them.
+        self._claimers = ThreadPoolExecutor(_CLAIM_THREADS, "lldd-vllm-claim")
+        self._pullers = ThreadPoolExecutor(_PULL_THREADS, "lldd-vllm-pull")
+        self._claims: dict[str, Future[list[tuple[Share, Endpoint, Grant]]]] = {}
+        self._given: dict[str, _Given] = {}  # by request; vLLM's thread only
+        self._linking = threading.Lock()  # held while a link is made: one at a time
+        self._lock = threading.Lock()  # guards the three below
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._stats = Stats()
+        self._over: set[str] = set()  # offered requests whose grant could not be given; vLLM's thread only
+
+    def _start(self, timeout_ms: int, transport: str) -> LLMDataDist:
+        config = LLMConfig()
+        config.device_id = 0
+        config.enable_cache_manager = True
+        config.sync_kv_timeout = timeout_ms
+        if self._pool_bytes:
+            page = 1 << _PAGE_SHIFT
+            size = -(-self._pool_bytes // page) * page
+            config.mem_pool_cfg = json.dumps({"memory_size": size, "page_shift": _PAGE_SHIFT})
+        if self._producer:
+            config.listen_ip_info = f"{self._host}:0"
+        options = config.generate_options()
+        if transport != "auto":
+            options["llm.Transport"] = transport
+        datadist = LLMDataDist(LLMRole.PROMPT if self._producer else LLMRole.DECODER, self._cluster_id)
+        datadist.init(options)
+        return datadist
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def allocation(self) -> PoolAllocation | None:
+        """Return what answers vLLM's allocation with our pool; None where the cache is to lie elsewhere."""
+        if self._pool_bytes and self._placement is None:
+            self._placement = PoolAllocation(self._datadist, self._pool_bytes)
+        return self._placement
+
+    def register(self, views: dict[str, torch.Tensor]) -> None:
+        """Register the KV cache where it lies."""
+        parallel = self._config.parallel_config
+        wanted = {
+            name
+            for group in self._cache_config.transfer_group_ids
+            for name in self._cache_config.kv_cache_groups[group].layer_names
+        }
+        self._rank = get_tensor_model_parallel_rank()
+        self._layout, addresses = describe(
+            {name: view for name, view in views.items() if name in wanted},
+            self._cache_config.num_blocks,
+            block_tokens=self._config.cache_config.block_size,
+            model=self._config.model_config.model,
+            ranks=parallel.tensor_parallel_size,
+        )
+        rows = self._cache_config.num_blocks * self._layout.rows
+        desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
+        manager = self._datadist.cache_manager
+        key = BlocksCacheKey(self._cluster_id, _MODEL_ID)
+        self._cache = manager.register_blocks_cache(desc, addresses, key if self._producer else None)
+        placed = self._placement is not None and self._placement.cache is not None
+        logger.info(
+            "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s",
+            len(addresses),
+            rows,
+            self._layout.row_bytes,
+            "in a pool that peers of this host map" if placed else "in vLLM's own memory",
+        )
+
+    def endpoint(self) -> EndpointMetadata | None:
+        port = self._datadist.listen_port
+        if port is None or self._layout is None:
+            return None
+        endpoint = Endpoint(f"{self._cluster_id:016x}", self._host, port, self._layout)
+        return EndpointMetadata(msgspec.msgpack.encode(endpoint))
+
+    # --- orders of the scheduler --------------------------------------------------------------------------------------
+
+    def obey(self, orders: Orders) -> None:
+        """Begin what the scheduler wants; never waits."""
+        for request, (token, groups) in orders.grants.items():
+            self._give(request, token, groups)
+        for request, fetch in orders.claims.items():
+            self._claims[request] = self._claimers.submit(self._claim, fetch)
+        for request, fetch in orders.fetches.items():
+            claim = self._claims.pop(request, None) or self._claimers.submit(self._claim, fetch)
+            claim.add_done_callback(partial(self._begin_fetch, request, fetch))
+        for request in orders.drops:
+            dropped = self._claims.pop(request, None)
+            if dropped is not None:
+                dropped.add_done_callback(_release_all)
+
+    def _begin_fetch(self, request: str, fetch: Fetch, claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+        self._pullers.submit(self._fetch, request, fetch, claim)
+
+    def _give(self, request: str, token: bytes, groups: list[list[int]]) -> None:
+        assert self._layout is not None
+        assert self._cache is not None
+        blocks = [block for group in groups for block in group]
+        try:
+            rows: Any = rows_of(self._layout, blocks, 0, self._layout.heads)
+            grant = self._cache.grant(rows, self._lease_s, token=token)
+        except LLMException as error:
+            logger.error("request %s is not offered: %s", request, error)
+            self._over.add(request)
+            return
+        self._given[request] = _Given(grant, time.monotonic() + self._lease_s / 3)
+        self._stats_add("granted_requests")
+
+    # --- threads ------------------------------------------------------------------------------------------------------
+
+    def _claim(self, fetch: Fetch) -> list[tuple[Share, Endpoint, Grant]]:
+        """Link to the ranks of the prefill engine that have what this one needs, and claim their grants."""
+        assert self._layout is not None
+        offer = Offer.parse(fetch.params)
+        if fetch.prompt is None or offer.prompt != fetch.prompt:
+            raise ParamError("kv_transfer_params are for another prompt than this request's")
+        theirs = offer.ranks[0].layout
+        self._layout.check(theirs)
+        if len(offer.ranks) != theirs.ranks:
+            raise ParamError(f"kv_transfer_params name {len(offer.ranks)} of {theirs.ranks} ranks")
+        token = offer.token(fetch.prompt)
+        claimed: list[tuple[Share, Endpoint, Grant]] = []
+        try:
+            for share in shares(self._layout, self._rank, theirs):
+                endpoint = offer.ranks[share.rank]
+                claimed.append((share, endpoint, self._claim_of(endpoint, token, share.readers)))
+        except BaseException:
+            for _, _, grant in claimed:
+                grant.release()
+            raise
+        return claimed
+
+    def _claim_of(self, endpoint: Endpoint, token: bytes, readers: int) -> Grant:
+        cluster_id, manager = int(endpoint.cluster_id, 16), self._datadist.cache_manager
+        try:
+            return manager.claim_grant(cluster_id, token, readers)
+        except LinkError:  # there is no link yet, or it has just broken
+            self._link(cluster_id, endpoint)
+            return manager.claim_grant(cluster_id, token, readers)
+
+    def _link(self, cluster_id: int, endpoint: Endpoint) -> None:
+        info = LLMClusterInfo()
+        info.remote_cluster_id = cluster_id
+        info.append_local_ip_info(self._host, 0)
+        info.append_remote_ip_info(endpoint.host, endpoint.port)
+        with self._linking:
+            if any(each.remote_cluster_id == cluster_id for each in self._datadist.statistics().links):
+                return  # another thread has made it
+            _, statuses = self._datadist.link_clusters([info], self._link_ms)
+        good = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+        if statuses[0] not in good:
+            where = f"{endpoint.host}:{endpoint.port}"
+            raise NotLinked(f"no link to the prefill engine at {where}: {statuses[0]}", status_code=statuses[0])
+        choice = self._datadist.explain(cluster_id)
+        logger.info("linked to the prefill engine at %s:%d over %s", endpoint.host, endpoint.port, choice.transport)
+
+    def _fetch(self, request: str, fetch: Fetch, claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+        began = time.perf_counter()
+        claimed: list[tuple[Share, Endpoint, Grant]] = []
+        failed = True
+        try:
+            claimed = claim.result()
+            nbytes, blocks = self._pull(fetch, claimed)
+            failed = False
+            self._stats_add("fetched_requests")
+            self._stats_add("fetched_bytes", nbytes)
+            self._stats_add("fetched_blocks", blocks)
+        except LLMException as error:
+            logger.error("the KV of request %s did not come: %s", request, error)
+        except Exception:
+            logger.exception("the KV of request %s did not come", request)
+        finally:
+            for _, _, grant in claimed:
+                grant.release()
+            self._stats_add("fetch_seconds", time.perf_counter() - began)
+            if failed:
+                self._stats_add("failed_fetches")
+            with self._lock:
+                self._received.add(request)
+                if failed:
+                    self._failed.add(request)
+
+    def _pull(self, fetch: Fetch, claimed: list[tuple[Share, Endpoint, Grant]]) -> tuple[int, int]:
+        """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
+        layout, cache = self._layout, self._cache
+        assert layout is not None
+        assert cache is not None
+        offer = Offer.parse(fetch.params)
+        theirs, ours = _pairs(offer, fetch)
+        nbytes = 0
+        for share, endpoint, grant in claimed:
+            sources: Any = rows_of(endpoint.layout, theirs, share.theirs, share.count)
+            targets: Any = rows_of(layout, ours, share.ours, share.count)
+            key = BlocksCacheKey(int(endpoint.cluster_id, 16), _MODEL_ID)
+            self._datadist.cache_manager.pull_blocks(key, cache, sources, targets, grant=grant)
+            nbytes += len(targets) * layout.row_bytes * len(layout.places)
+        return nbytes, len(ours)
+
+    # --- what has ended -----------------------------------------------------------------------------------------------
+
+    def results(self) -> KVConnectorTransferResults:
+        """Return which requests have ended since the last call; renew the grants that are being read."""
+        sent, self._over = self._over, set()
+        now = time.monotonic()
+        for request, given in list(self._given.items()):
+            if not given.grant.active:
+                del self._given[request]
+                sent.add(request)
+                self._stats_add(_ENDS.get(given.grant.end, "expired_grants"))
+            elif now >= given.renew_at and given.grant.claimed():
+                given.renew_at = now + self._lease_s / 3
+                self._renew(given.grant)
+        with self._lock:
+            received, self._received = self._received, set()
+            failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(sent, received, failed)
+
+    def _renew(self, grant: Grant) -> None:
+        try:
+            grant.renew(self._lease_s)
+        except LLMException:
+            logger.debug("%r ended just now", grant)
+
+    def take_stats(self) -> Stats | None:
+        with self._lock:
+            found, self._stats = self._stats, Stats()
+        return None if found.is_empty() else found
+
+    def _stats_add(self, name: str, number: float = 1) -> None:
+        with self._lock:
+            self._stats.add(name, number)
+
+    def stop(self) -> None:
+        """End all transfers, then the LLMDataDist. Idempotent."""
+        self._datadist.finalize()  # pulls under way fail
+        for threads in (self._claimers, self._pullers):
+            threads.shutdown(cancel_futures=True)
+
+
+def _release_all(claim: Future[list[tuple[Share, Endpoint, Grant]]]) -> None:
+    """Release what was claimed for a request that does not need it."""
+    if claim.cancelled() or claim.exception() is not None:
+        return
+    for _, _, grant in claim.result():
+        grant.release()
+
+
+def _pairs(offer: Offer, fetch: Fetch) -> tuple[list[int], list[int]]:
+    """Return the blocks of the offer that are needed, and the blocks of this engine that they go into."""
+    groups = fetch.groups or []
+    if len(offer.groups) != len(groups):
+        raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(groups)}")
+    theirs: list[int] = []
+    ours: list[int] = []
+    for offered, (first, numbers) in zip(offer.groups, groups, strict=True):
+        begin = first - offered.first
+        chosen = offered.numbers[begin : begin + len(numbers)] if begin >= 0 else []
+        if len(chosen) != len(numbers):
+            last = offered.first + len(offered.numbers)
+            raise ParamError(
+                f"kv_transfer_params offer blocks {offered.first} to {last} of the request, "
+                f"{first} to {first + len(numbers)} are needed"
+            )
+        theirs += chosen
+        ours += numbers
+    return theirs, ours

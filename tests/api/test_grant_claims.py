@@ -1,0 +1,300 @@
+"""Claims: a reader names a grant by its token, pulls, and releases it; what ends a grant, and what the owner sees."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from llm_datadist import LLMStatusCode
+from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
+from llm_datadist._transfer import grants
+from llm_datadist.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    DeadlineExceeded,
+    LLMException,
+    NotLinked,
+    ParamError,
+    ProtocolError,
+    StateError,
+    TransferFailed,
+)
+from llm_datadist.metrics import GrantStatistics
+from tests.support.background import Call
+from tests.support.family import Family, one_family
+from tests.support.linking import SUCCESS, info, link, unlink
+from tests.support.moves import BLOCKS, Spec, make, moved, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llm_datadist._links.messages import Message
+    from tests.conftest import Pair
+    from tests.support.moves import Bytes
+    from tests.support.world import World
+
+pytestmark = pytest.mark.covers(
+    "Cache.grant",
+    "CacheManager.claim_grant",
+    "Grant: active claimed end release released renew revoke",
+    "GrantStatistics",
+)
+
+PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+LONG = 600.0
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    with one_family(request.param) as family:
+        yield family
+
+
+def both(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
+    pair.start(**settings)
+    source = pair.prompt.do(make, "kv", PAGED, 1)
+    return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+
+
+def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG) -> bytes:
+    grant = world.caches["kv"].grant(blocks, ttl, token=token)
+    world.memory[grant.token.hex()] = grant
+    return grant.token
+
+
+def renew(world: World, token: bytes, ttl: float) -> None:
+    world.memory[token.hex()].renew(ttl)
+
+
+def revoke(world: World, token: bytes) -> None:
+    world.memory[token.hex()].revoke()
+
+
+def state(world: World, token: bytes) -> tuple[bool, bool]:
+    """Return (active, released)."""
+    grant = world.memory[token.hex()]
+    assert (grant.end == "") is grant.active
+    return grant.active, grant.released()
+
+
+def totals(world: World) -> GrantStatistics:
+    return world.dd.statistics().grants
+
+
+def claim(world: World, token: bytes, readers: int = 1, cluster_id: int = 1) -> None:
+    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token, readers)
+
+
+def claimed(world: World, token: bytes) -> bool:
+    return bool(world.memory[token.hex()].claimed())
+
+
+def pull(world: World, src: list[int], dst: list[int]) -> None:
+    world.cm.pull_blocks(BLOCKS, world.caches["kv"], src, dst, grant=world.memory["claimed"])
+
+
+def release(world: World) -> None:
+    world.memory["claimed"].release()
+
+
+def test_a_claimed_grant_pulls_its_blocks_and_ends_when_it_is_released(pair: Pair) -> None:
+    src, dst = both(pair)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = prompt.do(give, [1, 2])
+    decoder.do(claim, token)
+    decoder.do(claim, token)  # again, by the same reader
+    assert prompt.do(totals).claimed == 1
+    decoder.do(pull, [2, 1], [0, 5])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 2), (5, 1)]))
+    assert prompt.do(state, token) == (True, False)
+    decoder.do(release)
+    decoder.do(release)
+    wait_until(lambda: prompt.do(state, token) == (False, True))
+    with pytest.raises(TransferFailed):
+        decoder.do(pull, [1], [3])
+    with pytest.raises(CacheNotFound, match="the grant has ended: released by its readers"):
+        decoder.do(claim, token)
+    with pytest.raises(ParamError, match="names another grant"):
+        prompt.do(give, [1], token)
+    assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=1, expired=0, revoked=0, lost=0)
+
+
+def test_a_claim_waits_for_its_grant(pair: Pair) -> None:
+    src, dst = both(pair)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    claiming = Call(decoder.do, claim, token)
+    wait_until(lambda: prompt.do(totals).waiting == 1)
+    prompt.do(give, [4], token)
+    claiming.result()
+    decoder.do(pull, [4], [4])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(4, 4)]))
+    assert (prompt.do(totals).waiting, prompt.do(totals).claimed) == (0, 1)
+
+
+def test_a_claim_that_its_grant_does_not_meet_in_time_can_be_repeated(pair: Pair) -> None:
+    both(pair, sync_kv_timeout=100)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    with pytest.raises(DeadlineExceeded, match=f"{token.hex()}, which is not active") as caught:
+        decoder.do(claim, token)
+    assert (caught.value.retryable, caught.value.peer) == (True, 1)
+    wait_until(lambda: prompt.do(totals).waiting == 0)  # a heartbeat later
+    prompt.do(give, [4], token)
+    assert (prompt.do(totals).claimed, prompt.do(claimed, token)) == (0, False)
+    decoder.do(claim, token)
+    assert prompt.do(claimed, token)
+
+
+def test_a_grant_lasts_as_long_as_it_is_renewed(local_pair: Pair) -> None:
+    both(local_pair)
+    prompt = local_pair.prompt
+    short, other = prompt.do(give, [1], None, 0.1), prompt.do(give, [2], None, 0.2)
+    prompt.do(renew, short, LONG)
+    wait_until(lambda: prompt.do(state, other) == (False, False))
+    assert prompt.do(state, short) == (True, False)
+    prompt.do(renew, short, 0.05)
+    wait_until(lambda: prompt.do(state, short) == (False, False))
+    with pytest.raises(StateError, match="has ended: its time was over"):
+        prompt.do(renew, short, LONG)
+    third = prompt.do(give, [3])
+    for ttl, kind in ((0, ParamError), (-1.0, ParamError), (float("inf"), ParamError), ("1", TypeError)):
+        with pytest.raises(kind, match="ttl"):
+            prompt.do(renew, third, ttl)
+    prompt.do(revoke, third)
+    prompt.do(revoke, third)
+    assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=0, expired=2, revoked=1, lost=0)
+
+
+def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_no_more(family: Family) -> None:
+    prompt = family.born("PROMPT", 1)
+    prompt.do(make, "kv", PAGED, 1)
+    decoders = [family.born("DECODER", number) for number in (2, 3, 4)]
+    for decoder in decoders:
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    first, second, third = decoders
+    token = prompt.do(give, [1])
+    for decoder in (first, second):
+        decoder.do(claim, token, 2)
+    with pytest.raises(CacheNotFound, match="has all of its readers already: 2"):
+        third.do(claim, token, 2)
+    with pytest.raises(CacheMismatch, match="is shared by 2 readers, not by 1"):
+        third.do(claim, token, 1)
+    first.do(release)
+    with pytest.raises(CacheNotFound, match="has all of its readers"):
+        third.do(claim, token, 2)
+    assert prompt.do(state, token) == (True, False)
+    second.do(release)
+    wait_until(lambda: prompt.do(state, token) == (False, True))
+
+
+@pytest.mark.parametrize("how", ["killed", "unlinked"])
+def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: Family, how: str) -> None:
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
+    prompt.do(make, "kv", PAGED, 1)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    mine, released, unclaimed = (prompt.do(give, [block]) for block in (1, 2, 3))
+    for token in (released, mine):
+        decoder.do(claim, token)
+        if token == released:
+            decoder.do(release)
+    decoder.begin(claim, secrets.token_bytes(16))
+    wait_until(lambda: prompt.do(totals).waiting == 1)
+    if how == "killed":
+        family.kill(decoder)
+    else:
+        assert prompt.do(unlink, [info(2)], 10_000, True) == SUCCESS
+        with pytest.raises(LLMException):
+            decoder.finish()
+        decoder.do(release)  # there is nobody to tell
+    wait_until(lambda: not prompt.do(state, mine)[0])
+    assert [prompt.do(state, token) for token in (mine, released, unclaimed)] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
+    assert prompt.do(totals) == GrantStatistics(1, 0, 0, released=1, expired=0, revoked=0, lost=1)
+
+
+def test_a_claim_is_refused_for_what_is_wrong_with_it(local_pair: Pair) -> None:
+    both(local_pair)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    token = prompt.do(give, [1])
+    wrong: Any = (
+        (decoder, claim, (b"x" * 15,), ParamError, "token: 15 bytes, it must have 16"),
+        (decoder, claim, ("x" * 16,), TypeError, "token"),
+        (decoder, claim, (None,), TypeError, "token"),
+        (decoder, claim, (token, 1, 9), NotLinked, "cluster 9"),
+        (decoder, claim, (token, 1, -1), ParamError, "cluster_id"),
+        (decoder, claim, (token, 0), ParamError, "readers: 0, it must be in"),
+        (decoder, claim, (token, 1025), ParamError, "readers: 1025, it must be in"),
+        (decoder, claim, (token, "1"), TypeError, "readers"),
+        (prompt, give, ([1], b"x"), ParamError, "token: 1 bytes"),
+        (prompt, give, ([1], token), ParamError, "names another grant"),
+    )
+    for end, verb, arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            end.do(verb, *arguments)
+    assert prompt.do(totals).active == 1
+
+
+def engine_of(world: World) -> Any:
+    return world.dd._engine
+
+
+class Peer:
+    """A link as far as grants use it: it keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Message] = []
+
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
+
+
+def test_claims_that_wait_are_bounded_for_each_peer_and_late_answers_give_the_claim_back(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(local_pair)
+    given = local_pair.prompt.do(engine_of).grants
+    monkeypatch.setattr(grants, "_MAX_WAITING", 3)
+    peer, other = (cast("Any", Peer()) for _ in range(2))
+    tokens = [secrets.token_bytes(16) for _ in range(3)]
+    for number, token in enumerate((*tokens[:2], tokens[1])):
+        given.on_claim(peer, Claim(number, token, 1, 60_000))
+    assert peer.told == []
+    given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
+    assert [(each.id, each.code) for each in peer.told] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
+    given.on_claim(other, Claim(1, tokens[0], 1, 0))
+    given.check_integrity()
+    given.expire_claims(time.monotonic())
+    assert given.statistics().waiting == 3
+    local_pair.prompt.do(give, [1], tokens[1])
+    answer = peer.told[-1]
+    assert ([each.id for each in peer.told[1:]], given.statistics().claimed, other.told) == ([1, 2], 1, [])
+    late = cast("Any", Peer())
+    grants.GrantClaims.on_late_claim(late, answer)
+    assert late.told == [ClaimEnded(tokens[1], released=False)]
+    given.on_claim_ended(other, ClaimEnded(tokens[1], released=True))  # not its claim
+    assert given.statistics().claimed == 1
+    given.on_claim_ended(peer, late.told[0])
+    assert (given.statistics().claimed, given.statistics().active) == (0, 1)
+    given.drop_peer(peer)
+    given.drop_peer(other)
+    assert given.statistics().waiting == 0
+    with pytest.raises(ProtocolError):
+        grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
+
+
+def test_a_grant_of_too_many_blocks_for_a_message_cannot_be_claimed(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(local_pair)
+    monkeypatch.setattr(grants, "MAX_GRANT", 32)
+    token = local_pair.prompt.do(give, [1, 2])
+    with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
+        local_pair.decoder.do(claim, token)
+    assert local_pair.prompt.do(totals).claimed == 0
