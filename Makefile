@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo example-hf test test-torch asan model faults bench compare lint docs clean
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm asan model faults bench compare lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -19,6 +19,8 @@ help:
 	@echo "make lint   ruff, mypy strict, the layers of imports"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
+	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
+	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
 	@echo "make clean  remove what the other words made"
 
 install: $(STAMP)
@@ -126,6 +128,14 @@ $(VLLM_VENV)/.engine:
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.engine pyproject.toml $(NATIVE)
 	@$(VLLM_PIP) -e '.[dev,vllm]'
 	@touch $@
+
+# A chat completion, and the five cases beside NixlConnector's.
+example-vllm: $(VLLM_VENV)/.installed
+	@$(VLLM_BIN)/python examples/vllm/chat.py $(or $(CONNECTOR),datadist)
+	@$(VLLM_BIN)/python examples/vllm/five_cases.py $(CONNECTOR)
+
+test-vllm: $(VLLM_VENV)/.installed
+	@$(VLLM_BIN)/python -m pytest tests/vllm
 
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)

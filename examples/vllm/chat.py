@@ -69,9 +69,11 @@ def _main() -> int:
                 print(part.replace("\n", " "), end="", flush=True)
                 parts.append(part)
             _, alone = prefill.post("/v1/chat/completions", REQUEST)
+            pulled = decode.pulled_tokens()
     right = "".join(parts) == alone["choices"][0]["message"]["content"]
-    print(f"\n{'as a single server answers' if right else 'WRONG: a single server answers otherwise'}")
-    return 0 if right else 1
+    print(f"\n{'as a single server answers' if right else 'WRONG: a single server answers otherwise'}; ", end="")
+    print(f"{pulled} of {alone['usage']['prompt_tokens']} prompt tokens pulled")
+    return 0 if right and pulled else 1
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def five_cases(prefill: Server, decode: Server, asked: Sequence[Tokens], expecte
     """Yield what comes of each case; ``expected`` are the right answers to the prompts ``asked``."""
     consumed = _reference(prefill, asked[0])
     yield _row(CASES[0], decode, asked[0], consumed, expected[0])
+    if not decode.pulled_tokens():
+        raise RuntimeError("the decode server has computed the prompt by itself: its answers say nothing about KV")
     yield _row(CASES[1], decode, asked[0], consumed, expected[0])
     stale = _reference(prefill, asked[1])
     answer(decode, asked[1], kv_transfer_params=stale)

@@ -132,6 +132,20 @@ class Server:
         finally:
             connection.close()
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples with these labels, such as ``vllm:num_requests_running``."""
+        total = 0.0
+        for line in self.get("/metrics")[1].splitlines():
+            sample, _, value = line.rpartition(" ")
+            found, _, have = sample.partition("{")
+            if found == name and all(f'{label}="{wanted}"' in have for label, wanted in labels.items()):
+                total += float(value)
+        return total
+
+    def pulled_tokens(self) -> int:
+        """Return how many tokens of its prompts it has not computed, because the connector brought their KV."""
+        return int(self.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
+
     def tail(self, lines: int = 40) -> str:
         """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

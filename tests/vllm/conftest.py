@@ -1,0 +1,42 @@
+"""What the tests with real vLLM servers share; without vLLM they are skipped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+from servers import Servers
+from tests.support.source import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+EXAMPLES = ROOT / "examples" / "vllm"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of this folder where vLLM is not installed; it is not imported here."""
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.path.is_relative_to(ROOT / "tests" / "vllm"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model; that its answers depend on the whole prompt has been checked."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    subprocess.run([sys.executable, str(EXAMPLES / "model.py"), str(folder)], check=True, timeout=100)
+    return folder
+
+
+@pytest.fixture
+def servers(tmp_path: Path, checkpoint: Path) -> Iterator[Servers]:
+    """Starts servers of the checkpoint; none is left afterwards."""
+    with Servers(tmp_path, checkpoint) as started:
+        yield started
