@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM, in the environment of `make test-vllm`")
-
 from five_cases import BLOCKS, NEW, answer, five_cases, prompts
 from five_cases import _reference as offer_of
 from model import build
@@ -56,16 +54,10 @@ class Scene:
         return status, choice.get("token_ids") or [], choice.get("finish_reason")
 
 
-def number(server: Server, name: str) -> float:
-    """Return a metric."""
-    found = [line for line in server.get("/metrics")[1].splitlines() if line.startswith(name + "{")]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
-
-
 def blocks_are_free_within(server: Server, seconds: float) -> float:
     """Return the seconds until no block is in use; fail if that takes longer."""
     began = time.monotonic()
-    while number(server, "vllm:kv_cache_usage_perc"):
+    while server.metric("vllm:kv_cache_usage_perc"):
         assert time.monotonic() - began < seconds, f"{server.name} still keeps blocks"
         time.sleep(0.05)
     return time.monotonic() - began
@@ -101,11 +93,11 @@ def test_the_tokens_are_those_of_one_server_at_every_length_and_others_from_wron
 
 def test_thirty_two_requests_at_once(scene: Scene) -> None:
     many, expected = scene.asked[len(LENGTHS) :], scene.expected[len(LENGTHS) :]
-    before = number(scene.failing, "vllm:datadist_fetched_requests_total")
+    before = scene.failing.metric("vllm:datadist_fetched_requests_total")
     with ThreadPoolExecutor(len(many)) as clients:
         found = list(clients.map(lambda prompt: scene.fetched(scene.failing, prompt), many))
     assert found == [(200, tokens, "length") for tokens in expected]
-    assert number(scene.failing, "vllm:datadist_fetched_requests_total") - before == len(many)
+    assert scene.failing.metric("vllm:datadist_fetched_requests_total") - before == len(many)
     for server in (scene.prefill, scene.failing):
         blocks_are_free_within(server, 5)
 
@@ -152,24 +144,24 @@ def test_an_offer_in_which_anything_was_changed_is_an_error(scene: Scene, change
 
 def test_blocks_of_a_reader_that_dies_are_free_soon(scene: Scene) -> None:
     blocks_are_free_within(scene.prefill, 45)
-    params = offer_of(scene.prefill, scene.asked[4])
     reader = subprocess.Popen(
         [sys.executable, "-m", "tests.vllm.reader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert reader.stdin is not None
         assert reader.stdout is not None
-        reader.stdin.write(json.dumps(params))
+        assert reader.stdout.readline() == "ready\n"
+        reader.stdin.write(json.dumps(offer_of(scene.prefill, scene.asked[4])))
         reader.stdin.close()
         assert reader.stdout.readline().startswith("claimed")
         time.sleep(1)
-        assert number(scene.prefill, "vllm:kv_cache_usage_perc") > 0, "a claim keeps them"
-        lost = number(scene.prefill, "vllm:datadist_lost_grants_total")
+        assert scene.prefill.metric("vllm:kv_cache_usage_perc") > 0, "a claim keeps them"
+        lost = scene.prefill.metric("vllm:datadist_lost_grants_total")
     finally:
         reader.kill()
         reader.wait()
     blocks_are_free_within(scene.prefill, 2)
-    assert number(scene.prefill, "vllm:datadist_lost_grants_total") == lost + 1
+    assert scene.prefill.metric("vllm:datadist_lost_grants_total") == lost + 1
 
 
 def test_a_prefill_server_that_is_killed_costs_its_requests_and_no_more(scene: Scene) -> None:
