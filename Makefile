@@ -135,7 +135,7 @@ example-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python examples/vllm/five_cases.py $(CONNECTOR)
 
 test-vllm: $(VLLM_VENV)/.installed
-	@$(VLLM_BIN)/python -m pytest tests/vllm
+	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)
 
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)

@@ -144,22 +144,20 @@ def test_an_offer_in_which_anything_was_changed_is_an_error(scene: Scene, change
 
 def test_blocks_of_a_reader_that_dies_are_free_soon(scene: Scene) -> None:
     blocks_are_free_within(scene.prefill, 45)
-    reader = subprocess.Popen(
-        [sys.executable, "-m", "tests.vllm.reader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "ready\n"
-        reader.stdin.write(json.dumps(offer_of(scene.prefill, scene.asked[4])))
-        reader.stdin.close()
-        assert reader.stdout.readline().startswith("claimed")
-        time.sleep(1)
-        assert scene.prefill.metric("vllm:kv_cache_usage_perc") > 0, "a claim keeps them"
-        lost = scene.prefill.metric("vllm:datadist_lost_grants_total")
-    finally:
-        reader.kill()
-        reader.wait()
+    command = [sys.executable, "-m", "tests.vllm.reader"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        try:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "ready\n"
+            reader.stdin.write(json.dumps(offer_of(scene.prefill, scene.asked[4])))
+            reader.stdin.close()
+            assert reader.stdout.readline().startswith("claimed")
+            time.sleep(1)
+            assert scene.prefill.metric("vllm:kv_cache_usage_perc") > 0, "a claim keeps them"
+            lost = scene.prefill.metric("vllm:datadist_lost_grants_total")
+        finally:
+            reader.kill()
     blocks_are_free_within(scene.prefill, 2)
     assert scene.prefill.metric("vllm:datadist_lost_grants_total") == lost + 1
 
