@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
 from five_cases import BLOCKS, NEW, answer, five_cases, prompts
 from five_cases import _reference as offer_of
 from model import build
