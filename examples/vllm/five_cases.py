@@ -181,9 +181,17 @@ def _print(title: str, rows: Sequence[Row]) -> None:
         print(f"{row.case:32}{row.status or '-':>6}  {row.finish_reason or '-':15}{right:>8}  {row.verdict}")
 
 
+def _known(name: str) -> str:
+    if name not in CONNECTORS:
+        raise argparse.ArgumentTypeError(f"{name}: must be one of {', '.join(CONNECTORS)}")
+    return name
+
+
 def _main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("connectors", nargs="*", choices=CONNECTORS, help="default: all", metavar="|".join(CONNECTORS))
+    names = "|".join(CONNECTORS)
+    # Not by `choices`: argparse checks an empty list against them, too.
+    parser.add_argument("connectors", nargs="*", type=_known, help="default: all", metavar=names)
     parser.add_argument("--policy", choices=("fail", "recompute"), default="fail", help="kv_load_failure_policy")
     parser.add_argument("--sliding-window", action="store_true", help="every other layer has one, of 256 tokens")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; by default they are thrown away")
