@@ -183,12 +183,27 @@ def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_n
         third.do(claim, token, 2)
     with pytest.raises(CacheMismatch, match="is shared by 2 readers, not by 1"):
         third.do(claim, token, 1)
+    assert prompt.do(claimed, token)
     first.do(release)
     with pytest.raises(CacheNotFound, match="has all of its readers"):
         third.do(claim, token, 2)
     assert prompt.do(state, token) == (True, False)
     second.do(release)
     wait_until(lambda: prompt.do(state, token) == (False, True))
+
+
+def test_a_shared_grant_that_its_other_reader_does_not_claim_is_held_by_none_once_one_has_released_it(
+    local_pair: Pair,
+) -> None:
+    """Who renews what is claimed must not keep it for a reader that never comes."""
+    both(local_pair)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    token = prompt.do(give, [1])
+    decoder.do(claim, token, 2)
+    assert prompt.do(claimed, token)
+    decoder.do(release)
+    wait_until(lambda: not prompt.do(claimed, token))
+    assert prompt.do(state, token) == (True, False)
 
 
 @pytest.mark.parametrize("how", ["killed", "unlinked"])

@@ -1,9 +1,14 @@
-"""Prefill and decode servers that are not alike: ranks, block sizes; prefix caching and chunked prefill."""
+"""Servers that are not alike, or several of each kind: ranks, block sizes, caches, windows, restarts.
+
+As in test_connector.py the tokens are those of one ordinary server, or there is an error. Few servers run at a time:
+those of one test end with it.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,29 +17,65 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from five_cases import _reference as offer_of
 from five_cases import answer, prompts
-from servers import CONNECTORS, Server
+from model import build
+from servers import CONNECTORS, Server, Servers
+from tests.vllm.restarts import Restarts, references
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from servers import Servers
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
 
 OURS = CONNECTORS["datadist"]
 ALONE = ("--no-enable-prefix-caching",)
-TWO_RANKS = ("--tensor-parallel-size", "2")
-LENGTHS = (1, 129, 500, 2000)
+#: Ranks of one engine wait for each other by spinning. On a machine with fewer cores than ranks and other programs,
+#: a step may take seconds: a lease is not to end meanwhile.
+PATIENT = replace(OURS, extra={"lease_s": 120, "link_timeout_ms": 60_000, "timeout_ms": 60_000})
+LENGTHS = (1, 127, 128, 129, 500, 2000)
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
 Tokens = list[int]
 
 
-def references(servers: Servers, asked: Sequence[Tokens]) -> list[Tokens]:
-    """Return the answers of one ordinary server, which ends again."""
-    ordinary = servers.start("ordinary", options=ALONE).wait(300)
-    found = [answer(ordinary, prompt)[2]["token_ids"] for prompt in asked]
-    ordinary.stop()
-    return found
+@dataclass
+class Asked:
+    """A model, and prompts with the answers of one ordinary server of it."""
+
+    model: Path
+    prompts: list[Tokens]
+    expected: list[Tokens]
+
+    @classmethod
+    def of(cls, folder: Path, asked: Sequence[Tokens], **changes: Any) -> Asked:
+        """Make the model and ask."""
+        model = build(folder / "model", **changes)
+        with Servers(folder, model) as servers:
+            return cls(model, list(asked), references(servers, asked))
+
+
+def _sharing_prefixes() -> list[Tokens]:
+    """Return prompts that have a part in common with others: none, less than a block, some blocks, all."""
+    common, *others = prompts(4, 1000)
+    cut = [common[:700] + others[0][:300], common[:512] + others[1][:40], common[:128], common + others[2][:200]]
+    return [common, *cut, common[:100] + others[0][:60]]
+
+
+LONG = range(len(LENGTHS), len(LENGTHS) + 20)
+SHARING = range(LONG.stop, LONG.stop + len(_sharing_prefixes()))
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Prompts of every length, twenty of one length, and some that share prefixes."""
+    several = [prompts(1, length)[0] for length in LENGTHS] + prompts(len(LONG), 300) + _sharing_prefixes()
+    return Asked.of(tmp_path_factory.mktemp("topologies"), several)
+
+
+@pytest.fixture
+def started(tmp_path: Path, asked: Asked) -> Iterator[Servers]:
+    with Servers(tmp_path, asked.model) as servers:
+        yield servers
 
 
 def fetched(prefill: Server, decode: Server, prompt: Tokens) -> tuple[int, Tokens]:
@@ -43,53 +84,101 @@ def fetched(prefill: Server, decode: Server, prompt: Tokens) -> tuple[int, Token
     return status, choice.get("token_ids") or []
 
 
-def blocks_are_free(*servers: Server) -> None:
-    """Wait until no block of these servers is in use."""
-    limit = time.monotonic() + 10
+def wait_until_blocks_are_free(*servers: Server, seconds: float = 10) -> None:
+    limit = time.monotonic() + seconds
     while any(each.metric("vllm:kv_cache_usage_perc") for each in servers):
         assert time.monotonic() < limit, "blocks are kept"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
-def test_ranks_fetch_the_heads_that_are_theirs(servers: Servers, there: int, here: int) -> None:
-    asked = [prompts(1, length)[0] for length in LENGTHS]
-    expected = references(servers, asked)
+def test_ranks_fetch_the_heads_that_are_theirs(started: Servers, asked: Asked, there: int, here: int) -> None:
     options: dict[int, dict[str, Any]] = {
         1: {"cores": "0", "options": ALONE},
-        2: {"cores": "0|1", "options": (*ALONE, *TWO_RANKS)},
+        2: {"cores": "0|1", "options": (*ALONE, "--tensor-parallel-size", "2")},
     }
-    prefill = servers.start("prefill", OURS, **options[there])
-    decode = servers.start("decode", OURS, **options[here])
+    prefill = started.start("prefill", PATIENT, **options[there])
+    decode = started.start("decode", PATIENT, **options[here])
     prefill.wait(300)
     decode.wait(300)
-    assert [fetched(prefill, decode, prompt) for prompt in asked] == [(200, tokens) for tokens in expected]
-    assert decode.metric("vllm:datadist_fetched_requests_total") == here * len(asked)
-    blocks_are_free(prefill, decode)
+    count = len(LENGTHS)
+    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
+    assert found == [(200, tokens) for tokens in asked.expected[:count]]
+    wait_until_blocks_are_free(prefill, decode, seconds=30)
+    assert decode.metric("vllm:datadist_fetched_requests_total") == here * count
+    assert prefill.metric("vllm:datadist_released_grants_total") == there * count
 
 
-def test_prefix_caching_and_chunked_prefill_change_no_token(servers: Servers) -> None:
-    common = prompts(1, 1000)[0]
-    asked = [common, common, common[:700] + prompts(2, 300)[1], common[:128], common + prompts(3, 200)[2]]
-    expected = references(servers, asked)
-    chunks = ("--max-num-batched-tokens", "256")
-    prefill = servers.start("prefill", OURS, cores="0", options=chunks)
-    decode = servers.start("decode", OURS, cores="1", options=chunks)
+def test_another_block_size_is_refused_readably(started: Servers, asked: Asked) -> None:
+    prompt, expected = asked.prompts[4], asked.expected[4]
+    prefill = started.start("prefill", OURS, cores="0", options=(*ALONE, "--block-size", "64"))
+    failing = started.start("decode", OURS, cores="1", name="failing", options=ALONE)
     prefill.wait(300)
-    decode.wait(300)
-    assert [fetched(prefill, decode, prompt) for prompt in asked] == [(200, tokens) for tokens in expected]
-    blocks_are_free(prefill, decode)
-    assert decode.metric("vllm:prefix_cache_hits_total") > 0, "nothing was there already"
-
-
-def test_another_block_size_is_refused_readably(servers: Servers) -> None:
-    asked = prompts(1)
-    expected = references(servers, asked)
-    prefill = servers.start("prefill", OURS, cores="0", options=(*ALONE, "--block-size", "64")).wait(300)
-    failing = servers.start("decode", OURS, cores="1", name="failing", options=ALONE).wait(300)
-    status, tokens = fetched(prefill, failing, asked[0])
-    assert (status, tokens) == (500, [])
+    failing.wait(300)
+    assert fetched(prefill, failing, prompt) == (500, [])
     assert "block_tokens: 64 there, 128 here" in failing.log.read_text()
     failing.stop()
-    recomputing = servers.start("decode", replace(OURS, policy="recompute"), cores="1", options=ALONE).wait(300)
-    assert fetched(prefill, recomputing, asked[0]) == (200, expected[0])
+    recomputing = started.start("decode", replace(OURS, policy="recompute"), cores="1", options=ALONE).wait(300)
+    assert fetched(prefill, recomputing, prompt) == (200, expected)
+    assert "block_tokens: 64 there, 128 here" in recomputing.log.read_text()
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+@pytest.mark.parametrize("chunks", [True, False], ids=["chunked prefill", "no chunked prefill"])
+def test_prefix_caching_and_chunked_prefill_change_no_token(
+    started: Servers, asked: Asked, caching: bool, chunks: bool
+) -> None:
+    options = ["--enable-prefix-caching" if caching else "--no-enable-prefix-caching"]
+    options += ["--max-num-batched-tokens", "256"] if chunks else ["--no-enable-chunked-prefill"]
+    prefill = started.start("prefill", OURS, cores="0", options=options)
+    decode = started.start("decode", OURS, cores="1", options=options)
+    prefill.wait(300)
+    decode.wait(300)
+    for _ in range(2):  # the second time both may have all of it already
+        found = [fetched(prefill, decode, asked.prompts[place]) for place in SHARING]
+        assert found == [(200, asked.expected[place]) for place in SHARING]
+    with ThreadPoolExecutor(len(SHARING)) as clients:
+        found = list(clients.map(lambda place: fetched(prefill, decode, asked.prompts[place]), SHARING))
+    assert found == [(200, asked.expected[place]) for place in SHARING]
+    wait_until_blocks_are_free(prefill, decode)
+    for server in (prefill, decode):
+        assert (server.metric("vllm:prefix_cache_hits_total") > 0) is caching
+
+
+def test_two_of_each_kind_behind_the_proxy(started: Servers, asked: Asked) -> None:
+    prefills = [started.start("prefill", OURS, name=f"prefill{i}", cores="0", options=ALONE) for i in range(2)]
+    decoders = [started.start("decode", OURS, name=f"decode{i}", cores="1", options=ALONE) for i in range(2)]
+    for each in (*prefills, *decoders):
+        each.wait(300)
+    proxy = started.proxy(prefills, decoders).wait()
+    with ThreadPoolExecutor(len(LONG)) as clients:
+        answers = list(clients.map(lambda place: answer(proxy, asked.prompts[place]), LONG))
+    found = [(status, choice.get("token_ids")) for status, _, choice in answers]
+    assert found == [(200, asked.expected[place]) for place in LONG]
+    wait_until_blocks_are_free(*prefills, *decoders)
+    for each in decoders:
+        assert each.metric("vllm:datadist_fetched_requests_total") == len(LONG) / 2
+    for each in prefills:
+        assert each.metric("vllm:datadist_granted_requests_total") == len(LONG) / 2
+
+
+def test_two_restarts_of_the_prefill_server(started: Servers, asked: Asked) -> None:
+    run = Restarts(started, [asked.prompts[i] for i in LONG], [asked.expected[i] for i in LONG])
+    for first in (0, len(LONG)):
+        run.round(first, len(LONG))
+    assert run.check() == []
+    assert run.counts["clean error"] >= 2, "the dead servers' references were not used"
+
+
+def test_windows_of_every_other_layer(tmp_path: Path) -> None:
+    lengths = (1, 127, 129, 500, 2000)
+    windowed = Asked.of(tmp_path, [prompts(1, length)[0] for length in lengths], **WINDOWED)
+    with Servers(tmp_path, windowed.model) as servers:
+        prefill = servers.start("prefill", OURS, cores="0", options=ALONE)
+        decode = servers.start("decode", OURS, cores="1", options=ALONE)
+        prefill.wait(300)
+        decode.wait(300)
+        found = [fetched(prefill, decode, prompt) for prompt in windowed.prompts]
+        assert found == [(200, tokens) for tokens in windowed.expected]
+        wait_until_blocks_are_free(prefill, decode)
+        assert decode.metric("vllm:datadist_fetched_requests_total") == len(lengths)

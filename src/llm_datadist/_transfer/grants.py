@@ -182,7 +182,7 @@ class Grants:
     def claimed(self, grant: Grant) -> bool:
         with self._lock:
             given = self._given.get(grant.token)
-            return given is not None and bool(given.claims or given.releases)
+            return given is not None and bool(given.claims)
 
     def revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)

@@ -43,7 +43,7 @@ class Granter(Protocol):
         """Give one."""
 
     def claimed(self, grant: Grant) -> bool:
-        """Return True while a reader has claimed it, and all of those have not released it."""
+        """Return True while a reader holds it: one that has claimed it and has not released it."""
 
     def renew(self, grant: Grant, ttl: float) -> None:
         """Let it last longer, or less long."""
@@ -131,7 +131,10 @@ class Grant:
         return self._end
 
     def claimed(self) -> bool:
-        """Return True from its first claim until it ends. At the owner only.
+        """Return True while a reader holds it: one that has claimed it and has not released it. At the owner only.
+
+        Of several readers that share a grant one may have released it, and another may never come: then this is False,
+        and the grant lasts for the rest of its time.
 
         Raises:
             StateError: This is a copy that came from another process.

@@ -100,8 +100,8 @@ class Worker:
         self._pullers = ThreadPoolExecutor(_PULL_THREADS, "lldd-vllm-pull")
         self._claims: dict[str, Future[list[Claimed]]] = {}
         self._given: dict[str, _Given] = {}  # by request; vLLM's thread only
-        self._linking = threading.Lock()  # held while a link is made: one at a time
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
+        self._linking: dict[int, Future[None]] = {}  # by cluster: the attempt that all who need the link wait for
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._stats = Stats()
@@ -236,14 +236,34 @@ class Worker:
             return manager.claim_grant(cluster_id, token, readers)
 
     def _link(self, cluster_id: int, endpoint: Endpoint) -> None:
+        """Link to a rank of a prefill engine, or wait for the thread that does so, and share its success or failure.
+
+        One after the other they would wait for a silent engine as often as it has requests; and none waits for
+        another engine's.
+        """
+        attempt: Future[None] = Future()
+        with self._lock:
+            present = self._linking.setdefault(cluster_id, attempt)
+        if present is not attempt:
+            present.result()
+            return
+        try:
+            self._link_now(cluster_id, endpoint)
+        except BaseException as error:
+            attempt.set_exception(error)
+            raise
+        else:
+            attempt.set_result(None)
+        finally:
+            with self._lock:
+                del self._linking[cluster_id]
+
+    def _link_now(self, cluster_id: int, endpoint: Endpoint) -> None:
         info = LLMClusterInfo()
         info.remote_cluster_id = cluster_id
         info.append_local_ip_info(self._host, 0)
         info.append_remote_ip_info(endpoint.host, endpoint.port)
-        with self._linking:
-            if any(each.remote_cluster_id == cluster_id for each in self._datadist.statistics().links):
-                return  # another thread has made it
-            _, statuses = self._datadist.link_clusters([info], self._link_ms)
+        _, statuses = self._datadist.link_clusters([info], self._link_ms)
         good = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
         if statuses[0] not in good:
             where = f"{endpoint.host}:{endpoint.port}"
