@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import _reference as offer_of
 from five_cases import answer, prompts
 from model import build
-from servers import CONNECTORS, Server, Servers
+from servers import CONNECTORS, Connector, Server, Servers
 from tests.vllm.restarts import Restarts, references
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 
 OURS = CONNECTORS["datadist"]
 ALONE = ("--no-enable-prefix-caching",)
-#: Ranks of one engine wait for each other by spinning. On a machine with fewer cores than ranks and other programs,
-#: a step may take seconds: a lease is not to end meanwhile.
-PATIENT = replace(OURS, extra={"lease_s": 120, "link_timeout_ms": 60_000, "timeout_ms": 60_000})
+CALM = Connector("CalmConnector", "tests.vllm.calm")
 LENGTHS = (1, 127, 128, 129, 500, 2000)
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
@@ -97,8 +95,8 @@ def test_ranks_fetch_the_heads_that_are_theirs(started: Servers, asked: Asked, t
         1: {"cores": "0", "options": ALONE},
         2: {"cores": "0|1", "options": (*ALONE, "--tensor-parallel-size", "2")},
     }
-    prefill = started.start("prefill", PATIENT, **options[there])
-    decode = started.start("decode", PATIENT, **options[here])
+    prefill = started.start("prefill", CALM, **options[there])
+    decode = started.start("decode", CALM, **options[here])
     prefill.wait(300)
     decode.wait(300)
     count = len(LENGTHS)
