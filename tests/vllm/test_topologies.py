@@ -6,6 +6,7 @@ those of one test end with it.
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -158,6 +159,29 @@ def test_two_of_each_kind_behind_the_proxy(started: Servers, asked: Asked) -> No
         assert each.metric("vllm:datadist_fetched_requests_total") == len(LONG) / 2
     for each in prefills:
         assert each.metric("vllm:datadist_granted_requests_total") == len(LONG) / 2
+
+
+def test_a_silent_prefill_server_is_waited_for_once(started: Servers, asked: Asked) -> None:
+    prompt, expected = asked.prompts[4], asked.expected[4]
+    impatient = replace(OURS, extra={"link_timeout_ms": 4_000})
+    prefill = started.start("prefill", OURS, cores="0", options=ALONE)
+    decode = started.start("decode", impatient, cores="1", options=ALONE)
+    prefill.wait(300)
+    decode.wait(300)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent, ThreadPoolExecutor(8) as clients:
+
+        def ask_in_vain(_: int) -> int:
+            params = offer_of(prefill, prompt)
+            endpoint = params["datadist"]["ranks"][0]
+            endpoint |= {"port": silent.getsockname()[1], "cluster_id": "0" * 15 + "7"}
+            return answer(decode, prompt, kv_transfer_params=params)[0]
+
+        began = time.monotonic()
+        vain = list(clients.map(ask_in_vain, range(8), timeout=60))
+        took = time.monotonic() - began
+    assert vain == [500] * 8
+    assert took < 24, "they were waited for one after the other"
+    assert fetched(prefill, decode, prompt) == (200, expected)
 
 
 def test_two_restarts_of_the_prefill_server(started: Servers, asked: Asked) -> None:
