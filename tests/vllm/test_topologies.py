@@ -6,6 +6,7 @@ those of one test end with it.
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import _reference as offer_of
 from five_cases import answer, prompts
 from model import build
-from servers import CONNECTORS, Server, Servers
+from servers import CONNECTORS, Connector, Server, Servers
 from tests.vllm.restarts import Restarts, references
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 
 OURS = CONNECTORS["datadist"]
 ALONE = ("--no-enable-prefix-caching",)
-#: Ranks of one engine wait for each other by spinning. On a machine with fewer cores than ranks and other programs,
-#: a step may take seconds: a lease is not to end meanwhile.
-PATIENT = replace(OURS, extra={"lease_s": 120, "link_timeout_ms": 60_000, "timeout_ms": 60_000})
+CALM = Connector("CalmConnector", "tests.vllm.calm")
 LENGTHS = (1, 127, 128, 129, 500, 2000)
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
@@ -97,8 +96,8 @@ def test_ranks_fetch_the_heads_that_are_theirs(started: Servers, asked: Asked, t
         1: {"cores": "0", "options": ALONE},
         2: {"cores": "0|1", "options": (*ALONE, "--tensor-parallel-size", "2")},
     }
-    prefill = started.start("prefill", PATIENT, **options[there])
-    decode = started.start("decode", PATIENT, **options[here])
+    prefill = started.start("prefill", CALM, **options[there])
+    decode = started.start("decode", CALM, **options[here])
     prefill.wait(300)
     decode.wait(300)
     count = len(LENGTHS)
@@ -160,6 +159,29 @@ def test_two_of_each_kind_behind_the_proxy(started: Servers, asked: Asked) -> No
         assert each.metric("vllm:datadist_fetched_requests_total") == len(LONG) / 2
     for each in prefills:
         assert each.metric("vllm:datadist_granted_requests_total") == len(LONG) / 2
+
+
+def test_a_silent_prefill_server_is_waited_for_once(started: Servers, asked: Asked) -> None:
+    prompt, expected = asked.prompts[4], asked.expected[4]
+    impatient = replace(OURS, extra={"link_timeout_ms": 4_000})
+    prefill = started.start("prefill", OURS, cores="0", options=ALONE)
+    decode = started.start("decode", impatient, cores="1", options=ALONE)
+    prefill.wait(300)
+    decode.wait(300)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent, ThreadPoolExecutor(8) as clients:
+
+        def ask_in_vain(_: int) -> int:
+            params = offer_of(prefill, prompt)
+            endpoint = params["datadist"]["ranks"][0]
+            endpoint |= {"port": silent.getsockname()[1], "cluster_id": "0" * 15 + "7"}
+            return answer(decode, prompt, kv_transfer_params=params)[0]
+
+        began = time.monotonic()
+        vain = list(clients.map(ask_in_vain, range(8), timeout=60))
+        took = time.monotonic() - began
+    assert vain == [500] * 8
+    assert took < 24, "they were waited for one after the other"
+    assert fetched(prefill, decode, prompt) == (200, expected)
 
 
 def test_two_restarts_of_the_prefill_server(started: Servers, asked: Asked) -> None:
