@@ -489,7 +489,7 @@ class SocketInput:
     def receive(self, seconds: float = 0.0) -> bytes | None:
         """Return at most 64 KiB, ``b""`` at the end of the stream; None without input in time, or after a signal.
 
-        Gives the interpreter lock up only to wait, once: the first 100 us without sleeping, while that succeeds.
+        Gives the interpreter lock up only to wait, once: the first 250 us without sleeping, while that succeeds.
         OSError: the connection is broken.
         """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Layout", "Share", "describe", "shares"]
+__all__ = ["Layout", "Share", "describe", "rows_of", "shares", "unsupported"]
 
 Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
@@ -127,21 +127,21 @@ def describe(
         places.setdefault(view.data_ptr(), []).append(name)
     shapes = {(tuple(view.shape), view.stride(), str(view.dtype)) for view in views.values()}
     if len(shapes) != 1:
-        raise _unsupported(f"layers of {len(shapes)} shapes: {sorted(map(str, shapes))}")
+        raise unsupported(f"layers of {len(shapes)} shapes: {sorted(map(str, shapes))}")
     view = next(iter(views.values()))
     if view.dim() != 4 or view.shape[0] % num_blocks:
-        raise _unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks")
+        raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks")
     pages, heads = view.shape[0] // num_blocks, view.shape[1]
     page = view[0]
     if not page.is_contiguous():  # tokens before heads: a page is still one piece
         if not page.transpose(0, 1).is_contiguous():
-            raise _unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
+            raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
         divisible, heads_apart = False, 1
     else:
         divisible, heads_apart = True, heads
     page_bytes = page.numel() * page.element_size()
     if view.stride(0) * view.element_size() != page_bytes:
-        raise _unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
+        raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
     ordered = sorted(places.items())
     layout = Layout(
         model=model,
@@ -157,7 +157,8 @@ def describe(
     return layout, [address for address, _ in ordered]
 
 
-def _unsupported(what: str) -> LLMException:
+def unsupported(what: str) -> LLMException:
+    """Build the error for what vLLM can do and this connector cannot."""
     return LLMException(
         f"LLMDataDistConnector does not support {what}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     )

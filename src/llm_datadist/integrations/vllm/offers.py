@@ -104,13 +104,11 @@ class Fetch:
         prompt: Digest of this engine's own prompt.
         groups: For each group of layers (place of the first block in the request, blocks of this engine from there on);
             None for a claim alone.
-        parked: The scheduler waits for the request to be reported.
     """
 
     params: dict[str, Any]
     prompt: str | None
     groups: list[tuple[int, list[int]]] | None = None
-    parked: bool = False
 
 
 @dataclass

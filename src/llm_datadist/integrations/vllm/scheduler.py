@@ -19,11 +19,10 @@ import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from llm_datadist.errors import LLMException, LLMStatusCode
+from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import (
     VERSION,
     Endpoint,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ["Scheduler"]
-
-logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
 
 DEFAULT_LEASE_S: Final = 30.0
 
@@ -71,7 +68,7 @@ class Scheduler:
         ranks = {}
         for (pipeline, rank), each in metadata.items():
             if pipeline or not isinstance(each, EndpointMetadata):
-                raise _unsupported("pipeline parallelism")
+                raise unsupported("pipeline parallelism")
             ranks[rank] = msgspec.msgpack.decode(each.endpoint, type=Endpoint)
         self._ranks = [ranks[rank] for rank in range(len(ranks))]
 
@@ -101,7 +98,7 @@ class Scheduler:
         for window, numbers in zip(self._windows, chosen, strict=True):
             first, last = self._needed(window, have, request.num_prompt_tokens)
             groups.append((first, numbers[first:last]))
-        self._orders.fetches[request.request_id] = Fetch(params, prompt_digest(request), groups, parked=True)
+        self._orders.fetches[request.request_id] = Fetch(params, prompt_digest(request), groups)
 
     def _needed(self, window: int | None, have: int, tokens: int) -> tuple[int, int]:
         """Return the first and last + 1 block that a group needs, for tokens ``have`` to ``tokens``."""
@@ -165,10 +162,4 @@ def _window(kv_cache_config: KVCacheConfig, group: int) -> int | None:
         return spec.sliding_window
     if isinstance(spec, FullAttentionSpec):
         return None
-    raise _unsupported(f"layers of kind {type(spec).__name__}")
-
-
-def _unsupported(what: str) -> LLMException:
-    return LLMException(
-        f"LLMDataDistConnector does not support {what}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    )
+    raise unsupported(f"layers of kind {type(spec).__name__}")
