@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from servers import Connector, Role
 
-__all__ = ["CASES", "Row", "answer", "five_cases", "prompts"]
+__all__ = ["CASES", "Row", "answer", "five_cases", "offer_of", "prompts"]
 
 NEW = 16
 """Tokens of an answer."""
@@ -92,23 +92,23 @@ def answer(server: Server, prompt: Tokens, **fields: Any) -> tuple[int, dict[str
 
 def five_cases(prefill: Server, decode: Server, asked: Sequence[Tokens], expected: Sequence[Tokens]) -> Iterator[Row]:
     """Yield what comes of each case; ``expected`` are the right answers to the prompts ``asked``."""
-    consumed = _reference(prefill, asked[0])
+    consumed = offer_of(prefill, asked[0])
     yield _row(CASES[0], decode, asked[0], consumed, expected[0])
     if not decode.pulled_tokens():
         raise RuntimeError("the decode server has computed the prompt by itself: its answers say nothing about KV")
     yield _row(CASES[1], decode, asked[0], consumed, expected[0])
-    stale = _reference(prefill, asked[1])
+    stale = offer_of(prefill, asked[1])
     answer(decode, asked[1], kv_transfer_params=stale)
     _overwrite(prefill)
     yield _row(CASES[2], decode, asked[1], stale, expected[1])
-    _reference(prefill, asked[2])
-    yield _row(CASES[3], decode, asked[2], _reference(prefill, asked[3]), expected[2])
-    outside = _reference(prefill, asked[4])
+    offer_of(prefill, asked[2])
+    yield _row(CASES[3], decode, asked[2], offer_of(prefill, asked[3]), expected[2])
+    outside = offer_of(prefill, asked[4])
     outside["remote_block_ids"] = [[1_000_000 + block for block in group] for group in outside["remote_block_ids"]]
     yield _row(CASES[4], decode, asked[4], outside, expected[4])
 
 
-def _reference(prefill: Server, prompt: Tokens) -> dict[str, Any]:
+def offer_of(prefill: Server, prompt: Tokens) -> dict[str, Any]:
     """Have a prompt computed, as the proxy does; return what the decode server has to be given."""
     wanted = {
         "do_remote_decode": True,

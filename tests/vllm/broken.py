@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from llm_datadist.integrations.vllm.offers import Fetch
+    from llm_datadist.integrations.vllm.offers import Targets
     from llm_datadist.integrations.vllm.worker import Claimed
 
 __all__ = ["ZeroedConnector"]
 
 
 class _ZeroedWorker(Worker):
-    def _pull(self, fetch: Fetch, claimed: list[Claimed]) -> tuple[int, int]:
-        found = super()._pull(fetch, claimed)
+    def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
+        found = super()._pull(claimed, targets)
         assert self._cache is not None
         assert self._layout is not None
         rows = self._layout.rows
         for view in tensor_views(self._cache):
-            for _, numbers in fetch.groups or []:
+            for _, numbers in targets:
                 for block in numbers:
                     view[block * rows : (block + 1) * rows] = 0
         return found

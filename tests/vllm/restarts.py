@@ -21,8 +21,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from five_cases import BLOCKS, answer, prompts
-from five_cases import _reference as offer_of
+from five_cases import BLOCKS, answer, offer_of, prompts
 from model import build
 from servers import CONNECTORS, Servers
 

@@ -19,8 +19,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from five_cases import BLOCKS, NEW, answer, five_cases, prompts
-from five_cases import _reference as offer_of
+from five_cases import BLOCKS, NEW, answer, five_cases, offer_of, prompts
 from model import build
 from servers import CONNECTORS, Connector, Server, Servers
 

@@ -16,10 +16,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from five_cases import _reference as offer_of
-from five_cases import answer, prompts
+from five_cases import NEW, answer, offer_of, prompts
 from model import build
-from servers import CONNECTORS, Connector, Server, Servers
+from servers import CONNECTORS, MODEL, Connector, Role, Server, Servers
 from tests.vllm.restarts import Restarts, references
 
 if TYPE_CHECKING:
@@ -30,11 +29,23 @@ pytestmark = pytest.mark.timeout(600)
 
 OURS = CONNECTORS["datadist"]
 ALONE = ("--no-enable-prefix-caching",)
-CALM = Connector("CalmConnector", "tests.vllm.calm")
 LENGTHS = (1, 127, 128, 129, 500, 2000)
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
 Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Beside(Connector):
+    """Our connector, and beside it one that writes all KV to files."""
+
+    folder: str = ""
+
+    def config(self, role: Role) -> dict[str, Any]:
+        """Return MultiConnector's."""
+        other = Connector("ExampleConnector", extra={"shared_storage_path": f"{self.folder}/{role}"})
+        parts = [OURS.config(role), other.config(role)]
+        return super().config(role) | {"kv_connector_extra_config": {"connectors": parts}}
 
 
 @dataclass
@@ -96,8 +107,8 @@ def test_ranks_fetch_the_heads_that_are_theirs(started: Servers, asked: Asked, t
         1: {"cores": "0", "options": ALONE},
         2: {"cores": "0|1", "options": (*ALONE, "--tensor-parallel-size", "2")},
     }
-    prefill = started.start("prefill", CALM, **options[there])
-    decode = started.start("decode", CALM, **options[here])
+    prefill = started.start("prefill", OURS, **options[there])
+    decode = started.start("decode", OURS, **options[here])
     prefill.wait(300)
     decode.wait(300)
     count = len(LENGTHS)
@@ -184,12 +195,47 @@ def test_a_silent_prefill_server_is_waited_for_once(started: Servers, asked: Ask
     assert fetched(prefill, decode, prompt) == (200, expected)
 
 
+def test_a_client_that_goes_away_before_its_request_was_scheduled(started: Servers, asked: Asked) -> None:
+    prompt, expected = asked.prompts[4], asked.expected[4]
+    prefill = started.start("prefill", OURS, cores="0", options=ALONE)
+    decode = started.start("decode", OURS, cores="1", options=(*ALONE, "--max-num-seqs", "1"))
+    prefill.wait(300)
+    decode.wait(300)
+    with ThreadPoolExecutor(1) as other:
+        long = other.submit(answer, decode, asked.prompts[0], max_tokens=2000)
+        while not decode.metric("vllm:num_requests_running"):
+            time.sleep(0.05)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": NEW, "kv_transfer_params": offer_of(prefill, prompt)}
+        with pytest.raises(TimeoutError):  # the connection is closed then
+            decode.post("/v1/completions", body, seconds=2)
+        wait_until_blocks_are_free(prefill)
+        assert not long.done(), "the request was not kept waiting"
+        assert prefill.metric("vllm:datadist_released_grants_total") == 1
+        assert long.result()[0] == 200
+    assert fetched(prefill, decode, prompt) == (200, expected)
+
+
 def test_two_restarts_of_the_prefill_server(started: Servers, asked: Asked) -> None:
     run = Restarts(started, [asked.prompts[i] for i in LONG], [asked.expected[i] for i in LONG])
     for first in (0, len(LONG)):
         run.round(first, len(LONG))
     assert run.check() == []
     assert run.counts["clean error"] >= 2, "the dead servers' references were not used"
+
+
+def test_beside_another_connector_in_a_multi_connector(started: Servers, asked: Asked, tmp_path: Path) -> None:
+    both = Beside("MultiConnector", folder=str(tmp_path))
+    prefill = started.start("prefill", both, cores="0", options=ALONE)
+    decode = started.start("decode", both, cores="1", options=ALONE)
+    prefill.wait(300)
+    decode.wait(300)
+    count = len(LENGTHS)
+    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
+    assert found == [(200, tokens) for tokens in asked.expected[:count]]
+    wait_until_blocks_are_free(prefill, decode)
+    assert decode.metric("vllm:datadist_fetched_requests_total") == count
+    assert prefill.metric("vllm:datadist_released_grants_total") == count
+    assert list((tmp_path / "prefill").rglob("*.safetensors")), "the other connector was not used"
 
 
 def test_windows_of_every_other_layer(tmp_path: Path) -> None:

@@ -14,6 +14,11 @@
 | `stats.py` | what is counted |
 """
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from llm_datadist.integrations.vllm.connector import LLMDataDistConnector
 
 __all__ = ["LLMDataDistConnector"]
+
+# MultiConnector looks its parts up by name when it reads their numbers, not by module path.
+KVConnectorFactory.register_connector(LLMDataDistConnector.__name__, __name__, LLMDataDistConnector.__name__)

@@ -112,7 +112,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin what the scheduler wants."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
-        self._worker.obey(orders)
+        self._worker.obey(orders, idle=forward_context.attn_metadata is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are parked until all of their KV is there."""

@@ -23,7 +23,7 @@ from llm_datadist.types.grant import TOKEN_BYTES
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Endpoint", "Fetch", "Offer", "OfferedBlocks", "Orders", "prompt_digest"]
+__all__ = ["Claim", "Endpoint", "EndpointMetadata", "Offer", "OfferedBlocks", "Orders", "Targets", "prompt_digest"]
 
 VERSION: Final = 1
 
@@ -96,19 +96,20 @@ def prompt_digest(request: Request) -> str | None:
 
 
 @dataclass
-class Fetch:
-    """An order to a worker: fetch the KV of a request.
+class Claim:
+    """An order to a worker: claim the grants of what a request was offered.
 
     Attributes:
         params: The request's ``kv_transfer_params``, as they came.
         prompt: Digest of this engine's own prompt.
-        groups: For each group of layers (place of the first block in the request, blocks of this engine from there on);
-            None for a claim alone.
     """
 
     params: dict[str, Any]
     prompt: str | None
-    groups: list[tuple[int, list[int]]] | None = None
+
+
+#: For each group of layers the place of the first block in the request, and the blocks of this engine from there on.
+Targets = list[tuple[int, list[int]]]
 
 
 @dataclass
@@ -116,13 +117,13 @@ class Orders(KVConnectorMetadata):
     """What the scheduler tells its workers in one step.
 
     Attributes:
-        claims: Requests that have come: claim their grants, so that the prefill engine keeps the blocks.
-        fetches: Requests for which there are blocks now.
+        claims: Requests that have come with an offer: claim their grants, so that the prefill engine keeps the blocks.
+        fetches: Requests of earlier claims for which there are blocks now.
         drops: Requests that need nothing of their offer any more.
         grants: Requests that are offered: token, and the blocks of each group.
     """
 
-    claims: dict[str, Fetch] = field(default_factory=dict)
-    fetches: dict[str, Fetch] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict)
+    fetches: dict[str, Targets] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     grants: dict[str, tuple[bytes, list[list[int]]]] = field(default_factory=dict)

@@ -25,9 +25,9 @@ from vllm.v1.request import RequestStatus
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import (
     VERSION,
+    Claim,
     Endpoint,
     EndpointMetadata,
-    Fetch,
     Offer,
     OfferedBlocks,
     Orders,
@@ -75,7 +75,7 @@ class Scheduler:
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
-            self._orders.claims[request.request_id] = Fetch(params, prompt_digest(request))
+            self._orders.claims[request.request_id] = Claim(params, prompt_digest(request))
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a fetch would bring, beyond those that are computed."""
@@ -93,12 +93,12 @@ class Scheduler:
             self._orders.drops.append(request.request_id)
             return
         have = request.num_prompt_tokens - num_external
-        groups = []
+        targets = []
         chosen = self._cache_config.select_transfer_block_ids(blocks.get_block_ids())
         for window, numbers in zip(self._windows, chosen, strict=True):
             first, last = self._needed(window, have, request.num_prompt_tokens)
-            groups.append((first, numbers[first:last]))
-        self._orders.fetches[request.request_id] = Fetch(params, prompt_digest(request), groups)
+            targets.append((first, numbers[first:last]))
+        self._orders.fetches[request.request_id] = targets
 
     def _needed(self, window: int | None, have: int, tokens: int) -> tuple[int, int]:
         """Return the first and last + 1 block that a group needs, for tokens ``have`` to ``tokens``."""

@@ -1,8 +1,12 @@
 """The LLMDataDist of one rank: it registers the KV cache, gives and ends grants, and pulls.
 
-Owns an LLMDataDist and a few threads. vLLM's thread hands over orders and collects what has ended, and never waits; the
-threads link, claim, pull and release. A fetch that fails for any reason is reported as failed, with the reason in the
-log: an engine neither crashes nor hangs for its peer.
+Owns an LLMDataDist and a few threads. vLLM's thread hands over orders and collects what has ended; the threads link,
+claim, pull and release. A fetch that fails for any reason is reported as failed, with the reason in the log: an engine
+neither crashes nor hangs for its peer.
+
+vLLM's thread waits for nothing but this: as long as blocks are kept or awaited, vLLM makes one step after the other,
+with or without tokens, and its thread would have a core and the interpreter for itself, which the threads here need.
+So it sleeps in steps that have no tokens, a millisecond at most, and no longer than until a fetch ends.
 
 When an offered request is over
     released by its readers, not claimed within its lease, or its reader was lost: the grant has ended, so no reader
@@ -37,7 +41,7 @@ from llm_datadist import (
 )
 from llm_datadist.errors import LinkError, LLMException, NotLinked, ParamError
 from llm_datadist.integrations.vllm.layout import Layout, Share, describe, rows_of, shares
-from llm_datadist.integrations.vllm.offers import Endpoint, EndpointMetadata, Fetch, Offer, Orders
+from llm_datadist.integrations.vllm.offers import Claim, Endpoint, EndpointMetadata, Offer, Orders, Targets
 from llm_datadist.integrations.vllm.placement import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import DEFAULT_LEASE_S
 from llm_datadist.integrations.vllm.stats import Stats
@@ -51,9 +55,7 @@ if TYPE_CHECKING:
     from llm_datadist import Cache
     from llm_datadist.types.grant import Grant
 
-    Claimed = tuple[Share, Endpoint, Grant]
-
-__all__ = ["Worker"]
+__all__ = ["Claimed", "Worker"]
 
 logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
 
@@ -62,6 +64,7 @@ _ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
 _CLAIM_THREADS: Final = 16
 _PULL_THREADS: Final = 4
+_IDLE_STEP_S: Final = 0.001
 
 
 @dataclass
@@ -70,6 +73,19 @@ class _Given:
 
     grant: Grant
     renew_at: float
+
+
+@dataclass
+class Claimed:
+    """An offer whose grants are held by this rank: one for each rank of the prefill engine that it reads."""
+
+    offer: Offer
+    grants: list[tuple[Share, Endpoint, Grant]]
+
+    def release(self) -> None:
+        """Release all of them."""
+        for _, _, grant in self.grants:
+            grant.release()
 
 
 class Worker:
@@ -98,8 +114,11 @@ class Worker:
         # Claims may wait for their prefill engine: pulls are not to wait behind them.
         self._claimers = ThreadPoolExecutor(_CLAIM_THREADS, "lldd-vllm-claim")
         self._pullers = ThreadPoolExecutor(_PULL_THREADS, "lldd-vllm-pull")
-        self._claims: dict[str, Future[list[Claimed]]] = {}
+        self._claims: dict[str, Future[Claimed]] = {}  # by request, until its fetch or drop; vLLM's thread only
         self._given: dict[str, _Given] = {}  # by request; vLLM's thread only
+        self._idle = False  # this step has no tokens; vLLM's thread only
+        self._fetching = 0  # fetches ordered and not yet reported; vLLM's thread only
+        self._fetch_ended = threading.Event()
         self._lock = threading.Lock()  # guards the four below
         self._linking: dict[int, Future[None]] = {}  # by cluster: the attempt that all who need the link wait for
         self._received: set[str] = set()
@@ -172,22 +191,21 @@ class Worker:
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
-    def obey(self, orders: Orders) -> None:
-        """Begin what the scheduler wants; never waits."""
+    def obey(self, orders: Orders, *, idle: bool) -> None:
+        """Begin what the scheduler wants, in a step that is ``idle`` if it computes no token; never waits."""
+        self._idle = idle
+        self._fetching += len(orders.fetches)
         for request, (token, groups) in orders.grants.items():
             self._give(request, token, groups)
-        for request, fetch in orders.claims.items():
-            self._claims[request] = self._claimers.submit(self._claim, fetch)
-        for request, fetch in orders.fetches.items():
-            claim = self._claims.pop(request, None) or self._claimers.submit(self._claim, fetch)
-            claim.add_done_callback(partial(self._begin_fetch, request, fetch))
+        for request, claim in orders.claims.items():
+            self._claims[request] = self._claimers.submit(self._claim, claim)
+        for request, targets in orders.fetches.items():
+            self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets))
         for request in orders.drops:
-            dropped = self._claims.pop(request, None)
-            if dropped is not None:
-                dropped.add_done_callback(_release_all)
+            self._claims.pop(request).add_done_callback(_release)
 
-    def _begin_fetch(self, request: str, fetch: Fetch, claim: Future[list[Claimed]]) -> None:
-        self._pullers.submit(self._fetch, request, fetch, claim)
+    def _begin_fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
+        self._pullers.submit(self._fetch, request, targets, claim)
 
     def _give(self, request: str, token: bytes, groups: list[list[int]]) -> None:
         assert self._layout is not None
@@ -205,25 +223,24 @@ class Worker:
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, fetch: Fetch) -> list[Claimed]:
+    def _claim(self, claim: Claim) -> Claimed:
         """Link to the ranks of the prefill engine that have what this one needs, and claim their grants."""
         assert self._layout is not None
-        offer = Offer.parse(fetch.params)
-        if fetch.prompt is None or offer.prompt != fetch.prompt:
+        offer = Offer.parse(claim.params)
+        if claim.prompt is None or offer.prompt != claim.prompt:
             raise ParamError("kv_transfer_params are for another prompt than this request's")
         theirs = offer.ranks[0].layout
         self._layout.check(theirs)
         if len(offer.ranks) != theirs.ranks:
             raise ParamError(f"kv_transfer_params name {len(offer.ranks)} of {theirs.ranks} ranks")
-        token = offer.token(fetch.prompt)
-        claimed: list[Claimed] = []
+        token = offer.token(claim.prompt)
+        claimed = Claimed(offer, [])
         try:
             for share in shares(self._layout, self._rank, theirs):
                 endpoint = offer.ranks[share.rank]
-                claimed.append((share, endpoint, self._claim_of(endpoint, token, share.readers)))
+                claimed.grants.append((share, endpoint, self._claim_of(endpoint, token, share.readers)))
         except BaseException:
-            for _, _, grant in claimed:
-                grant.release()
+            claimed.release()
             raise
         return claimed
 
@@ -271,13 +288,11 @@ class Worker:
         choice = self._datadist.explain(cluster_id)
         logger.info("linked to the prefill engine at %s:%d over %s", endpoint.host, endpoint.port, choice.transport)
 
-    def _fetch(self, request: str, fetch: Fetch, claim: Future[list[Claimed]]) -> None:
+    def _fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
         began = time.perf_counter()
-        claimed: list[Claimed] = []
         failed = True
         try:
-            claimed = claim.result()
-            nbytes, blocks = self._pull(fetch, claimed)
+            nbytes, blocks = self._pull(claim.result(), targets)
             failed = False
             self._stats_add("fetched_requests")
             self._stats_add("fetched_bytes", nbytes)
@@ -287,8 +302,7 @@ class Worker:
         except Exception:
             logger.exception("the KV of request %s did not come", request)
         finally:
-            for _, _, grant in claimed:
-                grant.release()
+            _release(claim)
             self._stats_add("fetch_seconds", time.perf_counter() - began)
             if failed:
                 self._stats_add("failed_fetches")
@@ -296,21 +310,21 @@ class Worker:
                 self._received.add(request)
                 if failed:
                     self._failed.add(request)
+            self._fetch_ended.set()
 
-    def _pull(self, fetch: Fetch, claimed: list[Claimed]) -> tuple[int, int]:
+    def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
         """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
         layout, cache = self._layout, self._cache
         assert layout is not None
         assert cache is not None
-        offer = Offer.parse(fetch.params)
-        theirs, ours = _pairs(offer, fetch)
+        theirs, ours = _pairs(claimed.offer, targets)
         nbytes = 0
-        for share, endpoint, grant in claimed:
-            sources: Any = rows_of(endpoint.layout, theirs, share.theirs, share.count)
-            targets: Any = rows_of(layout, ours, share.ours, share.count)
+        for share, endpoint, grant in claimed.grants:
+            there: Any = rows_of(endpoint.layout, theirs, share.theirs, share.count)
+            here: Any = rows_of(layout, ours, share.ours, share.count)
             key = BlocksCacheKey(int(endpoint.cluster_id, 16), _MODEL_ID)
-            self._datadist.cache_manager.pull_blocks(key, cache, sources, targets, grant=grant)
-            nbytes += len(targets) * layout.row_bytes * len(layout.places)
+            self._datadist.cache_manager.pull_blocks(key, cache, there, here, grant=grant)
+            nbytes += len(here) * layout.row_bytes * len(layout.places)
         return nbytes, len(ours)
 
     # --- what has ended -----------------------------------------------------------------------------------------------
@@ -327,9 +341,13 @@ class Worker:
             elif now >= given.renew_at and given.grant.claimed():
                 given.renew_at = now + self._lease_s / 3
                 self._renew(given.grant)
+        if self._idle and not sent and (self._given or self._fetching):
+            self._fetch_ended.wait(_IDLE_STEP_S)
+        self._fetch_ended.clear()
         with self._lock:
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
+        self._fetching -= len(received)
         return KVConnectorTransferResults(sent, received, failed)
 
     def _renew(self, grant: Grant) -> None:
@@ -354,22 +372,19 @@ class Worker:
             threads.shutdown(cancel_futures=True)
 
 
-def _release_all(claim: Future[list[Claimed]]) -> None:
-    """Release what was claimed for a request that does not need it."""
-    if claim.cancelled() or claim.exception() is not None:
-        return
-    for _, _, grant in claim.result():
-        grant.release()
+def _release(claim: Future[Claimed]) -> None:
+    """Release what was claimed, if it was."""
+    if not claim.cancelled() and claim.exception() is None:
+        claim.result().release()
 
 
-def _pairs(offer: Offer, fetch: Fetch) -> tuple[list[int], list[int]]:
+def _pairs(offer: Offer, targets: Targets) -> tuple[list[int], list[int]]:
     """Return the blocks of the offer that are needed, and the blocks of this engine that they go into."""
-    groups = fetch.groups or []
-    if len(offer.groups) != len(groups):
-        raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(groups)}")
+    if len(offer.groups) != len(targets):
+        raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(targets)}")
     theirs: list[int] = []
     ours: list[int] = []
-    for offered, (first, numbers) in zip(offer.groups, groups, strict=True):
+    for offered, (first, numbers) in zip(offer.groups, targets, strict=True):
         begin = first - offered.first
         chosen = offered.numbers[begin : begin + len(numbers)] if begin >= 0 else []
         if len(chosen) != len(numbers):
