@@ -119,7 +119,10 @@ class Way:
 
     def transport(self) -> str:
         """Return what carries the bytes, as the decode server's log says it."""
-        found = re.findall(r"linked to the prefill engine at \S+ over (\S+)", self.decode.log.read_text())
+        memory = "its pool is" if self.name == "pool" else "other memory of it"
+        found = re.findall(
+            rf"linked to the prefill engine .*{memory}(?: read)? over (\w+)", self.decode.log.read_text()
+        )
         return found[-1] if found else "UCX"
 
 

@@ -285,8 +285,15 @@ class Worker:
         if statuses[0] not in good:
             where = f"{endpoint.host}:{endpoint.port}"
             raise NotLinked(f"no link to the prefill engine at {where}: {statuses[0]}", status_code=statuses[0])
-        choice = self._datadist.explain(cluster_id)
-        logger.info("linked to the prefill engine at %s:%d over %s", endpoint.host, endpoint.port, choice.transport)
+        link = self._datadist.explain(cluster_id)
+        logger.info(
+            "linked to the prefill engine at %s:%d: its pool is read over %s, other memory of it over %s: %s",
+            endpoint.host,
+            endpoint.port,
+            link.transport,
+            link.private_transport,
+            link.reason,
+        )
 
     def _fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
         began = time.perf_counter()
