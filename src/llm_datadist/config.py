@@ -13,6 +13,7 @@ import os
 import resource
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from llm_datadist._checks import (
@@ -59,6 +60,10 @@ PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
 MAX_LINKS: Final = "llm.MaxLinks"
 WRITE_BY_ADDRESS: Final = "llm.WriteByAddress"
+AUTH_SECRET: Final = "llm.AuthSecretFile"
+TLS_CERT: Final = "llm.TlsCert"
+TLS_KEY: Final = "llm.TlsKey"
+TLS_CA: Final = "llm.TlsCa"
 
 NO_EFFECT: Final = frozenset(
     {
@@ -78,7 +83,6 @@ NO_EFFECT: Final = frozenset(
 TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "tcp")
 """The values of ``llm.Transport``."""
 
-_UNBUILT: Final = ("llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey", "llm.TlsCa")
 # The C++ interface spells two keys in its own way.
 _CPP_NAMES: Final = {"llm.DeviceId": DEVICE_ID, "llm.ListenIpInfo": LISTEN}
 
@@ -219,6 +223,25 @@ def _check_buf_class(name: str, entry: dict[str, Any], previous: int) -> int:
     return largest
 
 
+@dataclass(frozen=True, slots=True)
+class CredentialFiles:
+    """Where the credentials are: the file of secrets, or certificate, key and CA in PEM."""
+
+    secrets: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+
+    def stamp(self) -> tuple[object, ...]:
+        """Return what differs once a file was changed or replaced. Raises OSError."""
+        found: list[tuple[int, int, int]] = []
+        for path in (self.secrets, self.certificate, self.key, self.authority):
+            if path is not None:
+                about = path.stat()
+                found.append((about.st_ino, about.st_mtime_ns, about.st_size))
+        return tuple(found)
+
+
 class _Reader:
     """Reads the option dict, one method per kind of value, and remembers which keys were asked for."""
 
@@ -294,6 +317,7 @@ class Options:
         write_by_address: Peers may ask which cache lies at an address, and then write it without RCA.
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
+        credentials: Files by which links are authenticated and sealed; None: they are not.
     """
 
     role: LLMRole
@@ -317,6 +341,7 @@ class Options:
     checksum: bool = False
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
+    credentials: CredentialFiles | None = None
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
@@ -327,9 +352,6 @@ class Options:
         check_type("role", role, LLMRole)
         reader = _Reader(options)
         graph_memory = _graph_memory(reader)
-        for key in _UNBUILT:  # they would protect data, so they must not be ignored
-            text = reader.text(key)
-            check_rule(text is None, f"{key}: {text!r}: this version does not have {key}, leave it out")
         cache_manager, remote_accessible = _modes(reader)
         # They have no effect here; a malformed text is an error all the same.
         if text := reader.text(GLOBAL_RESOURCE):
@@ -363,6 +385,7 @@ class Options:
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
+            credentials=_credentials(reader),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()
@@ -389,6 +412,23 @@ def _socket_dir(reader: _Reader) -> str | None:
     folder = reader.text(SHM_SOCKET_DIR)
     check_rule(folder != "", f"{SHM_SOCKET_DIR}: '' names no folder, leave it out for abstract sockets")
     return folder
+
+
+def _credentials(reader: _Reader) -> CredentialFiles | None:
+    tls = {key: reader.text(key) for key in (TLS_CERT, TLS_KEY, TLS_CA)}
+    given = [key for key, text in tls.items() if text is not None]
+    secrets = reader.text(AUTH_SECRET)
+    for option, text in (*tls.items(), (AUTH_SECRET, secrets)):
+        check_rule(text != "", f"{option}: '' names no file, leave it out")
+    if secrets is not None:
+        check_rule(not given, f"{AUTH_SECRET} and {', '.join(given)}: links are authenticated in one way, choose one")
+        return CredentialFiles(secrets=Path(secrets))
+    if not given:
+        return None
+    missing = [key for key, text in tls.items() if text is None]
+    check_rule(not missing, f"{', '.join(missing)} is missing: {', '.join(given)} needs it")
+    certificate, key, authority = (Path(text or "") for text in tls.values())
+    return CredentialFiles(certificate=certificate, key=key, authority=authority)
 
 
 def _peer_timeout(reader: _Reader) -> float:

@@ -74,7 +74,7 @@ def welcome(**changes: Any) -> wire.Welcome:
         rendezvous="@llm-datadist-without-listener",
         cookie=b"c" * 16,
         nonce=bytes(16),
-        credentials=b"",
+        lane_share=b"",
         proof=b"",
         transport=None,
         lane_token=b"t" * 16,

@@ -19,7 +19,15 @@ import numpy as np
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
 from llm_datadist._native import Tensors
-from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, accept_lane, dial_lanes, read_lane_greeting
+from llm_datadist._transport.lanes import (
+    LANE_PREAMBLE,
+    LaneGrant,
+    Lanes,
+    LaneSocket,
+    accept_lane,
+    dial_lanes,
+    read_lane_greeting,
+)
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
@@ -106,7 +114,7 @@ class LanePeerProcess(PeerProcess):
         token = secrets.token_bytes(16)
         address = ("127.0.0.1", self._ask(int, "listen", token))
 
-        def dial(count: int, deadline: Deadline) -> list[socket.socket]:
+        def dial(count: int, deadline: Deadline) -> list[LaneSocket]:
             return dial_lanes(address, token, count, deadline)
 
         group = self.lanes.open(dial(self._count, Deadline(10_000)))
@@ -186,7 +194,7 @@ class _LaneChild(Child):
             except (OSError, LLMException):
                 sock.close()
             else:
-                self._lanes.add(self._groups[token], sock)
+                self._lanes.add(self._groups[token], LaneSocket(sock))
 
 
 if __name__ == "__main__":

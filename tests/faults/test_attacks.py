@@ -123,7 +123,7 @@ def test_attack_poc5_a_stranger_with_a_peers_incarnation_does_not_replace_its_li
         stranger.say(CONTROL_PREAMBLE, stranger.hello())
         welcome = stranger.hear(Welcome)
         for lane in dial_lanes(("127.0.0.1", pair.prompt.port), welcome.lane_token, 2, Deadline(5_000)):
-            lane.close()
+            lane.socket.close()
         stranger.say(TransportChoice(transport, "evil", 1 << 40, present=False, proof=proof, share=bytes(32)))
         refused = stranger.hear(Refused)
         assert (refused.code, "cannot prove" in refused.text) == (LLMStatusCode.LLM_LINK_BUSY, True)
@@ -167,7 +167,8 @@ class _Visitor(Stranger):
         answer = self.hear(Message)
         if isinstance(answer, Welcome):
             address = self.sock.getpeername()[:2]
-            self._lanes = dial_lanes(address, answer.lane_token, MAX_LANES, Deadline(10_000))
+            dialled = dial_lanes(address, answer.lane_token, MAX_LANES, Deadline(10_000))
+            self._lanes = [lane.socket for lane in dialled]
             self.say(TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
             answer = self.hear(Message)
         return answer.text if isinstance(answer, Refused) else ""

@@ -69,7 +69,7 @@ class Flood:
 
         def dial() -> bool:
             with suppress(OSError, Exception):
-                made.extend(self._dial(1, Deadline(10_000)))
+                made.extend(lane.socket for lane in self._dial(1, Deadline(10_000)))
             return bool(made)
 
         wait_until(dial)

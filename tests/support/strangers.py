@@ -42,7 +42,7 @@ def hello_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: o
         cookie=cookie,
         transport=None,
         nonce=bytes(16),
-        credentials=b"",
+        lane_share=b"",
     )
     return msgspec.structs.replace(good, **changes)
 

@@ -25,6 +25,7 @@ from llm_datadist._transport.lanes import (
     LaneGrant,
     LaneGroup,
     Lanes,
+    LaneSocket,
     decode_request,
     dial_lanes,
 )
@@ -154,8 +155,8 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
     ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
     with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
         loop.call_soon_threadsafe(far.start, loop)
-        far.begin(far.open(theirs), "the link")
-        with TcpConnection(near, near.open(ours), [], writable=True) as connection:
+        far.begin(far.open(map(LaneSocket, theirs)), "the link")
+        with TcpConnection(near, near.open(map(LaneSocket, ours)), [], writable=True) as connection:
             connection.begin("near")
             for error, extent, kind, text in (
                 (CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
@@ -232,7 +233,7 @@ def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExe
     ours, theirs = zip(*(socket.socketpair() for _ in range(lanes)), strict=True)
     with closing(Lanes(1, Handler())) as near, ExitStack() as stack:
         fars = [stack.enter_context(Far(sock)) for sock in theirs]
-        connection = TcpConnection(near, near.open(ours), [], writable=True)
+        connection = TcpConnection(near, near.open(map(LaneSocket, ours)), [], writable=True)
         threads = stack.enter_context(ThreadPoolExecutor(4))
         stack.callback(connection.abort)  # before the threads are joined
         connection.begin("near")

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist._native import SocketInput, send_now
-from llm_datadist.errors import NotLinked, ProtocolError, StateError
+from llm_datadist.errors import AuthFailed, NotLinked, ProtocolError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
+    from llm_datadist._links.seal import Seal
 
 #: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
 _PAUSE_BYTES: Final = 1 << 20
@@ -113,6 +114,7 @@ class Channel:
 
     ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
     reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
+    With a ``seal`` all bytes go through it.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Channel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
         on_answer: Callable[[Message], bool] = lambda message: False,
+        seal: Seal | None = None,
     ) -> None:
         sock.setblocking(False)
         self._control = control
@@ -129,6 +132,7 @@ class Channel:
         self._on_message = on_message
         self._on_answer = on_answer
         self._on_lost = on_lost
+        self._seal = seal
         # Used by the holder of the reader role only.
         self._input = SocketInput(sock.fileno())
         self._parser = FrameParser()
@@ -149,7 +153,7 @@ class Channel:
 
     def send_first(self, first: Message) -> None:
         """Send a message before any other one, but not before :meth:`begin`. Called before anything is sent."""
-        self._backlog += frame(first)
+        self._backlog += self._sealed(frame(first))
         self._flushing = True
 
     def begin(self, leftover: bytes = b"") -> None:
@@ -162,6 +166,7 @@ class Channel:
         with self._lock:
             if not self._open:
                 raise NotLinked(f"the control connection is closed: {self.reason}")
+            data = self._sealed(data)
             sent = 0 if self._backlog else self._write(data)
             if sent == len(data):
                 return
@@ -172,6 +177,10 @@ class Channel:
             self._inside(self._begin_flush)
         if unsent > _ABORT_BYTES:
             self.close(f"the peer left {unsent} bytes of control messages unread")
+
+    def _sealed(self, data: bytes) -> bytes:
+        """Under the lock: what is sealed is sent in the same order."""
+        return data if self._seal is None else self._seal.seal(data)
 
     def _write(self, data: bytes | bytearray) -> int:
         """Under the lock: return how much the kernel takes; reading reports a dead socket."""
@@ -215,7 +224,14 @@ class Channel:
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False
-        self._parser.feed(data or b"")
+        if data and self._seal is not None:
+            try:
+                self._parser.feed(self._seal.open(data))
+            except AuthFailed as error:
+                self.close(f"the connection was tampered with: {error}")
+                return False
+        else:
+            self._parser.feed(data or b"")
         return data != b""
 
     def _dispatch_and_release(self) -> None:

@@ -7,6 +7,7 @@ control thread. They share frames and checks, which do no I/O. Any failure ends 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import secrets
 import socket
@@ -25,6 +26,7 @@ from llm_datadist._links.messages import (
     MAX_REASON,
     PREAMBLE_BYTES,
     PROTOCOL_VERSION,
+    SEALED_PREAMBLE,
     Greeting,
     Hello,
     Linked,
@@ -36,22 +38,32 @@ from llm_datadist._links.messages import (
     refused,
     remote_refusal,
 )
+from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
 from llm_datadist._log import logger
 from llm_datadist._transport import inproc
 from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly
 from llm_datadist._transport.choose import Choice, agree
 from llm_datadist._transport.connect import LANES_PER_LINK, ConnectionBuilder, PeerIdentity, exchange_memory_with
-from llm_datadist._transport.lanes import LANE_PREAMBLE, TOKEN_BYTES, accept_lane, dial_lanes, read_lane_greeting
+from llm_datadist._transport.lanes import (
+    LANE_PREAMBLE,
+    TOKEN_BYTES,
+    LaneSocket,
+    accept_lane,
+    dial_lanes,
+    read_lane_greeting,
+)
 from llm_datadist._transport.peer_memory import PeerMemory
-from llm_datadist.errors import LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
+from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
+    from llm_datadist._links.credentials import Credentials
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Message
+    from llm_datadist._links.seal import Seal
     from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
@@ -67,6 +79,11 @@ _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 #: A peer that has just come opens that many connections at the most, which have said nothing yet.
 _FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
+SHARE_BYTES: Final = 32
+#: All that a peer is told that was not believed.
+_NOT_AUTHENTICATED: Final = Refused(
+    int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
+)
 _INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
 
@@ -81,6 +98,11 @@ class Endpoint:
     exports: Exports
     lanes: Lanes
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
+    credentials: Credentials | None = None  # without them links are neither authenticated nor sealed
+
+    def session(self, *, server_side: bool) -> Seal | None:
+        """Return what authenticates and seals a new connection, if anything does."""
+        return None if self.credentials is None else self.credentials.session(server_side=server_side)
 
     def greeting(self) -> dict[str, Any]:
         return {
@@ -93,7 +115,7 @@ class Endpoint:
             "transport": self.transport,
             "cookie": self.exports.guards.cookie,
             "nonce": secrets.token_bytes(16),
-            "credentials": b"",
+            "lane_share": b"" if self.credentials is None else secrets.token_bytes(SHARE_BYTES),
         }
 
     def builder(
@@ -119,6 +141,7 @@ class NewLink:
     leftover: bytes  # received after the handshake
     share: bytes = b""  # this end's half of a new secret, for the initiator
     admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
+    seal: Seal | None = None  # which all bytes of the socket go through
 
     def close(self) -> None:
         self.connection.close()
@@ -138,11 +161,12 @@ def _expect(kind: type[M], message: Message) -> M:
     return message
 
 
-def _check_version(theirs: Greeting) -> None:
+def _check_version(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.version != PROTOCOL_VERSION:
         raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
-    if theirs.credentials:
-        raise LinkRefused("the peer sent credentials: this end has no authentication")
+    expected = 0 if mine.credentials is None else SHARE_BYTES
+    if len(theirs.lane_share) != expected:
+        raise LinkRefused(f"a share of {len(theirs.lane_share)} bytes for the lanes: {expected} are needed")
 
 
 def _check_place(theirs: Greeting, here: Exports | None) -> None:
@@ -162,31 +186,80 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
         )
 
 
+def _check_identity(mine: Endpoint, seal: Seal | None, theirs: Greeting) -> None:
+    """Refuse an end that says it is a cluster which it may not be. Raises AuthFailed."""
+    if mine.credentials is not None and seal is not None:
+        mine.credentials.check(seal, theirs.cluster_id)
+
+
 def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
     return Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
 
 
-class _BlockingFrames(DialledSocket):
-    """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
+def _lane_secret(hello: Hello, welcome: Welcome) -> bytes:
+    """Return the secret that seals the lanes of this link: HKDF-Extract of both shares, which were sent sealed."""
+    if not hello.lane_share:
+        return b""
+    return hmac.digest(b"".join(_transcript(hello, welcome)), hello.lane_share + welcome.lane_share, "sha256")
 
-    def __init__(self, address: tuple[str, int], deadline: Deadline, what: str) -> None:
+
+class _BlockingFrames(DialledSocket):
+    """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded, LinkRefused or AuthFailed."""
+
+    def __init__(self, address: tuple[str, int], deadline: Deadline, what: str, seal: Seal | None) -> None:
         super().__init__(address, deadline, what)
         self.parser = FrameParser()
+        self.seal = seal
+        self._heard = False  # the peer has said something that it could say after it was authenticated only
+
+    def introduce(self, hello: Hello) -> None:
+        """Send the preamble and the first message; between them both ends are authenticated, where they are."""
+        if self.seal is None:
+            self.send(CONTROL_PREAMBLE + frame(hello))
+            return
+        self.send(SEALED_PREAMBLE)
+        try:
+            self.send(self.seal.shake())
+            while not self.seal.authenticated:
+                self.send(self.seal.shake(self._read_some()))
+        except AuthFailed as error:
+            raise self._not_authenticated(error) from None
+        self.put(hello)
+
+    def put(self, message: Message) -> None:
+        data = frame(message)
+        self.send(data if self.seal is None else self.seal.seal(data))
+
+    def _read_some(self) -> bytes:
+        """Raise AuthFailed where the peer leaves before it has said anything over a sealed connection."""
+        try:
+            data = self.read(_RECEIVE_BYTES)
+        except LinkRefused as error:
+            if self.seal is None or self._heard:
+                raise
+            raise AuthFailed(str(error)) from None
+        if data:
+            return data
+        if self.seal is None or self._heard:
+            raise LinkRefused(f"{self.what}: the peer closed the connection in the handshake", phase="handshake")
+        raise AuthFailed("the peer closed the connection: it does not believe this end, or has no authentication")
+
+    def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
+        return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
 
     def receive(self, kind: type[M]) -> M:
         try:
             while (message := _take(self.parser)) is None:
-                data = self.read(_RECEIVE_BYTES)
-                if not data:
-                    raise LinkRefused(
-                        f"{self.what}: the peer closed the connection in the handshake", phase="handshake"
-                    )
-                self.parser.feed(data)
+                data = self._read_some()
+                self.parser.feed(data if self.seal is None else self.seal.open(data))
+            self._heard = True
             if isinstance(message, Refused):
                 raise remote_refusal(message, self.what)
             return _expect(kind, message)
         except ProtocolError as error:
             raise LinkRefused(f"{self.what}: it does not speak this protocol: {error}") from error
+        except AuthFailed as error:
+            raise self._not_authenticated(error) from None
 
 
 class Dial(AbstractContextManager["Dial"]):
@@ -216,7 +289,7 @@ class Dial(AbstractContextManager["Dial"]):
         self._communicator = communicator
         self._endpoint = endpoint
         self._deadline = deadline
-        self._frames = _BlockingFrames(address, deadline, self._what)
+        self._frames = _BlockingFrames(address, deadline, self._what, endpoint.session(server_side=False))
         self._undo = ExitStack()
         self._undo.callback(self._frames.socket.close)
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -227,8 +300,8 @@ class Dial(AbstractContextManager["Dial"]):
     def greet(self, wanted: int | None) -> None:
         """Do steps 1 to 4: connect, introduce this end, open the data connection.
 
-        Raises DeadlineExceeded; LinkRefused when the peer is unreachable, refuses, speaks another protocol, or no
-        transport reaches it.
+        Raises DeadlineExceeded; AuthFailed when one end does not believe the other; LinkRefused when the peer is
+        unreachable, refuses, speaks another protocol, or no transport reaches it.
         """
         hello = Hello(
             **self._endpoint.greeting(),
@@ -240,8 +313,9 @@ class Dial(AbstractContextManager["Dial"]):
         self._frames.connect(tune)
         self._undo.callback(inproc.withdraw, self._token)
         inproc.offer(self._token, self._endpoint.exports)
-        self._frames.send(CONTROL_PREAMBLE + frame(hello))
+        self._frames.introduce(hello)
         welcome = self._frames.receive(Welcome)
+        self._lane_secret = _lane_secret(hello, welcome)
         self._here = inproc.answer(self._token)
         self._transcript = _transcript(hello, welcome)
         known = self._endpoint.peer_secrets
@@ -250,12 +324,13 @@ class Dial(AbstractContextManager["Dial"]):
         try:
             self._check(welcome, wanted)
             self._open(welcome)
-        except LinkRefused as error:
-            raise LinkRefused(f"{self._what}: {error}", status_code=error.status_code) from error
+        except (LinkRefused, AuthFailed) as error:
+            raise type(error)(f"{self._what}: {error}", status_code=error.status_code) from error
         self.peer = Peer.of(welcome)
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:
-        _check_version(welcome)
+        _check_version(self._endpoint, welcome)
+        _check_identity(self._endpoint, self._frames.seal, welcome)
         _check_place(welcome, self._here)
         if self._incarnation not in (None, welcome.incarnation):
             raise LinkRefused(
@@ -279,7 +354,7 @@ class Dial(AbstractContextManager["Dial"]):
             welcome.rendezvous, self._token, exports, forced, deadline, here=self._here is not None
         )
         with closing(self._endpoint.builder(welcome, memory, self._here)) as builder:
-            dial = partial(dial_lanes, self._address, welcome.lane_token)
+            dial = partial(dial_lanes, self._address, welcome.lane_token, secret=self._lane_secret)
             group = lanes.open(dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
             self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dial)
@@ -294,7 +369,7 @@ class Dial(AbstractContextManager["Dial"]):
         reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.peer_secrets, self.peer.incarnation
         proof = known.prove(peer, _INITIATOR, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
-        self._frames.send(frame(TransportChoice(self.choice.name, reason, sequence, present, proof, share)))
+        self._frames.put(TransportChoice(self.choice.name, reason, sequence, present, proof, share))
         linked = self._frames.receive(Linked)
         if share:
             known.agree(peer, share, linked.share, self._transcript)
@@ -314,8 +389,8 @@ class Dial(AbstractContextManager["Dial"]):
             reconnected=self._incarnation is not None,
             by_communicator=by_communicator,
         )
-        sock, leftover = self._frames.socket, self._frames.parser.rest()
-        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover)
+        sock, leftover, seal = self._frames.socket, self._frames.parser.rest(), self._frames.seal
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, seal=seal)
 
     def hang_up(self) -> None:
         """Make a waiting call fail at once; also ends what was taken."""
@@ -377,24 +452,42 @@ class _AsyncFrames:
         self._loop = loop
         self.socket = sock
         self.parser = FrameParser()
+        self.seal: Seal | None = None
 
     async def preamble(self) -> bytes:
         """Read the preamble only: what follows on a lane is not ours."""
         data = await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
-        if data not in (CONTROL_PREAMBLE, LANE_PREAMBLE):
+        if data not in (CONTROL_PREAMBLE, SEALED_PREAMBLE, LANE_PREAMBLE):
             raise ProtocolError(f"the preamble {data!r} is not one of ours")
         return data
 
+    async def authenticate(self, seal: Seal) -> None:
+        """Authenticate both ends; everything goes through the seal from now on. Raises AuthFailed."""
+        self.seal = seal
+        try:
+            while not seal.authenticated:
+                reply = seal.shake(await self._receive_some(MAX_HANDSHAKE_BYTES))
+                await self._loop.sock_sendall(self.socket, reply)
+        except AuthFailed:
+            await self._loop.sock_sendall(self.socket, seal.alert())
+            raise
+        self.parser.feed(seal.open(b""))  # the first message may have come with the end of the handshake
+
     async def send(self, message: Message) -> None:
-        await self._loop.sock_sendall(self.socket, frame(message))
+        data = frame(message)
+        await self._loop.sock_sendall(self.socket, data if self.seal is None else self.seal.seal(data))
 
     async def receive(self, kind: type[M]) -> M:
         while (message := _take(self.parser)) is None:
-            data = await self._loop.sock_recv(self.socket, _RECEIVE_BYTES)
-            if not data:
-                raise ProtocolError("the connection ended inside the handshake", phase="handshake")
-            self.parser.feed(data)
+            data = await self._receive_some(_RECEIVE_BYTES)
+            self.parser.feed(data if self.seal is None else self.seal.open(data))
         return _expect(kind, message)
+
+    async def _receive_some(self, most: int) -> bytes:
+        data = await self._loop.sock_recv(self.socket, most)
+        if not data:
+            raise ProtocolError("the connection ended inside the handshake", phase="handshake")
+        return data
 
 
 @dataclass(slots=True)
@@ -436,6 +529,7 @@ class Listener:
     _greetings: dict[socket.socket, str] = field(default_factory=dict)  # and the address of each
     _silent: dict[socket.socket, None] = field(default_factory=dict)
     _resume: asyncio.TimerHandle | None = None
+    _warn_again_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
@@ -495,6 +589,8 @@ class Listener:
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 handed_over = await self._shake_hands(sock, address[0])
+        except AuthFailed as error:
+            self._warn(address, error)
         except (TimeoutError, OSError, LLMException) as error:
             reason = str(error) or "it took too long"
             logger.info("a connection from %s came to nothing: %s", show_address(address[:2]), reason)
@@ -504,14 +600,24 @@ class Listener:
             if not handed_over:
                 sock.close()
 
+    def _warn(self, address: tuple[str, int], error: AuthFailed) -> None:
+        """Warn of a stranger, at most once a second: as many as like may come."""
+        now = self._control.loop.time()
+        if now >= self._warn_again_at:
+            self._warn_again_at = now + 1
+            logger.warning("a connection from %s is not authenticated: %s", show_address(address[:2]), error)
+
     async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
         """Do all steps; return True when the socket has another owner."""
         frames = _AsyncFrames(self._control.loop, sock)
-        if await frames.preamble() == LANE_PREAMBLE:
+        preamble = await frames.preamble()
+        if preamble == LANE_PREAMBLE:
             await self._take_lane(sock)
             return True
         tune(sock)
+        await self._authenticate(frames, sealed=preamble == SEALED_PREAMBLE)
         hello = await frames.receive(Hello)
+        await self._identify(frames, hello)
         self._silent.pop(sock, None)
         group = self._endpoint.lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
         handshake = _Handshake(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports), source)
@@ -534,6 +640,23 @@ class Listener:
         finally:
             handshake.close()
         return True
+
+    async def _authenticate(self, frames: _AsyncFrames, *, sealed: bool) -> None:
+        seal = self._endpoint.session(server_side=True)
+        if seal is not None and sealed:
+            await frames.authenticate(seal)
+        elif seal is not None:
+            await frames.send(_NOT_AUTHENTICATED)
+            raise AuthFailed("it does not authenticate itself")
+        elif sealed:
+            raise AuthFailed("it asks for authentication, and this end has no credentials")
+
+    async def _identify(self, frames: _AsyncFrames, hello: Hello) -> None:
+        try:
+            _check_identity(self._endpoint, frames.seal, hello)
+        except AuthFailed:
+            await frames.send(_NOT_AUTHENTICATED)
+            raise
 
     async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
         try:
@@ -558,13 +681,13 @@ class Listener:
         lanes = self._endpoint.lanes
         token = await read_lane_greeting(self._control.loop, sock)
         group = lanes.find(token)
-        await accept_lane(self._control.loop, sock)
+        keys = await accept_lane(self._control.loop, sock, group.secret)
         self._greetings.pop(sock, None)
-        lanes.add(group, sock)
+        lanes.add(group, LaneSocket(sock, keys))
 
     def _check(self, handshake: _Handshake) -> None:
         mine, hello = self._endpoint, handshake.hello
-        _check_version(hello)
+        _check_version(mine, hello)
         _check_place(hello, handshake.here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
@@ -590,6 +713,7 @@ class Listener:
                 proof=b"",
             )
             transcript = _transcript(hello, welcome)
+            handshake.group.secret = _lane_secret(hello, welcome)
             welcome = msgspec.structs.replace(welcome, proof=known.prove(hello.incarnation, _TARGET, transcript))
             await frames.send(welcome)
             handshake.choice = choice = await frames.receive(TransportChoice)
@@ -632,7 +756,9 @@ class Listener:
             peer, share = Peer.of(hello), new_share() if theirs.share else b""
             shares = peer.incarnation, theirs.share, share, handshake.transcript
             agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
-            self._host.install(NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree))
+            self._host.install(
+                NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree, frames.seal)
+            )
         except BaseException:
             connection.close()
             raise

@@ -366,6 +366,7 @@ class LinkManager:
             partial(self._dispatch, link),
             partial(self._on_channel_lost, link),
             partial(self._answers, link),
+            new.seal,
         )
         return link, channel
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from llm_datadist.errors import (
+    AuthFailed,
     CacheMismatch,
     CacheNotFound,
     LinkError,
@@ -22,11 +23,13 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
 CONTROL_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 0)
+#: All that follows is TLS (:mod:`.seal`).
+SEALED_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 2)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
 
 #: Runs of one :class:`Verify`: 256 KiB, so that waiting messages cost little.
@@ -80,7 +83,7 @@ class Greeting(Message, frozen=True):
 
     ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page. ``transport`` is the
     one that its ``llm.Transport`` asks for, if any. ``nonce`` makes the proofs of this handshake good for no other.
-    ``credentials`` is where authentication goes; this version has none, and refuses them.
+    ``lane_share`` is this end's half of the secret that seals the data lanes; empty where the connection is not sealed.
     """
 
     version: int
@@ -92,7 +95,7 @@ class Greeting(Message, frozen=True):
     cookie: Identity16
     transport: Name | None
     nonce: Identity16
-    credentials: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    lane_share: Maybe32
 
 
 class Hello(Greeting, frozen=True):
@@ -123,10 +126,14 @@ class Welcome(Greeting, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Target -> initiator: no link, with the status code and the reason in one line."""
+    """Target -> initiator: no link, with the status code and the reason in one line.
+
+    ``authentication``: it is the initiator's authentication that is missing or not believed.
+    """
 
     code: int
     text: Text
+    authentication: bool = False
 
 
 class TransportChoice(Message, frozen=True):
@@ -403,9 +410,11 @@ def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:
     return RemoteFailure(" ".join(message.text.splitlines()), status_code=status, peer=peer, phase=phase)
 
 
-def remote_refusal(message: Refused, what: str) -> LinkRefused:
+def remote_refusal(message: Refused, what: str) -> LinkRefused | AuthFailed:
     """Return the error that a target reported instead of a link; ``what`` was asked for."""
     status = _status(message, LLMStatusCode.LLM_LINK_FAILED)
+    if message.authentication:
+        return AuthFailed(f"{what}: refused: {' '.join(message.text.split())}")
     return LinkRefused(f"{what}: refused: {' '.join(message.text.split())}", status_code=status)
 
 

@@ -18,6 +18,7 @@ from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
+from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkHooks, LinkManager
@@ -72,6 +73,7 @@ class Engine:
         """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
+        self._credentials = None if options.credentials is None else Credentials(options.credentials)
         # The port first: if it is busy nothing else has been built.
         listening = bind(options.listen) if options.listen is not None else None
         with ExitStack() as undo:
@@ -118,7 +120,7 @@ class Engine:
             undo.callback(self._control.call, self._lanes.stop)
             self.links.start(listening)
             self._undo = undo.pop_all()
-        _warn_if_open(self.links.listen_address)
+        _warn_if_open(self.links.listen_address, self._credentials)
 
     def deadline(self) -> Deadline:
         """Return the deadline of a call that begins now (``sync_kv_timeout``)."""
@@ -145,7 +147,14 @@ class Engine:
         }
         return LinkManager(
             self._control,
-            Endpoint(self.cluster_id, options.remote_accessible, transport, self.store.exports, self._lanes),
+            Endpoint(
+                self.cluster_id,
+                options.remote_accessible,
+                transport,
+                self.store.exports,
+                self._lanes,
+                credentials=self._credentials,
+            ),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
@@ -191,7 +200,7 @@ class Engine:
             except StateError:
                 listening.close()
                 raise
-        _warn_if_open(self.links.listen_address)
+        _warn_if_open(self.links.listen_address, self._credentials)
 
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
         """Close the old listener, then bind the new address, which shares its port (one is a wildcard).
@@ -263,8 +272,8 @@ class Engine:
         self.grants.check_integrity()
 
 
-def _warn_if_open(address: tuple[str, int] | None) -> None:
-    if address is not None and not is_loopback(address[0]):
+def _warn_if_open(address: tuple[str, int] | None, credentials: Credentials | None) -> None:
+    if credentials is None and address is not None and not is_loopback(address[0]):
         logger.warning(
             "listening on %s without authentication: whoever reaches this port can read the caches published here",
             show_address(address),

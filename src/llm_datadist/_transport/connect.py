@@ -16,12 +16,11 @@ from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport.lanes import LaneGroup, Lanes
+    from llm_datadist._transport.lanes import LaneGroup, Lanes, LaneSocket
 
 LANES_PER_LINK: Final = 5
 """Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
@@ -113,7 +112,7 @@ class ConnectionBuilder:
         group: LaneGroup,
         *,
         writable: bool,
-        reconnect: Callable[[int, Deadline], list[socket.socket]] | None = None,
+        reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None,
     ) -> DataPath:
         """Return the data path, which owns the lanes of ``group`` if it uses them.
 

@@ -6,13 +6,15 @@ one link. Requests of peers are answered on the control thread. A lane that brea
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import socket
 import struct
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,8 +38,9 @@ MAX_RUNS: Final = 1 << 15
 """Runs of one request: half of what a meta of 1 MiB has room for."""
 
 #: As the preamble of a control connection (magic, protocol version), with purpose 1.
-LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 5, 1)
+LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 6, 1)
 TOKEN_BYTES: Final = 16
+NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
 # What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
 # gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
@@ -75,25 +78,58 @@ def decode_request(meta: bytes) -> LaneRequest:
     return LaneRequest(meta[_HEAD.size : start], extent, plan)
 
 
-def dial_lanes(address: tuple[str, int], token: bytes, count: int, deadline: Deadline) -> list[socket.socket]:
+class LaneSocket(NamedTuple):
+    """A connected lane to be, and the keys that seal it, this end's and the peer's; None where the link is not sealed.
+
+    The keys are in no text: a repr of this is not to be logged.
+    """
+
+    socket: socket.socket
+    keys: tuple[bytes, bytes] | None = None
+
+    def __repr__(self) -> str:
+        """Leave the keys out."""
+        return f"<LaneSocket {self.socket!r}{', sealed' if self.keys else ''}>"
+
+
+def _keys(secret: bytes, dialler: bytes, listener: bytes, *, dialled: bool) -> tuple[bytes, bytes] | None:
+    """Return the keys of one lane for this end: HKDF-Expand of the link's secret, with a fresh nonce of each end."""
+    if not secret:
+        return None
+    out, back = (hmac.digest(secret, way + dialler + listener + b"\x01", "sha256") for way in (b"there", b"back"))
+    return (out, back) if dialled else (back, out)
+
+
+def dial_lanes(
+    address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, secret: bytes = b""
+) -> list[LaneSocket]:
     """Connect ``count`` lanes of the session ``token`` to the listener at ``address``: all, or none is left open.
 
-    Blocks in the caller's thread.
+    Blocks in the caller's thread. With a ``secret``, which both ends of the link have, the lanes are sealed.
     """
     what = f"data lanes to {show_address(address)}"
     lanes: list[DialledSocket] = []
+    nonces: list[bytes] = []
+    dialled: list[LaneSocket] = []
     with ExitStack() as opened:
         for _ in range(count):
             lanes.append(lane := DialledSocket(address, deadline, what))
             opened.callback(lane.socket.close)
             lane.connect(_tune)
-            lane.send(LANE_PREAMBLE + token)
-        for lane in lanes:
+            nonces.append(secrets.token_bytes(NONCE_BYTES) if secret else b"")
+            lane.send(LANE_PREAMBLE + token + nonces[-1])
+        for lane, nonce in zip(lanes, nonces, strict=True):
             if lane.read(1) != _ACCEPTED:
                 raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
+            theirs = b""
+            while len(theirs) < len(nonce):
+                if not (more := lane.read(len(nonce) - len(theirs))):
+                    raise LinkRefused(f"{what}: the peer closed the connection")
+                theirs += more
             lane.socket.setblocking(True)
+            dialled.append(LaneSocket(lane.socket, _keys(secret, nonce, theirs, dialled=True)))
         opened.pop_all()
-    return [lane.socket for lane in lanes]
+    return dialled
 
 
 def _tune(sock: socket.socket) -> None:
@@ -116,10 +152,18 @@ async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socke
     return await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
 
 
-async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
+async def accept_lane(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes = b""
+) -> tuple[bytes, bytes] | None:
+    """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`, with these keys.
+
+    The nonce of this end makes the keys new: what was recorded of an earlier lane is worth nothing here.
+    """
     _tune(sock)
-    await loop.sock_sendall(sock, _ACCEPTED)
+    nonce = await read_exactly(loop, sock, NONCE_BYTES, "nonce") if secret else b""
+    mine = secrets.token_bytes(len(nonce))
+    await loop.sock_sendall(sock, _ACCEPTED + mine)
+    return _keys(secret, nonce, mine, dialled=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +203,24 @@ class LaneGroup:
         link: The link, opaque here; None until it has begun.
         token: What opens it to lanes of the peer; empty where this end dials.
         grants: What the peer may use without another question to the handler.
+        secret: What seals its lanes; empty where the link is not sealed. Set before the peer knows the token.
     """
 
     def __init__(self, token: bytes = b"") -> None:
         self.link: object = None
         self.token = token
         self.grants = StandingGrants()
+        self.secret = b""
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
-        self._waiting: list[socket.socket] = []
+        self._waiting: list[LaneSocket] = []
         self._begun = False
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._waiting)
 
-    def wait(self, sock: socket.socket) -> bool:
+    def wait(self, sock: LaneSocket) -> bool:
         """Keep a socket until the group begins; False when it has begun."""
         with self._changed:
             if self._closed:
@@ -183,7 +229,7 @@ class LaneGroup:
                 self._waiting.append(sock)
             return not self._begun
 
-    def begin(self, link: object) -> list[socket.socket]:
+    def begin(self, link: object) -> list[LaneSocket]:
         """Keep no socket any more; return those that waited."""
         with self._changed:
             self.link, self._begun = link, True
@@ -228,7 +274,7 @@ class LaneGroup:
         with self._changed:
             return list(self._loads)
 
-    def close(self) -> tuple[list[int], list[socket.socket]]:
+    def close(self) -> tuple[list[int], list[LaneSocket]]:
         """Take every lane out, for good; return them, and the sockets that waited."""
         with self._changed:
             self._closed = True
@@ -301,7 +347,7 @@ class Lanes:
         self._groups.clear()
         self._by_token.clear()
 
-    def open(self, socks: Iterable[socket.socket] = (), token: bytes = b"") -> LaneGroup:
+    def open(self, socks: Iterable[LaneSocket] = (), token: bytes = b"") -> LaneGroup:
         """Return the group of a link to come, with lanes over these sockets, which are taken over.
 
         With a token, :meth:`find` finds it until it is shut.
@@ -326,27 +372,27 @@ class Lanes:
         """Serve the lanes of a link from now on: the link is there."""
         self.add_all(group, group.begin(link))
 
-    def add_all(self, group: LaneGroup, socks: Sequence[socket.socket]) -> None:
+    def add_all(self, group: LaneGroup, socks: Sequence[LaneSocket]) -> None:
         """:meth:`add` each; all are taken over, whatever happens."""
         with ExitStack() as left:
             for sock in socks:
-                left.callback(sock.close)  # which does nothing to one that was added
+                left.callback(sock.socket.close)  # which does nothing to one that was added
             for sock in socks:
                 self.add(group, sock)
 
-    def add(self, group: LaneGroup, sock: socket.socket) -> None:
+    def add(self, group: LaneGroup, sock: LaneSocket) -> None:
         """Add a lane to a link over a connected socket, which is taken over even when it is refused."""
         try:
             if group.wait(sock):
                 return
             engine = self.engine
         except LinkRefused:
-            sock.close()
+            sock.socket.close()
             raise
         lane = engine.reserve_lane()
         # Before its first event can come.
         self._groups[lane] = group
-        engine.attach_lane(lane, sock.detach(), group.grants)
+        engine.attach_lane(lane, sock.socket.detach(), group.grants)
         if not group.add(lane):
             self.drop(group, [lane])
         elif lane not in self._groups:  # lost already
@@ -367,7 +413,7 @@ class Lanes:
         lanes, waiting = group.close()
         self.drop(group, lanes)
         for sock in waiting:
-            sock.close()
+            sock.socket.close()
 
     def quiesce(self, tag: int) -> None:
         """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.

@@ -18,7 +18,7 @@ from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescripto
 from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
-from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes
+from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes, LaneSocket
 from llm_datadist.errors import (
     CacheMismatch,
     LinkError,
@@ -31,7 +31,6 @@ from llm_datadist.errors import (
 )
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
@@ -63,7 +62,7 @@ class TcpConnection(Connection):
         regions: Iterable[RegionDescriptor] = (),
         *,
         writable: bool,
-        reconnect: Callable[[int, Deadline], list[socket.socket]] | None = None,
+        reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None,
     ) -> None:
         self._lanes = lanes
         self._group = group

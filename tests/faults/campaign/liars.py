@@ -131,7 +131,8 @@ class _Liar(Stranger):
         if not isinstance(welcome, wire.Welcome):
             return False
         if transport == "tcp":
-            self._lanes = dial_lanes(self.sock.getpeername()[:2], welcome.lane_token, 2, deadline)
+            dialled = dial_lanes(self.sock.getpeername()[:2], welcome.lane_token, 2, deadline)
+            self._lanes = [lane.socket for lane in dialled]
         else:
             assert isinstance(self._guards, GuardTable)
             exports = Exports(self.incarnation, {}, self._guards, writable=rca)

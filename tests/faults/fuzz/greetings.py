@@ -106,7 +106,7 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         cookie=bytes(16),
         transport=None,
         nonce=bytes(16),
-        credentials=b"",
+        lane_share=b"",
         rendezvous="@x",
         lane_token=bytes(16),
         proof=b"",

@@ -20,7 +20,7 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, encode_request, plan_row
-from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, read_lane_greeting
+from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, LaneSocket, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from tests.faults.fuzz import Finding, Target, Verdicts, trial
 from tests.faults.fuzz.forge import LINK, Forge, mutated, wild
@@ -95,7 +95,7 @@ class _Scene:
         self._control.call(self.lanes.start, self._control.loop)
         near, far = socket.socketpair()
         self._lane = self._honest.add_lane(near.detach())
-        self.lanes.begin(self.lanes.open([far]), "honest")
+        self.lanes.begin(self.lanes.open([LaneSocket(far)]), "honest")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -119,7 +119,7 @@ class _Scene:
         ours, theirs = socket.socketpair()
         with ours:
             lost = self.owner.lost
-            self.lanes.begin(self.lanes.open([theirs]), "bad")
+            self.lanes.begin(self.lanes.open([LaneSocket(theirs)]), "bad")
             ours.settimeout(_SECONDS)
             with suppress(ConnectionError):
                 ours.sendall(data)

@@ -1,0 +1,270 @@
+"""What this process proves to its peers, and whom it believes: TLS contexts, made anew when their files change.
+
+Two ways, one mechanism:
+
+``llm.TlsCert``, ``llm.TlsKey``, ``llm.TlsCa``
+    This end shows that certificate. It believes certificates of that CA, for the clusters that they name.
+``llm.AuthSecretFile``
+    This end shows a certificate made for this, which a CA has issued whose key is derived from the first secret of the
+    file. It believes certificates of the CA of any secret of the file, for every cluster.
+
+So a shared secret is proven by the TLS handshake itself, and never sent. The file has one secret a line, ``id base64``;
+secrets have 32 bytes at least, because whoever talks to a listener can try short ones at home.
+
+Threads: any; a lock guards the contexts. A file that is bad when it is read again is logged, and the contexts of before
+stay: a rotation that goes wrong ends no link.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+import hashlib
+import os
+import ssl
+import stat
+import tempfile
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._links.seal import Seal
+from llm_datadist._log import logger
+from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
+from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, ParamError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.x509 import Certificate, Name
+
+    from llm_datadist.config import CredentialFiles
+
+__all__ = ["CLUSTER_URI", "Credentials", "Secret", "read_secrets"]
+
+CLUSTER_URI: Final = "datadist://cluster/"
+"""Before a cluster id, or ``*``, in the URIs of a certificate."""
+
+MIN_SECRET_BYTES: Final = 32
+_MAX_FILE_BYTES: Final = 1 << 20
+# Clocks of hosts differ, and these certificates live as long as their process: time does not matter to them.
+_BEGIN: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_END: Final = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    """A shared secret. Its id is for people; neither is ever sent."""
+
+    id: str
+    value: bytes
+
+    def __repr__(self) -> str:
+        """Leave the value out."""
+        return f"<Secret {self.id}>"
+
+
+def read_secrets(path: Path) -> list[Secret]:
+    """Return the secrets of a file, the current one first.
+
+    Raises:
+        ParamError: It cannot be read, others than its owner may read it, or a line is no ``id base64``.
+    """
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            _check_private(f"{AUTH_SECRET}: {path}", about)
+            text = file.read(_MAX_FILE_BYTES).decode("ascii")
+    except OSError as error:
+        raise ParamError(f"{AUTH_SECRET}: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ParamError(f"{AUTH_SECRET}: {path} holds bytes that are no ASCII text") from None
+    found: list[Secret] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            found.append(_parse(line, f"{AUTH_SECRET}: line {number} of {path}"))
+    if not found:
+        raise ParamError(f"{AUTH_SECRET}: {path} holds no secret; `llm-datadist keys new` makes one")
+    if len({each.id for each in found}) < len(found):
+        raise ParamError(f"{AUTH_SECRET}: {path} has two secrets of one id")
+    return found
+
+
+def _check_private(what: str, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise ParamError(f"{what} is no regular file")
+    if about.st_uid not in (os.geteuid(), 0):
+        raise ParamError(f"{what} belongs to user {about.st_uid}: it must be this user's, or root's")
+    if about.st_mode & 0o077:
+        raise ParamError(f"{what} has mode {stat.S_IMODE(about.st_mode):04o}: group and others must have no access")
+
+
+def _parse(line: str, what: str) -> Secret:
+    parts = line.split()
+    if len(parts) != 2:
+        raise ParamError(f"{what} is not of the form: id base64")
+    try:
+        value = base64.b64decode(parts[1], validate=True)
+    except (binascii.Error, ValueError):
+        raise ParamError(f"{what}: the secret is no base64") from None
+    if len(value) < MIN_SECRET_BYTES:
+        raise ParamError(f"{what}: the secret has {len(value)} bytes, {MIN_SECRET_BYTES} at least are needed")
+    return Secret(parts[0], value)
+
+
+class Credentials:
+    """The credentials of one process.
+
+    Args:
+        files: Where they are. They are read now, and before each handshake if they have changed.
+
+    Raises:
+        ParamError: A file cannot be read or used.
+        LLMException: LLM_FEATURE_NOT_ENABLED: secrets need the package ``cryptography``.
+    """
+
+    def __init__(self, files: CredentialFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()  # guards the two below
+        self._stamp = _stamped(files)
+        self._contexts = _contexts(files)
+
+    def session(self, *, server_side: bool) -> Seal:
+        """Return a new session for one connection."""
+        return Seal(self._current()[server_side], server_side=server_side)
+
+    def check(self, seal: Seal, cluster_id: int) -> None:
+        """Check that the other end may be that cluster. Raises AuthFailed."""
+        if self._files.secrets is not None:
+            return
+        names = seal.names()
+        if not {f"{CLUSTER_URI}{cluster_id}", f"{CLUSTER_URI}*"}.intersection(names):
+            raise AuthFailed(f"it says it is cluster {cluster_id}, its certificate names {', '.join(names) or 'none'}")
+
+    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        with self._lock:
+            try:
+                stamp = self._files.stamp()
+                if stamp != self._stamp:
+                    self._contexts = _contexts(self._files)
+                    self._stamp = stamp
+                    logger.info("the credentials have changed: new handshakes use the new ones")
+            except (OSError, LLMException) as error:
+                logger.warning("the credentials have changed and cannot be used, those of before stay: %s", error)
+            return self._contexts
+
+
+def _stamped(files: CredentialFiles) -> tuple[object, ...]:
+    try:
+        return files.stamp()
+    except OSError as error:
+        option = AUTH_SECRET if files.secrets is not None else f"{TLS_CERT}, {TLS_KEY}, {TLS_CA}"
+        raise ParamError(f"{option}: {error.filename} cannot be read: {error.strerror}") from None
+
+
+def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return a context for the end that dials, and one for the end that listens."""
+    shown = _Given(files) if files.secrets is None else _Derived(read_secrets(files.secrets))
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # clusters are named by their ids, see Credentials.check
+        context.verify_mode = ssl.CERT_REQUIRED
+        shown.load(context)
+        contexts.append(context)
+    contexts[1].num_tickets = 0
+    return contexts[0], contexts[1]
+
+
+class _Given:
+    """Certificate, key and CA of files."""
+
+    def __init__(self, files: CredentialFiles) -> None:
+        assert files.certificate is not None
+        assert files.key is not None
+        assert files.authority is not None
+        self._certificate, self._key, self._authority = files.certificate, files.key, files.authority
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Raise ParamError for what is no certificate or key, or does not fit together."""
+        try:
+            _check_private(f"{TLS_KEY}: {self._key}", self._key.stat())
+            # Without a function that gives one OpenSSL would ask the terminal for a password.
+            context.load_cert_chain(self._certificate, self._key, password=_no_password)
+        except (ssl.SSLError, OSError) as error:
+            said = f"{self._certificate} and {self._key}"
+            raise ParamError(f"{TLS_CERT}, {TLS_KEY}: {said} cannot be used: {error.strerror or error}") from None
+        try:
+            context.load_verify_locations(self._authority)
+        except (ssl.SSLError, OSError) as error:
+            raise ParamError(f"{TLS_CA}: {self._authority} cannot be used: {error.strerror or error}") from None
+
+
+def _no_password() -> str:
+    raise ParamError(f"{TLS_KEY}: the key has a password: give one without, readable by this user only")
+
+
+class _Derived:
+    """A certificate that only an end which has the secret can have issued, and the CAs of all secrets."""
+
+    def __init__(self, secrets: Sequence[Secret]) -> None:
+        try:
+            from cryptography.hazmat.primitives import serialization
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        except ImportError:
+            raise LLMException(
+                f"{AUTH_SECRET} needs the package cryptography: pip install 'open-datadist[auth]'",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            ) from None
+        pem = serialization.Encoding.PEM
+        issuers = [Ed25519PrivateKey.from_private_bytes(_seed(each.value)) for each in secrets]
+        key = Ed25519PrivateKey.generate()
+        self._authorities = "".join(
+            _certificate(each, _name(each), each, authority=True).public_bytes(pem).decode() for each in issuers
+        )
+        kind, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        self._chain = key.private_bytes(pem, kind, plain)
+        self._chain += _certificate(key, _name(key), issuers[0], authority=False).public_bytes(pem)
+
+    def load(self, context: ssl.SSLContext) -> None:
+        context.load_verify_locations(cadata=self._authorities)
+        # Python's ssl takes a key from a file only: one that no other process can open, and that is gone at once.
+        with tempfile.TemporaryFile() as file:
+            file.write(self._chain)
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+
+
+def _seed(secret: bytes) -> bytes:
+    """Return the private key of a secret's CA."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(SHA256(), 32, salt=None, info=b"open-datadist: CA of a shared secret").derive(secret)
+
+
+def _name(key: Ed25519PrivateKey) -> Name:
+    from cryptography import x509
+
+    digest = hashlib.blake2b(key.public_key().public_bytes_raw(), digest_size=16).hexdigest()
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, digest)])
+
+
+def _certificate(key: Ed25519PrivateKey, subject: Name, issuer: Ed25519PrivateKey, *, authority: bool) -> Certificate:
+    from cryptography import x509
+
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(_name(issuer))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_BEGIN)
+        .not_valid_after(_END)
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+    )
+    return builder.sign(issuer, None)

@@ -1,0 +1,102 @@
+"""One TLS 1.3 session over any connection: bytes in, bytes out, no I/O.
+
+Both ends show a certificate (:mod:`.credentials`). Neither resumes an earlier session, and nothing is sent before the
+handshake is over. What a stranger may send until then is bounded.
+
+Threads: any; a lock makes each call one step of the session. The caller sends what :meth:`Seal.seal` returns in the
+order of the calls.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from typing import Final
+
+from llm_datadist.errors import AuthFailed
+
+__all__ = ["MAX_HANDSHAKE_BYTES", "Seal"]
+
+#: What the other end may send before it is authenticated: a certificate of an elliptic curve and its issuer's fit well.
+MAX_HANDSHAKE_BYTES: Final = 4096
+
+_READ_BYTES: Final = 1 << 16
+
+
+class Seal:
+    """The session of one connection, at one end.
+
+    Args:
+        context: What this end shows, and whom it believes.
+        server_side: True at the end that listens.
+    """
+
+    def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._taken = 0  # bytes of the handshake that were received
+        self._lock = threading.Lock()
+        self.authenticated = False
+
+    def shake(self, received: bytes = b"") -> bytes:
+        """Go on with the handshake; return what has to be sent, even when :attr:`authenticated` is set by now.
+
+        Raises:
+            AuthFailed: The other end is not believed, or speaks no TLS 1.3. What is left to be sent is in
+                :meth:`alert`.
+        """
+        with self._lock:
+            self._taken += len(received)
+            if self._taken > MAX_HANDSHAKE_BYTES:
+                raise AuthFailed(f"it has sent more than {MAX_HANDSHAKE_BYTES} bytes before it was authenticated")
+            self._incoming.write(received)
+            try:
+                self._tls.do_handshake()
+                self.authenticated = True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                raise AuthFailed(_reason(error)) from None
+            return self._outgoing.read()
+
+    def alert(self) -> bytes:
+        """Return what tells the other end that it has failed; nothing after a handshake that went well."""
+        with self._lock:
+            return self._outgoing.read()
+
+    def seal(self, data: bytes) -> bytes:
+        """Return the bytes that carry ``data``."""
+        with self._lock:
+            self._tls.write(data)
+            return self._outgoing.read()
+
+    def open(self, received: bytes) -> bytes:
+        """Return what the received bytes carry, which may be nothing yet.
+
+        Raises:
+            AuthFailed: They were changed, repeated or left out on their way, or the other end refuses this one.
+        """
+        with self._lock:
+            self._incoming.write(received)
+            opened = bytearray()
+            try:
+                while data := self._tls.read(_READ_BYTES):
+                    opened += data
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                raise AuthFailed(_reason(error)) from None
+            return bytes(opened)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the URIs in the certificate of the other end."""
+        with self._lock:
+            shown = self._tls.getpeercert() or {}
+        alternatives: tuple[tuple[str, str], ...] = shown.get("subjectAltName", ())  # type: ignore[assignment]
+        return tuple(name for kind, name in alternatives if kind == "URI")
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """Return OpenSSL's words for it, without its source lines."""
+    verify = getattr(error, "verify_message", None)
+    return str(verify or error.reason or error).lower().replace("_", " ")

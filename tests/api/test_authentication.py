@@ -1,0 +1,146 @@
+"""Who may link: secrets and certificates at both ends, what a stranger is told, and what a changed byte costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMStatusCode
+from llm_datadist._links import messages as wire
+from llm_datadist.errors import ParamError
+from tests.support.authority import DAY, NOW, Authority, secret_file
+from tests.support.linking import bytes_move_both_ways, info, link, links
+from tests.support.moves import picture
+from tests.support.strangers import Stranger
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
+
+FAILED = LLMStatusCode.LLM_LINK_FAILED
+SECRET, OTHER = b"s" * 32, b"o" * 32
+
+
+def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
+    """Start both ends, not linked, with these options."""
+    extra = {"llm.Transport": pair.transport}
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | there)
+    pair.decoder.start("DECODER", 2, extra=extra | here)
+
+
+@pytest.mark.parametrize("here", ["plain", "secret", "certificate"])
+@pytest.mark.parametrize("there", ["plain", "secret", "certificate"])
+def test_two_ends_link_only_if_they_authenticate_in_the_same_way(
+    pair: Pair, tmp_path: Path, there: str, here: str
+) -> None:
+    authority = Authority(tmp_path)
+    ways: dict[str, list[dict[str, str]]] = {
+        "plain": [{}, {}],
+        "secret": [secret_file(tmp_path / "secrets", a=SECRET)] * 2,
+        "certificate": [authority.issue("prompt", [1]), authority.issue("decoder", [2])],
+    }
+    start(pair, ways[there][0], ways[here][1])
+    if there == here:
+        pair.link()
+        bytes_move_both_ways(pair.prompt, pair.decoder)
+        return
+    before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
+    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
+    assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
+    assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
+
+
+def refused_with(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
+    start(pair, there, here)
+    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
+    assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
+
+
+def test_another_secret_is_not_believed(shm_pair: Pair, tmp_path: Path) -> None:
+    refused_with(shm_pair, secret_file(tmp_path / "a", a=SECRET), secret_file(tmp_path / "b", a=OTHER))
+
+
+def test_an_end_believes_every_secret_of_its_file_and_shows_the_first(shm_pair: Pair, tmp_path: Path) -> None:
+    start(shm_pair, secret_file(tmp_path / "a", old=SECRET, new=OTHER), secret_file(tmp_path / "b", n=OTHER, o=SECRET))
+    shm_pair.link()
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+@pytest.mark.parametrize("clusters", [[], [3], ["2x", "22", ""]], ids=["none", "another", "alike"])
+@pytest.mark.parametrize("side", ["prompt", "decoder"])
+def test_a_certificate_is_good_for_the_clusters_that_it_names(
+    shm_pair: Pair, tmp_path: Path, side: str, clusters: list[Any]
+) -> None:
+    authority = Authority(tmp_path)
+    named = {"prompt": [1], "decoder": [2]} | {side: clusters}
+    refused_with(shm_pair, authority.issue("prompt", named["prompt"]), authority.issue("decoder", named["decoder"]))
+
+
+def test_a_certificate_may_name_several_clusters_or_all(shm_pair: Pair, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    start(shm_pair, authority.issue("prompt", [7, 1]), authority.issue("decoder", ["*"]))
+    shm_pair.link()
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+@pytest.mark.parametrize("side", ["prompt", "decoder"])
+@pytest.mark.parametrize("fault", ["expired", "foreign"])
+def test_a_certificate_that_is_over_or_of_another_ca(shm_pair: Pair, tmp_path: Path, side: str, fault: str) -> None:
+    authority = Authority(tmp_path)
+    good = {"prompt": authority.issue("prompt", [1]), "decoder": authority.issue("decoder", [2])}
+    if fault == "expired":
+        bad = authority.issue("bad", ["*"], expires=NOW - DAY)
+    else:
+        bad = Authority(tmp_path, "other").issue("bad", ["*"]) | {"llm.TlsCa": str(authority.path)}
+    good[side] = bad
+    refused_with(shm_pair, good["prompt"], good["decoder"])
+
+
+def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -> None:
+    secrets = secret_file(tmp_path / "a", a=SECRET)
+    start(shm_pair, secrets, secrets)
+    with Stranger(shm_pair.prompt.port) as stranger:
+        stranger.say(wire.CONTROL_PREAMBLE)
+        told = stranger.hear(wire.Refused)
+        assert (told.code, told.text) == (FAILED, "this listener asks for authentication")
+        assert stranger.is_hung_up_on()
+    with Stranger(shm_pair.prompt.port) as stranger:  # a Hello in plain text behind the sealed preamble
+        stranger.say(wire.SEALED_PREAMBLE, stranger.hello())
+        assert stranger.is_hung_up_on()
+    shm_pair.link()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"llm.AuthSecretFile": "{folder}/missing"}, "cannot be read: No such file"),
+        ({"llm.AuthSecretFile": "{folder}"}, "no regular file|Is a directory"),
+        ({"llm.AuthSecretFile": "{folder}/open"}, "mode 0644: group and others must have no access"),
+        ({"llm.AuthSecretFile": "{folder}/empty"}, "holds no secret"),
+        ({"llm.AuthSecretFile": "{folder}/short"}, "has 31 bytes, 32 at least"),
+        ({"llm.AuthSecretFile": "{folder}/words"}, "line 1 of .* is not of the form"),
+        ({"llm.AuthSecretFile": ""}, "names no file"),
+        ({"llm.TlsCert": "{folder}/a.crt"}, "llm.TlsKey, llm.TlsCa is missing"),
+        ({"llm.AuthSecretFile": "{folder}/good", "llm.TlsCa": "x"}, "one way, choose one"),
+        ({"llm.TlsCert": "{folder}/x", "llm.TlsKey": "{folder}/good", "llm.TlsCa": "x"}, "cannot be read"),
+        ({"llm.TlsCert": "{folder}/good", "llm.TlsKey": "{folder}/good", "llm.TlsCa": "{folder}/good"}, "cannot be us"),
+        ({"llm.TlsCert": "{folder}/good", "llm.TlsKey": "{folder}/open", "llm.TlsCa": "{folder}/good"}, "mode 0644"),
+    ],
+)
+def test_bad_files_are_named_before_anything_happens(
+    end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str
+) -> None:
+    secret_file(tmp_path / "good", a=SECRET)
+    secret_file(tmp_path / "open", a=SECRET)
+    (tmp_path / "open").chmod(0o644)
+    secret_file(tmp_path / "empty")
+    secret_file(tmp_path / "short", a=SECRET[:31])
+    secret_file(tmp_path / "words", **{"a b": SECRET})
+    extra = {key: value.format(folder=tmp_path) for key, value in options.items()}
+    with pytest.raises(ParamError, match=rule) as caught:
+        end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
+    assert "ssss" not in str(caught.value)
+    assert any(option in str(caught.value) for option in options)
