@@ -6,6 +6,7 @@ broken by a well-typed value: :class:`ParamError`. ``bool`` and what has ``__ind
 
 from __future__ import annotations
 
+import ipaddress
 import operator
 import reprlib
 import socket
@@ -166,6 +167,14 @@ def is_ipv6(text: str) -> bool:
         return bool(socket.inet_pton(socket.AF_INET6, text))
     except (OSError, ValueError):
         return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if ``host`` is an address that only this host has; a name may be anything but ``localhost``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_digits(text: str) -> bool:

@@ -25,6 +25,7 @@ from llm_datadist._checks import (
     check_uint32,
     is_digits,
     is_ipv6,
+    is_loopback,
 )
 from llm_datadist._log import logger
 from llm_datadist.errors import NoneArgument, ParamError
@@ -64,6 +65,9 @@ AUTH_SECRET: Final = "llm.AuthSecretFile"
 TLS_CERT: Final = "llm.TlsCert"
 TLS_KEY: Final = "llm.TlsKey"
 TLS_CA: Final = "llm.TlsCa"
+INSECURE: Final = "llm.Insecure"
+INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
+"""``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
 
 NO_EFFECT: Final = frozenset(
     {
@@ -318,6 +322,7 @@ class Options:
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
         credentials: Files by which links are authenticated and sealed; None: they are not.
+        insecure: Links to other hosts may do without credentials.
     """
 
     role: LLMRole
@@ -342,6 +347,15 @@ class Options:
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
+    insecure: bool = False
+
+    def check_reach(self, name: str, host: str) -> None:
+        """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
+        if self.credentials is None and not self.insecure and not is_loopback(host):
+            raise ParamError(
+                f"{name}: {host} is beyond this host, where links need authentication: set {AUTH_SECRET} (or {TLS_CERT}"
+                f", {TLS_KEY}, {TLS_CA}), or {INSECURE}='1' where every host that reaches this one is trusted"
+            )
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
@@ -386,6 +400,7 @@ class Options:
             checksum=reader.flag(CHECKSUM, default=False),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             credentials=_credentials(reader),
+            insecure=reader.flag(INSECURE, default=os.environ.get(INSECURE_VARIABLE) == "1"),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()

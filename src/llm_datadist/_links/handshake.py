@@ -99,6 +99,7 @@ class Endpoint:
     lanes: Lanes
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
     credentials: Credentials | None = None  # without them links are neither authenticated nor sealed
+    check_reach: Callable[[str], None] = lambda host: None  # raises ParamError for a host that is not to be dialled
 
     def session(self, *, server_side: bool) -> Seal | None:
         """Return what authenticates and seals a new connection, if anything does."""
@@ -283,6 +284,7 @@ class Dial(AbstractContextManager["Dial"]):
         incarnation: bytes | None = None,
         communicator: CommunicatorId | None = None,
     ) -> None:
+        endpoint.check_reach(address[0])
         self._what = f"link to {show_address(address)}"
         self._address = address
         self._incarnation = incarnation

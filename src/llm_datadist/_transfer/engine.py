@@ -11,10 +11,12 @@ import errno
 import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
+from llm_datadist._checks import is_loopback
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
@@ -35,8 +37,8 @@ from llm_datadist._transfer.meters import Meters
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
-from llm_datadist._transport.address import is_loopback
 from llm_datadist._transport.lanes import Lanes
+from llm_datadist.config import LISTEN
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, OutOfMemory, StateError
 from llm_datadist.metrics import Statistics
 from llm_datadist.types.cluster import show_address
@@ -73,6 +75,8 @@ class Engine:
         """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
+        if options.listen is not None:
+            options.check_reach(LISTEN, options.listen[0])
         self._credentials = None if options.credentials is None else Credentials(options.credentials)
         # The port first: if it is busy nothing else has been built.
         listening = bind(options.listen) if options.listen is not None else None
@@ -154,6 +158,7 @@ class Engine:
                 self.store.exports,
                 self._lanes,
                 credentials=self._credentials,
+                check_reach=partial(options.check_reach, "link"),
             ),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
@@ -165,6 +170,8 @@ class Engine:
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options
+        for host in addresses.values():
+            options.check_reach("rank_table", host)
         plan = CommunicatorPlan(name, ranks, addresses, table.digest, options.link_total_time, options.link_retry_count)
         return self.links.communicators.open(plan)
 
@@ -187,6 +194,7 @@ class Engine:
         if wanted is None:
             self.links.listen(None)
             return
+        self.options.check_reach(LISTEN, wanted[0])
         try:
             listening = bind(wanted)
         except LinkError as error:
@@ -273,7 +281,7 @@ class Engine:
 
 
 def _warn_if_open(address: tuple[str, int] | None, credentials: Credentials | None) -> None:
-    if credentials is None and address is not None and not is_loopback(address[0]):
+    if credentials is None and address is not None and not is_loopback(address[0]):  # llm.Insecure
         logger.warning(
             "listening on %s without authentication: whoever reaches this port can read the caches published here",
             show_address(address),

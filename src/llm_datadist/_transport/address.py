@@ -23,11 +23,6 @@ def new_socket(address: tuple[str, int]) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
 
 
-def is_loopback(host: str) -> bool:
-    """Return True if only processes of this host can reach a listener there."""
-    return host.startswith("127.") or host == "::1"
-
-
 async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, what: str) -> bytes:
     """Read so many bytes, and not one more: what follows has another reader. Raises ProtocolError."""
     data = b""
