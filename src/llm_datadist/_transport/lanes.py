@@ -45,6 +45,9 @@ _UNSENT_BYTES: Final = 512 << 10
 
 _KEEPALIVE_SECONDS: Final = 5
 
+LaneKeys = tuple[bytes, bytes]
+"""What seals a lane: this end's key for what it sends, and the peer's; 32 bytes each, of this lane alone."""
+
 #: As in _native/standing_grants.hpp: bytes of the handle, first tensor, tensors, bytes of each, bytes in all.
 _HEAD: Final = struct.Struct("<HQQQQ")
 _RUN_BYTES: Final = 16
@@ -167,23 +170,23 @@ class LaneGroup:
         self.grants = StandingGrants()
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
-        self._waiting: list[socket.socket] = []
+        self._waiting: list[tuple[socket.socket, LaneKeys | None]] = []
         self._begun = False
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._waiting)
 
-    def wait(self, sock: socket.socket) -> bool:
-        """Keep a socket until the group begins; False when it has begun."""
+    def wait(self, sock: socket.socket, keys: LaneKeys | None = None) -> bool:
+        """Keep a socket, and what seals its lane, until the group begins; False when it has begun."""
         with self._changed:
             if self._closed:
                 raise LinkRefused("the link of this lane has ended")
             if not self._begun:
-                self._waiting.append(sock)
+                self._waiting.append((sock, keys))
             return not self._begun
 
-    def begin(self, link: object) -> list[socket.socket]:
+    def begin(self, link: object) -> list[tuple[socket.socket, LaneKeys | None]]:
         """Keep no socket any more; return those that waited."""
         with self._changed:
             self.link, self._begun = link, True
@@ -235,7 +238,7 @@ class LaneGroup:
             lanes, self._loads = list(self._loads), {}
             waiting, self._waiting = self._waiting, []
             self._changed.notify_all()
-            return lanes, waiting
+            return lanes, [sock for sock, _ in waiting]
 
     def __repr__(self) -> str:
         return f"<LaneGroup {len(self)} lanes{', closed' if self._closed else ''}>"
@@ -324,20 +327,26 @@ class Lanes:
 
     def begin(self, group: LaneGroup, link: object) -> None:
         """Serve the lanes of a link from now on: the link is there."""
-        self.add_all(group, group.begin(link))
+        self._add_all(group, group.begin(link))
 
     def add_all(self, group: LaneGroup, socks: Sequence[socket.socket]) -> None:
         """:meth:`add` each; all are taken over, whatever happens."""
-        with ExitStack() as left:
-            for sock in socks:
-                left.callback(sock.close)  # which does nothing to one that was added
-            for sock in socks:
-                self.add(group, sock)
+        self._add_all(group, [(sock, None) for sock in socks])
 
-    def add(self, group: LaneGroup, sock: socket.socket) -> None:
-        """Add a lane to a link over a connected socket, which is taken over even when it is refused."""
+    def _add_all(self, group: LaneGroup, socks: Sequence[tuple[socket.socket, LaneKeys | None]]) -> None:
+        with ExitStack() as left:
+            for sock, _ in socks:
+                left.callback(sock.close)  # which does nothing to one that was added
+            for sock, keys in socks:
+                self.add(group, sock, keys)
+
+    def add(self, group: LaneGroup, sock: socket.socket, keys: LaneKeys | None = None) -> None:
+        """Add a lane to a link over a connected socket, which is taken over even when it is refused.
+
+        With keys it is sealed.
+        """
         try:
-            if group.wait(sock):
+            if group.wait(sock, keys):
                 return
             engine = self.engine
         except LinkRefused:
@@ -346,7 +355,7 @@ class Lanes:
         lane = engine.reserve_lane()
         # Before its first event can come.
         self._groups[lane] = group
-        engine.attach_lane(lane, sock.detach(), group.grants)
+        engine.attach_lane(lane, sock.detach(), group.grants, keys)
         if not group.add(lane):
             self.drop(group, [lane])
         elif lane not in self._groups:  # lost already
