@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 
 def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
@@ -260,7 +260,7 @@ def test_a_read_that_timed_out_half_way_writes_nothing_more() -> None:
         assert outcome.ending is Ending.TIMEOUT
         assert 0 < outcome.nbytes <= MIB
         into[:] = 0
-        wire.sock.sendall(bytes([9]) * (nbytes - MIB) + bytes(8))
+        wire.sendall(bytes([9]) * (nbytes - MIB) + bytes(8))
         again = engine.start_read(wire.lane, b"", one_row(4), twin.tensors_of([into]))
         _, id, _, _ = wire.header()
         wire.send(DATA, id, payload=b"good" + bytes(8), declared=4)
