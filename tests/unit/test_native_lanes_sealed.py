@@ -6,11 +6,13 @@ tests/faults/sealed_relay.py.
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import subprocess
 import sys
 from contextlib import closing
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -284,6 +286,20 @@ def test_a_lane_that_breaks_in_its_payload_breaks_nothing_else() -> None:
         assert ends.near.wait(job, deadline()).ending is Ending.LOST
         assert ends.move(ends.lanes[0], one_row(BIG), tensors(other)).ending is Ending.GOOD
     assert np.array_equal(other, source)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_memory_of_the_user_that_is_gone_costs_the_lane_only(write: bool) -> None:
+    """The kernel finds out, at the end that sends: a cipher would end the process."""
+    with TemporaryFile() as file:
+        file.truncate(MIB)
+        gone = np.frombuffer(mmap.mmap(file.fileno(), MIB), np.uint8)
+        file.truncate(0)
+        memory = np.zeros(MIB, np.uint8)
+        ours, theirs = (gone, memory) if write else (memory, gone)
+        with joined() as ends, Target(ends.far, tensors(theirs)):
+            assert ends.move(ends.lanes[0], one_row(MIB), tensors(ours), write=write).ending is Ending.LOST
+            assert not memory.any()
 
 
 # What is in hand when the socket is silent
