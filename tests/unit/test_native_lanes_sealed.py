@@ -6,11 +6,14 @@ tests/faults/sealed_relay.py.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
 import subprocess
 import sys
+import termios
+import threading
 from contextlib import closing
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,7 @@ from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, Standi
 from llm_datadist._native import encode_request as encode
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import tensors_over as tensors
+from tests.support.moves import wait_until as wait_for
 from tests.support.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
 
 from . import lane_ends, twin
@@ -355,27 +359,52 @@ def test_a_silent_peer_with_more_than_a_slice_in_hand() -> None:
     engine.close()
 
 
-def test_the_last_bytes_of_a_payload_wake_the_thread_over_tcp() -> None:
-    """A record cut anywhere: of what is left no more is awaited than will come."""
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 20])
+def test_the_last_bytes_of_a_payload_wake_the_thread_over_tcp(cut: int) -> None:
+    """Most of its last record is here: no more is awaited than what is still to come."""
     into, payload = np.zeros(MIB, np.uint8), twin.noise(7, 1, MIB)[0]
     engine = LaneEngine(1)
     near, far = tcp_pair()
+    descriptor = near.detach()
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        lane = engine.add_lane(near.detach(), NEAR_KEYS)
-        for cut in (1, 15, 16, 17, 21, 100, 3000, MAX_RECORD, MAX_RECORD + OVERHEAD + 1):
-            job = engine.start_read(lane, b"", one_row(MIB), tensors(into))
-            assert far.recv(1000)
-            stream = sealer.seal(request(DATA, job, b"", payload.tobytes()) + bytes(8))
-            far.sendall(stream[:-cut])
-            assert engine.wait(job, deadline(0.02)).ending is Ending.TIMEOUT
-            far.sendall(stream[-cut:])
-            again = engine.start_read(lane, b"", one_row(8), tensors(into))
-            assert far.recv(1000)
-            far.sendall(sealer.seal(request(DATA, again, b"", b"12345678") + bytes(8)))
-            assert engine.wait(again, deadline()).ending is Ending.GOOD
-            assert into[:8].tobytes() == b"12345678"
+        lane = engine.add_lane(descriptor, NEAR_KEYS)
+        job = engine.start_read(lane, b"", one_row(MIB), tensors(into))
+        assert far.recv(1000)
+        stream = sealer.seal(request(DATA, job, b"", payload.tobytes()) + bytes(8))
+        far.sendall(stream[:-cut])
+        wait_for(lambda: fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)) == bytes(4))
+        far.sendall(stream[-cut:])
+        assert engine.wait(job, deadline()).ending is Ending.GOOD
     engine.close()
+    assert np.array_equal(into, payload)
+
+
+def test_what_a_caller_leaves_in_hand_the_thread_takes() -> None:
+    """A caller receives for itself, for a short time; so many runs take it longer than that, and than a slice."""
+    nbytes = 256 << 10
+    offsets = np.arange(nbytes, dtype=np.uint64)
+    plan = twin.make_plan(np.stack([2 * offsets, offsets, np.ones_like(offsets)], axis=1))
+    payload = twin.noise(11, 1, nbytes)[0]
+    for _ in range(5):
+        into = np.zeros(2 * nbytes, np.uint8)
+        engine, waits = LaneEngine(1), threading.Event()
+        with Wire(engine, buffer=1 << 20) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+            job = engine.start_read(wire.lane, b"", plan, tensors(into))
+            stream = sealer.seal(request(DATA, wire.header()[1], b"", payload.tobytes()) + bytes(8))
+
+            def send(sock: socket.socket, stream: bytes, waits: threading.Event) -> None:
+                waits.wait()
+                sock.sendall(stream)
+
+            sender = threading.Thread(target=send, args=(wire.sock, stream, waits))
+            sender.start()
+            waits.set()
+            assert engine.wait(job, deadline()) == (Ending.GOOD, 0, nbytes, "")
+            sender.join()
+        engine.close()
+        assert np.array_equal(into[::2], payload)
+        assert not into[1::2].any()
 
 
 def test_answers_in_one_record_reach_callers_that_wait_by_themselves() -> None:
