@@ -219,6 +219,8 @@ class SealingSpace {
 public:
     using Buffer = std::unique_ptr<char[]>;
 
+    SealingSpace() { free_.reserve(most_free); }  // so that give() cannot fail
+
     Buffer take() {
         if (free_.empty()) return Buffer(new char[sealed_buffer_bytes]);
         Buffer buffer = std::move(free_.back());

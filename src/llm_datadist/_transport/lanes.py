@@ -355,7 +355,11 @@ class Lanes:
         lane = engine.reserve_lane()
         # Before its first event can come.
         self._groups[lane] = group
-        engine.attach_lane(lane, sock.detach(), group.grants, keys)
+        try:
+            engine.attach_lane(lane, sock.detach(), group.grants, keys)
+        except BaseException:
+            self._groups.pop(lane, None)
+            raise
         if not group.add(lane):
             self.drop(group, [lane])
         elif lane not in self._groups:  # lost already
