@@ -190,10 +190,10 @@ def test_lanes_are_sealed_with_the_keys_they_are_added_with(late: bool) -> None:
                     far.begin(ends[1][1], "the link")
                 else:
                     for (lanes, group, keys), sock in zip(ends, socket.socketpair(), strict=True):
-                        lanes.add(group, sock, keys)
+                        lanes.add(group, LaneSocket(sock, keys))
             assert (move(connection, into), into.tolist()) == (64, list(range(64)))
             ours, theirs = socket.socketpair()
-            far.add(ends[1][1], theirs, FAR_KEYS)
+            far.add(ends[1][1], LaneSocket(theirs, FAR_KEYS))
             with ours:
                 ours.sendall(bytes(100))
                 assert ours.recv(1) == b""

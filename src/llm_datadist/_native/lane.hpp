@@ -80,7 +80,8 @@ public:
         bool moved = false, drained = false;
         while (true) {
             enter_next_stages();
-            if (receiver_.paused() || drained || budget == 0 || (moved && receiver_.between_frames() && !stream_.has_input()))
+            if (receiver_.paused() || drained || budget == 0 ||
+                (moved && receiver_.between_frames() && !stream_.has_input()))
                 return set_low_water();
             const Receiver::Step step = receiver_.step(stream_, std::max(budget, stream_.least_asked()), scrap_);
             moved = true;

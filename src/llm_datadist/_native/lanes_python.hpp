@@ -60,7 +60,8 @@ inline std::optional<LaneKeys> keys_of(nb::handle keys) {
         const nb::object key = keys[i];
         if (!nb::isinstance<nb::bytes>(key)) refuse("keys: ", names[i], " is not bytes");
         const nb::bytes bytes = nb::borrow<nb::bytes>(key);
-        if (bytes.size() != key_bytes) refuse("keys: ", names[i], " has ", bytes.size(), " bytes, must have ", key_bytes);
+        if (bytes.size() != key_bytes)
+            refuse("keys: ", names[i], " has ", bytes.size(), " bytes, must have ", key_bytes);
         std::copy_n(bytes.c_str(), key_bytes, (i == 0 ? out->send : out->receive).data());
     }
     // Records of both directions with the same number would have the same key and nonce.

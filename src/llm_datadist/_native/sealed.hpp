@@ -184,8 +184,8 @@ private:
     std::size_t left_ = 0;
 };
 
-// One record's bytes on their way to or from memory that its user may unmap: where a copy of ours would end the process,
-// the kernel says EFAULT.
+// One record's bytes on their way to or from memory that its user may unmap: where a copy of ours would end the
+// process, the kernel says EFAULT.
 class Transit {
 public:
     Transit() {
@@ -218,6 +218,8 @@ private:
 class SealingSpace {
 public:
     using Buffer = std::unique_ptr<char[]>;
+
+    SealingSpace() { free_.reserve(most_free); }  // so that give() cannot fail
 
     Buffer take() {
         if (free_.empty()) return Buffer(new char[sealed_buffer_bytes]);
@@ -278,7 +280,8 @@ public:
         if (!has_room() && !flush(fd)) return failed(EAGAIN);
         std::size_t taken = 0;
         while (from.left() > 0 && has_room()) {
-            const std::size_t bytes = std::min({from.left(), max_record_bytes, taken < head ? head - taken : from.left()});
+            const std::size_t whole = taken < head ? head - taken : from.left();
+            const std::size_t bytes = std::min({from.left(), max_record_bytes, whole});
             if (!seal(from, bytes, mapped)) return failed(EFAULT);
             taken += bytes;
         }
@@ -363,7 +366,8 @@ private:
     // What the kernel said by `got`, which is no bytes, after `moved` bytes.
     ssize_t ended(ssize_t got, std::size_t moved) {
         const int code = errno;
-        if (got == 0 && moved == 0 && begin_ != end_) break_lane("the peer closed the connection inside a sealed record");
+        if (got == 0 && moved == 0 && begin_ != end_)
+            break_lane("the peer closed the connection inside a sealed record");
         give_back();
         if (moved > 0) return static_cast<ssize_t>(moved);  // the next call says the rest
         errno = code;
@@ -390,7 +394,8 @@ private:
     std::size_t record_length() const { return load<std::uint32_t>(buffer_.get() + begin_); }
 
     bool has_record() const {
-        return end_ - begin_ >= length_bytes && end_ - begin_ >= std::min(record_length(), max_record_bytes) + record_overhead;
+        const std::size_t here = end_ - begin_;
+        return here >= length_bytes && here >= std::min(record_length(), max_record_bytes) + record_overhead;
     }
 
     // Hands out what there is. False when the memory could not be written.
@@ -472,8 +477,8 @@ public:
 
     int fd() const { return fd_.get(); }
 
-    // As sendmsg(). Sealed bytes that wait here for the kernel count as sent; the first `head` bytes come out of the
-    // peer's kernel together.
+    // As sendmsg(). Sealed bytes that wait here for the kernel count as sent. The first `head` bytes are no part of the
+    // records that follow, so that the peer can open these where they belong.
     ssize_t send(const msghdr& message, int flags, std::size_t head, bool mapped) {
         if (!sealed_) return ::sendmsg(fd_.get(), &message, flags);
         return sealed_->output.send(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), head, mapped);

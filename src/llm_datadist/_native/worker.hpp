@@ -135,7 +135,8 @@ public:
              std::shared_ptr<StandingGrants> grants) {
         const int raw = fd.get();
         Stream stream(std::move(fd), std::move(ciphers), sealing_);
-        auto lane = std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(grants));
+        auto lane =
+            std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(grants));
         lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
         if (watch(EPOLL_CTL_ADD, raw, number, EPOLLIN)) return;
         drop(number, "the kernel does not watch its descriptor", true);
@@ -301,8 +302,8 @@ private:
         });
     }
 
-    // Gives each lane its turn whose input is not the kernel's any more, which is silent about it. Returns false when the
-    // thread has to end.
+    // Gives each lane a turn whose input has left the kernel, so that the epoll is silent about it. Returns false when
+    // the thread has to end.
     bool serve_in_hand() {
         const auto copy = in_hand_;
         for (const std::uint64_t number : copy) {
