@@ -24,6 +24,7 @@ from llm_datadist.bench.processes import Build
 from llm_datadist.bench.report import Reporter
 from llm_datadist.bench.sides.base import ENV_HOST, Role
 from llm_datadist.bench.workload import Op
+from llm_datadist.config import INSECURE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,7 @@ def main() -> int:
     ]
     with hosts() as made, Reporter(sys.stderr) as reporter:
         reporter.begin(cases)
-        environment = {**os.environ, ENV_HOST: _ADDRESSES[Role.SOURCE]}
+        environment = {**os.environ, ENV_HOST: _ADDRESSES[Role.SOURCE], INSECURE_VARIABLE: "1"}
         build = Build(environment=environment, within=commands(made, share_cpus=options.share_cpus))
         results = run(cases, reporter, _TIMEOUT_S, build)
     for row in results.rows:

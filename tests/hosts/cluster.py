@@ -11,14 +11,19 @@ from tests.support.linking import SUCCESS, explain, info, link, links
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.hosts.network import Host, Network
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 
 
 class Cluster(Processes):
-    def __init__(self, network: Network) -> None:
+    """Links between its hosts are authenticated by a file of ``secrets``, as everywhere outside of tests."""
+
+    def __init__(self, network: Network, secrets: Path) -> None:
         super().__init__()
+        self._authentication = {"llm.AuthSecretFile": str(secrets), "llm.Insecure": "0"}
         self.network = network
         self.hosts = network.hosts
         self._addresses: dict[ChildEnd, str] = {}
@@ -28,7 +33,8 @@ class Cluster(Processes):
         end = self.child(f"on host {host.number}")
         end.do(enter, host.pid)
         self._addresses[end] = host.address
-        end.start(role, cluster_id, listen_ip_info=f"{host.address}:{port}", **settings)
+        extra = self._authentication | settings.pop("extra", {})
+        end.start(role, cluster_id, listen_ip_info=f"{host.address}:{port}", extra=extra, **settings)
         return end
 
     def link(self, here: ChildEnd, there: ChildEnd) -> None:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.config import INSECURE_VARIABLE
 from tests.hosts.cluster import Cluster
 from tests.hosts.network import Impossible, Network
 from tests.support.moves import wait_until
-from tests.support.world import SECRETS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 HOSTS = 4
 
@@ -41,16 +40,6 @@ def made_network() -> Iterator[Network]:
     network.close()
 
 
-@pytest.fixture(scope="package", autouse=True)
-def authenticated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Links between hosts are authenticated and encrypted, as everywhere outside of tests."""
-    secrets = new_secret(tmp_path_factory.mktemp("secrets") / "secrets", "hosts")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(SECRETS_VARIABLE, str(secrets))
-        environment.setenv(INSECURE_VARIABLE, "0")
-        yield
-
-
 @pytest.fixture
 def network(made_network: Network) -> Iterator[Network]:
     """The hosts as new, and nothing changed about them afterwards."""
@@ -64,9 +53,9 @@ def network(made_network: Network) -> Iterator[Network]:
 
 
 @pytest.fixture
-def cluster(network: Network) -> Iterator[Cluster]:
+def cluster(network: Network, tmp_path: Path) -> Iterator[Cluster]:
     """Processes for one test, which leave nothing behind: neither in themselves nor on their hosts."""
-    cluster = Cluster(network)
+    cluster = Cluster(network, new_secret(tmp_path / "secrets", "hosts"))
     yield cluster
     network.heal()  # so that those who part hear of each other
     cluster.part()
