@@ -32,6 +32,7 @@ from llm_datadist._links.link import Link, PeerCacheView
 from llm_datadist._links.messages import Failed, Guarded, Resolve, Resolved, Verify
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, encode_key_handle
 from llm_datadist._transport.lanes import LaneRequest
@@ -69,9 +70,10 @@ class Bench:
         given["llm.MemPoolConfig"] = '{"memory_size": 1048576, "page_shift": 12}'
         self.store = CacheStore(Options.parse(given, LLMRole.DECODER), HostDevice(), HostDevice(), b"\0" * 16)
         undo.callback(self.store.close)
-        self.target = Target(self.store)
-        self.lanes = LaneTarget(self.store, None)  # type: ignore[arg-type]
-        self.checksums = ChecksumServer(self.store, None)
+        policy = AccessPolicy(self.store)
+        self.target = Target(self.store, policy)
+        self.lanes = LaneTarget(self.store, policy, None)  # type: ignore[arg-type]
+        self.checksums = ChecksumServer(self.store, policy, None)
         undo.callback(self.checksums.close)
         self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)
         word, *registered = kind.split("-")

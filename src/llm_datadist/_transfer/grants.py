@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.access import AccessPolicy
 
 _End = Literal["released by its readers", "revoked", "its time was over", "a reader was lost", "finalized"]
 _REVOKED: Final = "revoked"
@@ -105,10 +106,15 @@ class Grants:
     """
 
     def __init__(
-        self, cluster_id: int, store: CacheStore, call_at: Callable[[float, Callable[[], None]], None]
+        self,
+        cluster_id: int,
+        store: CacheStore,
+        policy: AccessPolicy,
+        call_at: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self._cluster_id = cluster_id
         self._store = store
+        self._policy = policy
         self._call_at = call_at
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
@@ -211,6 +217,11 @@ class Grants:
     def on_claim(self, link: Link, message: Claim) -> None:
         """Answer a reader that names a grant, or let it wait for that."""
         token = message.token
+        try:
+            self._policy.require_move(link, push=False)
+        except ParamError as denied:
+            link.tell(failed(message.id, denied))
+            return
         with self._lock:
             answer: Message | None = None
             if token in self._given or token in self._ended or self._closed:
