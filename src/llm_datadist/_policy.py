@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
@@ -85,7 +84,7 @@ def _read(option: str, given: str) -> bytes:
     if not given.strip():
         raise ParamError(f"{option}: {given!r} is neither JSON nor the path of a file, leave it out")
     try:
-        with open(os.open(Path(given), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with open(given, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ParamError(f"{option}: {given} is no regular file")
             text = file.read(_MAX_FILE_BYTES + 1)

@@ -180,12 +180,12 @@ class SameHostListener:
         # Opened before the answer is sent, which only a living peer can still get.
         with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock) as process:
             peer = map_peer(hello, packet, process, offer)
-        try:
-            offer.send(sock)
-            peer.settle()
-        except OSError as error:
-            peer.close()
-            raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
+            try:
+                offer.send(sock)
+                peer.settle()
+            except OSError as error:
+                peer.close()
+                raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
         return peer
 
     def _drop(self, sock: socket.socket, reason: str | None) -> None:
