@@ -239,58 +239,61 @@ def dial(world: World, port: int) -> None:
     links_of(world).link(None, ("127.0.0.1", port), Deadline(10_000))
 
 
-@pytest.mark.parametrize("transport", ["inproc", "auto", "tcp"])
+@pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])
 def test_models_bound_what_a_peer_finds_by_key_by_id_and_by_address(
-    request: pytest.FixtureRequest, tmp_path: Path, transport: str
+    route: tuple[Pair, str], tmp_path: Path, rca: bool
 ) -> None:
-    for pair in _pair(request, "inproc" if transport == "inproc" else "shm"):
-        pair.transport = transport
-        start(pair, tmp_path, {"2": ALL | {"models": [0, 3]}}, rca=True)
-        pair.link()
-        used = [end.do(explain, peer) for end, peer in ((pair.prompt, 2), (pair.decoder, 1))]
-        assert {each.transport for each in used} == {"tcp" if transport == "auto" else transport}
-        if transport == "auto":
-            assert all("llm.PeerPolicy allows cluster 2 some models only" in each.reason for each in used)
-        shut = BlocksCacheKey(1, 5)
-        there: Bytes = pair.prompt.do(make, "shut", Spec(blocks=True, blocks_key=shut), 1)
-        pair.prompt.do(make, "no key", Spec(rows=2), 2)
-        row = CacheKey(1, req_id=1, model_id=5)
-        pair.prompt.do(make, "row", Spec(rows=1, keys=(row,)), 3)
-        pair.decoder.do(make, "kv", Spec(blocks=True), 4)
-        pair.decoder.do(make, "mine", Spec(rows=2), 5)
-        names = ["shut", "no key", "row", "kv", "mine"]
-        by_id = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "no key"), 0)
-        blocks = Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS
-        model, cache = "to use model 5", "which has no key of its models"
-        for text, *args in (
-            (model, "pull_blocks", shut, *blocks),
-            (model, "push_blocks", shut, *blocks),
-            (cache, "pull_cache", CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "row"), 0), Use("mine")),
-            (cache, "pull_cache", by_id, Use("mine")),
-            (cache, "push_cache", by_id, Use("mine")),
-            (cache, "push_blocks", CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "shut"), 0), *blocks),
-        ):
-            refused((pair.decoder, pair.prompt), names, CacheMismatch, [text, "llm.PeerPolicy"], call, *args)
-        to = raw(pair.prompt, "shut", range(2))
-        refused((pair.decoder, pair.prompt), names, CacheMismatch, ["in none of the 0 caches"], send_raw, to)
-        same_bytes(pair.prompt.do(show, "shut"), there)
-        key = BlocksCacheKey(1, 3)
-        source: Bytes = pair.prompt.do(make, "open", Spec(blocks=True, blocks_key=key), 6)
-        target: Bytes = pair.decoder.do(show, "kv")
-        pair.decoder.do(call, "pull_blocks", key, *blocks)
-        target = moved(target, source, PAIRS)
-        same_bytes(pair.decoder.do(show, "kv"), target)
+    pair, memory = route
+    start(pair, tmp_path, {"2": ALL | {"models": [0, 3]}}, rca=rca)
+    pair.link()
+    used = [end.do(explain, peer) for end, peer in ((pair.prompt, 2), (pair.decoder, 1))]
+    assert {each.transport for each in used} == {"tcp" if pair.transport == "auto" else pair.transport}
+    if pair.transport == "auto":
+        assert all("llm.PeerPolicy allows cluster 2 some models only" in each.reason for each in used)
+    names = ["shut", "no key", "row", "open", "kv", "mine"]
+    shut, key, row = BlocksCacheKey(1, 5), BlocksCacheKey(1, 3), CacheKey(1, req_id=1, model_id=5)
+    pair.prompt.do(make, "shut", Spec(blocks=True, blocks_key=shut, memory=memory), 1)
+    pair.prompt.do(make, "no key", Spec(rows=2), 2)
+    pair.prompt.do(make, "row", Spec(rows=1, keys=(row,), memory=memory), 3)
+    there: Bytes = pair.prompt.do(make, "open", Spec(blocks=True, blocks_key=key, memory=memory), 4)
+    here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 5)
+    pair.decoder.do(make, "mine", Spec(rows=2), 6)
+    ids = {name: CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, name), 0) for name in names[:3]}
+    blocks, mine = (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS), Use("mine")
+    model, cache = "to use model 5", "which has no key of its models"
+    attempts: list[tuple[str, Any, *tuple[Any, ...]]] = [
+        (model, call, "pull_blocks", shut, *blocks),
+        (cache, call, "pull_cache", ids["no key"], mine),
+        (cache, call, "pull_cache", ids["row"], mine),
+    ]
+    if rca:
+        attempts += [
+            (model, call, "push_blocks", shut, *blocks),
+            (cache, call, "push_blocks", ids["shut"], *blocks),
+            (cache, call, "push_cache", ids["no key"], mine),
+        ]
+    else:
+        attempts.append((model, call, "pull_cache", row, mine))
+        attempts.append(("in none of the 1 caches", send_raw, raw(pair.prompt, "shut", range(2))))
+    for text, *args in attempts:
+        refused((pair.decoder, pair.prompt), names, CacheMismatch, [text], *args)
+    pair.decoder.do(call, "pull_blocks", key, *blocks)
+    here = moved(here, there, PAIRS)
+    if rca:
+        pair.decoder.do(call, "push_blocks", key, Use("kv"), [2], [5])
+        there = moved(there, here, [(5, 2)])
+    else:
         pair.decoder.do(send_raw, raw(pair.prompt, "open", range(2)))
-        same_bytes(
-            pair.prompt.do(show, "open"),
-            spanned(source, target, [(dst * 48, src * 48, 48) for dst, src in PAIRS]),
-        )
+        there = spanned(there, here, [(dst * 48, src * 48, 48) for dst, src in PAIRS])
+    same_bytes(pair.decoder.do(show, "kv"), here)
+    same_bytes(pair.prompt.do(show, "open"), there)
 
 
 def pools(world: World) -> list[int]:
     """Return the inodes of the memfds behind the pools."""
     engine = world.dd._require_engine("test")
-    return [os.fstat(segment.fd).st_ino for segment in engine.store.exports.regions.values()]
+    segments: list[Any] = list(engine.store.exports.regions.values())
+    return [os.fstat(segment.fd).st_ino for segment in segments]
 
 
 def mapped(world: World, inodes: list[int]) -> list[str]:
