@@ -18,7 +18,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._memory.exports import Exports
 from llm_datadist._transport import samehost
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
-from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, ParamError
+from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, ParamError
 from tests.conftest import _pair
 from tests.support.authority import Authority, secret_file
 from tests.support.layers import Always, outcome, raw, spanned
@@ -100,8 +100,8 @@ def claim(world: World, token: bytes) -> None:
     world.cm.claim_grant(1, token).release()
 
 
-def give(world: World, token: bytes) -> None:
-    world.memory["grant"] = world.caches["kv"].grant([0], 600.0, token=token)
+def give(world: World, token: bytes, name: str = "kv") -> None:
+    world.memory["grant"] = world.caches[name].grant([0], 600.0, token=token)
 
 
 def active(world: World) -> bool:
@@ -234,6 +234,27 @@ def test_clusters_that_are_not_named_or_may_not_link_are_not_linked(pair: Pair, 
         pair.prompt.stop()
 
 
+@pytest.mark.parametrize("by", ["prompt", "decoder"])
+@pytest.mark.parametrize(
+    ("transport", "verbs", "reason"),
+    [
+        ("shm", rules("push"), "llm.PeerPolicy allows cluster {} to push only"),
+        ("cma", rules("pull", models=[0]), "llm.PeerPolicy allows cluster {} some models only"),
+        ("cma", rules(), "the peer lets this end into none of its memory"),
+    ],
+)
+def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
+    shm_pair: Pair, tmp_path: Path, by: str, transport: str, verbs: dict[str, Any], reason: str
+) -> None:
+    shm_pair.transport = transport
+    start(shm_pair, tmp_path, {"*": verbs}, by=by)
+    with pytest.raises(LinkRefused) as caught:
+        shm_pair.decoder.do(dial, shm_pair.prompt.port)
+    text = str(caught.value)
+    assert reason.format(2 if by == "prompt" else 1) in text or ("chose differently" in text and verbs == rules())
+    assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
+
+
 def dial(world: World, port: int) -> None:
     """Link to whoever listens there."""
     links_of(world).link(None, ("127.0.0.1", port), Deadline(10_000))
@@ -258,6 +279,7 @@ def test_models_bound_what_a_peer_finds_by_key_by_id_and_by_address(
     there: Bytes = pair.prompt.do(make, "open", Spec(blocks=True, blocks_key=key, memory=memory), 4)
     here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 5)
     pair.decoder.do(make, "mine", Spec(rows=2), 6)
+    pair.prompt.do(give, bytes(16), "shut")
     ids = {name: CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, name), 0) for name in names[:3]}
     blocks, mine = (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS), Use("mine")
     model, cache = "to use model 5", "which has no key of its models"
@@ -265,6 +287,7 @@ def test_models_bound_what_a_peer_finds_by_key_by_id_and_by_address(
         (model, call, "pull_blocks", shut, *blocks),
         (cache, call, "pull_cache", ids["no key"], mine),
         (cache, call, "pull_cache", ids["row"], mine),
+        (cache, claim, bytes(16)),
     ]
     if rca:
         attempts += [

@@ -327,7 +327,10 @@ class Dial(AbstractContextManager["Dial"]):
         unreachable, refuses, speaks another protocol, or no transport reaches it.
         """
         if wanted is not None and self._endpoint.rules is not None:
-            self._endpoint.rules.require_link(wanted)
+            try:
+                self._endpoint.rules.require_link(wanted)
+            except AuthFailed as error:
+                raise AuthFailed(f"{self._what}: {error}") from None
         hello = Hello(
             **self._endpoint.greeting(),
             wanted=wanted,

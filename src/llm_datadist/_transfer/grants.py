@@ -46,6 +46,7 @@ from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
@@ -83,6 +84,7 @@ class _Given(msgspec.Struct, eq=False):
     """A grant that has not ended. Its fields are guarded by the lock of :class:`Grants`."""
 
     grant: Grant
+    entry: Entry  # the cache of the blocks, which may be gone
     until: float  # monotonic
     looked_at: float  # when the control thread looks at it again; not after ``until``
     readers: int = 0  # as many as the first claim says
@@ -142,7 +144,7 @@ class Grants:
         incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
         grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
         try:
-            answers = self._add(grant, time.monotonic() + seconds)
+            answers = self._add(grant, entry, time.monotonic() + seconds)
         except LLMException:
             self._store.exports.guards.release(guard.slot)
             raise
@@ -150,7 +152,7 @@ class Grants:
             link.tell(answer)
         return grant
 
-    def _add(self, grant: Grant, until: float) -> list[tuple[Link, Message]]:
+    def _add(self, grant: Grant, entry: Entry, until: float) -> list[tuple[Link, Message]]:
         """Keep a new grant; return the answers to the claims that have waited for it."""
         token = grant.token
         with self._lock:
@@ -158,7 +160,7 @@ class Grants:
                 raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = _Given(grant, until, until)
+            self._given[token] = _Given(grant, entry, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
@@ -243,6 +245,10 @@ class Grants:
         if given is None:
             why: str = self._ended.get(token, _FINALIZED)
             return failed(number, CacheNotFound(f"the grant has ended: {why}"))
+        try:
+            self._policy.require_sight(link, given.entry)
+        except ParamError as denied:
+            return failed(number, denied)
         readers = given.readers or claim.readers
         if readers != claim.readers:
             return failed(number, ParamError(f"the grant is shared by {readers} readers, not by {claim.readers}"))

@@ -92,17 +92,17 @@ class ConnectionBuilder:
                 same_process=peer.here is not None,
                 same_host=same_host,
                 forced=forced,
-                private=self._why_not_cma(forced),
+                private=self._why_not_cma(forced, same_host),
             )
         except BaseException:
             self.close()
             raise
 
-    def _why_not_cma(self, forced: str | None) -> str | None:
+    def _why_not_cma(self, forced: str | None, same_host: PeerMemory | LinkError | None) -> str | None:
         if forced not in (None, "cma"):
             return f"llm.Transport is {forced}"
         if self._memory is None:
-            return "no same-host rendezvous was made"
+            return "no same-host rendezvous was made" if same_host is None else str(same_host)
         if not self._memory.cookie_address:
             return NOT_TOLD
         return probe(self._memory, self._memory.cookie_address, self._peer.cookie)
