@@ -255,6 +255,27 @@ def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
     assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
 
 
+def test_both_ends_may_have_a_policy(shm_pair: Pair, tmp_path: Path) -> None:
+    """Each end gives its own reason for tcp, and decides for itself."""
+    shm_pair.transport = "auto"
+    secrets = secret_file(tmp_path / "secrets", a=SECRET)
+    for end, cluster_id, may in ((shm_pair.prompt, 1, rules("pull", models=[0])), (shm_pair.decoder, 2, rules("push"))):
+        extra = secrets | {"llm.PeerPolicy": json.dumps({str(3 - cluster_id): may})}
+        end.start("PROMPT", cluster_id, listen_ip_info="127.0.0.1:0", extra=extra)
+    shm_pair.link()
+    there, here = shm_pair.prompt.do(explain, 2), shm_pair.decoder.do(explain, 1)
+    assert (there.transport, here.transport) == ("tcp", "tcp")
+    assert "llm.PeerPolicy allows cluster 2 some models only" in there.reason
+    assert "llm.PeerPolicy allows cluster 1 to push only" in here.reason
+    source: Bytes = shm_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    target: Bytes = shm_pair.decoder.do(make, "kv", Spec(blocks=True, blocks_key=BlocksCacheKey(2, 0)), 2)
+    text = "does not allow cluster 1 to pull"
+    back = call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS
+    refused((shm_pair.prompt, shm_pair.decoder), ["kv"], CacheMismatch, [text], *back)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
+    same_bytes(shm_pair.decoder.do(show, "kv"), moved(target, source, PAIRS))
+
+
 def dial(world: World, port: int) -> None:
     """Link to whoever listens there."""
     links_of(world).link(None, ("127.0.0.1", port), Deadline(10_000))
@@ -294,6 +315,8 @@ def test_models_bound_what_a_peer_finds_by_key_by_id_and_by_address(
             (model, call, "push_blocks", shut, *blocks),
             (cache, call, "push_blocks", ids["shut"], *blocks),
             (cache, call, "push_cache", ids["no key"], mine),
+            # How many rows it has is not told either.
+            (cache, call, "push_cache", CacheKeyByIdAndIndex(1, ids["no key"].cache_id, 7), mine),
         ]
     else:
         attempts.append((model, call, "pull_cache", row, mine))
