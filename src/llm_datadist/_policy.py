@@ -6,8 +6,10 @@ is not said is not allowed. :class:`~llm_datadist._transfer.access.AccessPolicy`
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -60,9 +62,17 @@ class PeerPolicy:
             peers = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ParamError(f"{where}: no JSON object of cluster ids: {error}") from None
+        json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
         parsed = {peer: _permissions(f"{where}: {peer!r}", peer, rules) for peer, rules in peers.items()}
         others = parsed.pop(OTHERS, Permissions())
         return cls({int(peer): each for peer, each in parsed.items()}, others)
+
+
+def _once(where: str, fields: list[tuple[str, object]]) -> None:
+    names = [name for name, _ in fields]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ParamError(f"{where}: {twice[0]!r} is there twice")
 
 
 def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:

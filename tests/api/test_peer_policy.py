@@ -457,6 +457,8 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ('{"7": {"models": [true]}}', r"'7'.*Expected `int`, got `bool`"),
         ('{"7": {"models": [-1]}}', "'7'.*Expected `int` >= 0"),
         ('{"7": {"models": [18446744073709551616]}}', "'7': models: 18446744073709551616 is no model id"),
+        ('{"7": {}, "8": {}, "7": {"link": true}}', "'7' is there twice"),
+        ('{"7": {"link": false, "link": true}}', "'link' is there twice"),
         ('{"7": {"link": true}', "no JSON object of cluster ids: Input data was truncated"),
         ("", "neither JSON nor the path of a file"),
         ("{folder}/missing", "missing cannot be read: No such file"),
