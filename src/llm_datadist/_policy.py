@@ -60,9 +60,11 @@ class PeerPolicy:
             where, text = f"{option}: {given}", _read(option, given)
         try:
             peers = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ParamError(f"{where}: no JSON object of cluster ids: {error}") from None
-        json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
+            json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
+        except ParamError:
+            raise
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ParamError(f"{where}: no JSON object of cluster ids: {' '.join(str(error).split())}") from None
         parsed = {peer: _permissions(f"{where}: {peer!r}", peer, rules) for peer, rules in peers.items()}
         others = parsed.pop(OTHERS, Permissions())
         return cls({int(peer): each for peer, each in parsed.items()}, others)

@@ -457,6 +457,9 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ('{"7": {"models": [true]}}', r"'7'.*Expected `int`, got `bool`"),
         ('{"7": {"models": [-1]}}', "'7'.*Expected `int` >= 0"),
         ('{"7": {"models": [18446744073709551616]}}', "'7': models: 18446744073709551616 is no model id"),
+        ('{"7": {"link": tru}}', "no JSON object of cluster ids: .*JSON is malformed|Expecting value"),
+        ('{"7": ' + "[" * 100_000, "no JSON object of cluster ids|Expected `object`"),
+        ("{folder}/latin", "latin: no JSON object of cluster ids"),
         ('{"7": {}, "8": {}, "7": {"link": true}}', "'7' is there twice"),
         ('{"7": {"link": false, "link": true}}', "'link' is there twice"),
         ('{"7": {"link": true}', "no JSON object of cluster ids: Input data was truncated"),
@@ -472,6 +475,7 @@ def test_errors_of_a_policy_are_named_before_anything_happens(
     end: LocalEnd, tmp_path: Path, text: str, rule: str
 ) -> None:
     (tmp_path / "list").write_text("[]")
+    (tmp_path / "latin").write_bytes(b'{"7\xe9": {}}')
     (tmp_path / "verb").write_text('{"7": {"read": true}}')
     extra = secret_file(tmp_path / "secrets", a=SECRET) | {"llm.PeerPolicy": text.replace("{folder}", str(tmp_path))}
     with pytest.raises(ParamError, match=rule) as caught:
