@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import tempfile
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from llm_datadist.config import INSECURE_VARIABLE
 from tests.support.ends import NURSERY, ChildEnd, End, LocalEnd
 from tests.support.family import Processes
 from tests.support.linking import SUCCESS, info, link
@@ -89,6 +91,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome in ("passed", "failed", "error", "xfailed", "skipped")
     }
     terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+
+
+# Tests use all kinds of addresses; those of the rule itself say "0". Set here, so that child processes inherit it.
+os.environ.setdefault(INSECURE_VARIABLE, "1")
 
 
 @dataclass

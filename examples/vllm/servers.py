@@ -62,8 +62,8 @@ class Connector:
 
 
 CONNECTORS = {
-    "nixl": Connector("NixlConnector"),
     "datadist": Connector("LLMDataDistConnector", "llm_datadist.integrations.vllm"),
+    "nixl": Connector("NixlConnector"),
 }
 
 

@@ -91,6 +91,7 @@ class LinkStatistics:
         transport: What moves what the peer exports: its pools.
         private_transport: What moves the peer's registered memory outside its pools; None: nothing can.
         verified_bytes: Bytes of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
+        sealed: Both ends have authenticated each other, and all that leaves this host is encrypted.
     """
 
     remote_cluster_id: int
@@ -104,6 +105,7 @@ class LinkStatistics:
     written_bytes: int
     resolved: int
     verified_bytes: int = 0
+    sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,9 @@ BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
     ("llm.PeerTimeout", ["inf", "soon"], ""),
     ("llm.MaxLinks", ["0", "-1", "1.5", str(2**32)], ""),
     ("llm.WriteByAddress", ["2", "yes"], ""),
-    *((key, ["x"], "this version does not have") for key in ("llm.AuthSecretFile", "llm.TlsCert", "llm.TlsKey")),
-    ("llm.TlsCa", ["x"], "this version does not have"),
+    ("llm.AuthSecretFile", [""], "names no file"),
+    *((key, [""], "names no file") for key in ("llm.TlsCert", "llm.TlsKey", "llm.TlsCa")),
+    ("llm.Insecure", ["", "yes"], "is neither '0' nor '1'"),
     *((pool, ["", "{", "[]"], "") for pool in POOLS),
 ]
 BAD_LISTEN: Final = ("", "26000", "1.2.3.4:1:2", "a:", "a:port", "a:-1", "a:65536", "::1:5", ":5", "1:2;3:4", "1:²")

@@ -219,7 +219,7 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
 
 def test_listening_beyond_loopback_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ParamError, match=r"llm.listenIpInfo: 0.0.0.0 is beyond this host, .* set llm.AuthSecretFile"):
-        live(1, listen_ip_info="0.0.0.0:0")
+        live(1, listen_ip_info="0.0.0.0:0", extra={"llm.Insecure": "0"})
     datadist = live(1, listen_ip_info="0.0.0.0:0", extra={"llm.Insecure": "1"})
     warnings = [record.getMessage() for record in caplog.records if "without authentication" in record.getMessage()]
     assert warnings == [warnings[0]]

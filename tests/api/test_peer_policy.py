@@ -485,9 +485,10 @@ def test_errors_of_a_policy_are_named_before_anything_happens(
 
 
 def test_a_policy_needs_peers_that_prove_who_they_are(
-    end: LocalEnd, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    end: LocalEnd, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or ``llm.Insecure``, by which they are believed; a policy may be in a file."""
+    monkeypatch.delenv("LLM_DATADIST_INSECURE", raising=False)
     path = tmp_path / "policy.json"
     path.write_text(' {"7": {"link": true}}')
     extra = {"llm.PeerPolicy": str(path)}

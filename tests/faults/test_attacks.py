@@ -75,7 +75,7 @@ def _welcome(hello: Hello, incarnation: bytes, **changes: Any) -> Welcome:
         "cookie": bytes(16),
         "transport": None,
         "nonce": bytes(16),
-        "credentials": b"",
+        "lane_share": b"",
         "rendezvous": "@llm-datadist-x",
         "lane_token": bytes(16),
         "proof": secrets.token_bytes(32),

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from tests.support.family import Processes
-from tests.support.linking import SUCCESS, info, link, links
+from tests.support.linking import SUCCESS, explain, info, link, links
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Cluster(Processes):
         codes = here.do(link, [info(there.cluster_id, there.port, ip=remote, local=local)])
         assert codes == SUCCESS, codes
         wait_until(lambda: there.do(links).get(here.cluster_id) == "ready")
+        assert here.do(explain, there.cluster_id).sealed
 
     def part(self) -> None:
         """Nothing is left on the hosts either."""

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist._links.credentials import new_secret
+from llm_datadist.config import INSECURE_VARIABLE
 from tests.hosts.cluster import Cluster
 from tests.hosts.network import Impossible, Network
 from tests.support.moves import wait_until
+from tests.support.world import SECRETS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +39,16 @@ def made_network() -> Iterator[Network]:
         impossible(error)
     yield network
     network.close()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def authenticated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Links between hosts are authenticated and encrypted, as everywhere outside of tests."""
+    secrets = new_secret(tmp_path_factory.mktemp("secrets") / "secrets", "hosts")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(SECRETS_VARIABLE, str(secrets))
+        environment.setenv(INSECURE_VARIABLE, "0")
+        yield
 
 
 @pytest.fixture

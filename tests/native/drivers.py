@@ -76,7 +76,7 @@ def build(driver: Driver, folder: Path, sanitizers: str = "") -> Path:
     if sanitizers:
         _check_supported(flags, folder, sanitizers)
     made_of.unlink(missing_ok=True)
-    subprocess.run([compiler(), *flags, str(driver.source), "-o", str(binary)], check=True)
+    subprocess.run([compiler(), *flags, str(driver.source), "-o", str(binary), "-ldl"], check=True)
     made_of.write_text(digest)
     return binary
 

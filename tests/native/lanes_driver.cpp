@@ -26,6 +26,21 @@ std::pair<int, int> new_pair() {
     return {fds[0], fds[1]};
 }
 
+bool sealed = false;  // all lanes from now on
+
+LaneKeys keys_of(int end) {
+    LaneKeys keys;
+    keys.send.fill(static_cast<char>(1 + end));
+    keys.receive.fill(static_cast<char>(2 - end));
+    return keys;
+}
+
+// Adds one end of a lane, 0 or 1.
+std::uint64_t add(LaneEngine& engine, int fd, int end) {
+    const LaneKeys keys = keys_of(end);
+    return engine.add_lane(fd, sealed ? &keys : nullptr);
+}
+
 // A tensor and the arrays an End points to.
 struct Memory {
     std::vector<char> bytes = std::vector<char>(block * blocks);
@@ -130,8 +145,8 @@ void parallel_reads() {
     std::vector<std::uint64_t> lanes;
     for (int i = 0; i < 5; ++i) {
         const auto [a, b] = new_pair();
-        lanes.push_back(near.add_lane(a));
-        far.add_lane(b);
+        lanes.push_back(add(near, a, 0));
+        add(far, b, 1);
     }
     std::vector<std::thread> threads;
     for (unsigned n = 0; n < 4; ++n)
@@ -158,7 +173,7 @@ void writes_both_ways() {
     LaneEngine near(1), far(1);
     Target at_far(far), at_near(near);
     const auto [a, b] = new_pair();
-    const std::uint64_t near_lane = near.add_lane(a), far_lane = far.add_lane(b);
+    const std::uint64_t near_lane = add(near, a, 0), far_lane = add(far, b, 1);
     auto push = [](LaneEngine& engine, std::uint64_t lane, Target& target, unsigned seed) {
         std::mt19937 random(seed);
         Memory local;
@@ -188,8 +203,8 @@ void give_ups() {
     for (int i = 0; i < 400; ++i) {
         if (i % 8 == 0) {  // it may have been lost
             const auto [a, b] = new_pair();
-            lane = near.add_lane(a);
-            far.add_lane(b);
+            lane = add(near, a, 0);
+            add(far, b, 1);
         }
         const auto runs = random_runs(random, random() % blocks);
         const bool write = random() % 2 != 0;
@@ -213,8 +228,8 @@ void quiesces() {
     std::vector<std::uint64_t> lanes;
     for (int i = 0; i < 4; ++i) {
         const auto [a, b] = new_pair();
-        lanes.push_back(near.add_lane(a));
-        far.add_lane(b);
+        lanes.push_back(add(near, a, 0));
+        add(far, b, 1);
     }
     std::atomic<bool> stop{false};
     std::vector<std::thread> threads;
@@ -257,7 +272,7 @@ void drops() {
         const auto runs = random_runs(random, blocks);
         for (int i = 0; i < 100; ++i) {
             const auto [a, b] = new_pair();
-            const std::uint64_t lane = near->add_lane(a), other = far->add_lane(b);
+            const std::uint64_t lane = add(*near, a, 0), other = add(*far, b, 1);
             const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), true);
             i % 2 != 0 ? near->drop_lane(lane) : far->drop_lane(other);
             const Outcome outcome = finish(*near, id, 20 * second_ns);
@@ -265,13 +280,33 @@ void drops() {
         }
         for (int i = 0; i < 50; ++i) {
             const auto [a, b] = new_pair();
-            const std::uint64_t lane = near->add_lane(a);
-            far->add_lane(b);
+            const std::uint64_t lane = add(*near, a, 0);
+            add(*far, b, 1);
             near->start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src), true);
         }
         near->close();
     }
     far->close();
+}
+
+// Sends bytes as the peer at end 0 does; one in four times with a bit changed after that, or without the end.
+void send_sealed(int fd, std::string& bytes, std::mt19937& random) {
+    const auto [ours, theirs] = new_pair();
+    RecordCipher cipher(keys_of(0).send, true);
+    SealingSpace space;
+    SealedOutput output(cipher, space);
+    iovec whole{bytes.data(), bytes.size()};
+    output.send(ours, Pieces(&whole, 1), random() % 100, true);
+    output.flush(ours);
+    std::string records(bytes.size() + 4096, '\0');
+    const auto got = ::recv(theirs, records.data(), records.size(), MSG_DONTWAIT);
+    ::close(ours);
+    ::close(theirs);
+    if (got <= 0) return;
+    auto count = static_cast<std::size_t>(got);
+    if (random() % 8 == 0) records[random() % count] ^= static_cast<char>(1 << random() % 8);
+    if (random() % 8 == 0) count = random() % count;
+    [[maybe_unused]] const auto sent = ::send(fd, records.data(), count, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 // Bytes that are no frames, and frames with some bytes wrong, cost their lane and nothing else.
@@ -281,7 +316,7 @@ void fuzz() {
     std::mt19937 random(6);
     for (int i = 0; i < 1500; ++i) {
         const auto [a, b] = new_pair();
-        engine.add_lane(a);
+        add(engine, a, 1);
         std::string bytes;
         for (int frame = 0; frame < 3; ++frame) {
             const auto runs = random_runs(random, random() % 4);
@@ -294,29 +329,73 @@ void fuzz() {
         // Only headers: what meta means is the owner's to check.
         for (int flips = static_cast<int>(random() % 3); flips > 0; --flips) bytes[random() % 40] ^= static_cast<char>(random());
         for (int k = 0; k < 8; ++k) bytes[random() % 4 == 0 ? 4 : 5] ^= static_cast<char>(random() % 50 == 0);
-        [[maybe_unused]] const auto sent = ::send(b, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sealed) {
+            send_sealed(b, bytes, random);
+        } else {
+            [[maybe_unused]] const auto sent = ::send(b, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        }
         if (i % 3 == 0) std::this_thread::yield();
         ::close(b);
     }
     const auto [a, b] = new_pair();
     LaneEngine other(1);
-    const std::uint64_t lane = other.add_lane(b);
-    engine.add_lane(a);
+    const std::uint64_t lane = add(other, b, 0);
+    add(engine, a, 1);
     Memory local;
     const auto runs = random_runs(random, 10);
     CHECK(finish(other, other.start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), false), 20 * second_ns).ending ==
           Ending::good);
 }
 
+template <typename Error, typename Call>
+std::string text_of_error(Call&& call) {
+    try {
+        call();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "";
+}
+
+// What nobody can wait for: the last record of a key.
+void last_record() {
+    const auto key = keys_of(0).send;
+    RecordCipher seals(key, true, max_records - 1), opens(key, false, max_records - 1);
+    char length[length_bytes] = {3}, body[3] = {'a', 'b', 'c'}, tag[tag_bytes];
+    seals.begin(length);
+    seals.update(body, body, sizeof body);
+    seals.write_tag(tag);
+    CHECK(std::memcmp(body, "abc", 3) != 0);
+    opens.begin(length);
+    opens.update(body, body, sizeof body);
+    opens.check_tag(tag);
+    CHECK(std::memcmp(body, "abc", 3) == 0);
+    const std::string over = "all 2**32 records of a sealed lane's key are used";
+    CHECK(text_of_error<LaneError>([&] { seals.begin(length); }) == over);
+    CHECK(text_of_error<LaneError>([&] { opens.begin(length); }) == over);
+}
+
+void no_library() {
+    const auto why = text_of_error<RuleError>([] { const Libcrypto none("libno-such-crypto.so.3"); });
+    CHECK(why.find("keys: a sealed lane needs OpenSSL 3, and libno-such-crypto.so.3 cannot be used: ") == 0);
+    const auto other = text_of_error<RuleError>([] { const Libcrypto wrong("libc.so.6"); });
+    CHECK(other.find("EVP_CIPHER_CTX_new") != std::string::npos);
+}
+
 }  // namespace
 
 int main() {
     end_if_it_hangs();
-    parallel_reads();
-    writes_both_ways();
-    give_ups();
-    quiesces();
-    drops();
-    fuzz();
+    no_library();
+    last_record();
+    for (const bool seals : {false, true}) {
+        sealed = seals;
+        parallel_reads();
+        writes_both_ways();
+        give_ups();
+        quiesces();
+        drops();
+        fuzz();
+    }
     std::puts("all is well");
 }

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
 
 
+SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
+
+
 def make_config(**settings: Any) -> dict[str, str]:
-    """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings."""
+    """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
+
+    Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it.
+    """
     extra: dict[str, str] = settings.pop("extra", {})
     values: dict[str, Any] = {
         "device_id": 0,
@@ -40,7 +46,8 @@ def make_config(**settings: Any) -> dict[str, str]:
     for name, value in values.items():
         if value is not None:
             setattr(config, name, value)
-    return config.generate_options() | extra
+    secrets = os.environ.get(SECRETS_VARIABLE)
+    return config.generate_options() | ({"llm.AuthSecretFile": secrets} if secrets else {}) | extra
 
 
 def small_pool(mib: int = 1) -> dict[str, Any]:

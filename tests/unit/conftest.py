@@ -10,6 +10,8 @@ import pytest
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist.testing.scene import residue, settled
 
+from . import lane_ends
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,6 +22,12 @@ def nothing_left() -> Iterator[None]:
     before = residue()
     yield
     assert settled(before) == before
+
+
+@pytest.fixture(params=["plain", "sealed"])
+def kind_of_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs over plain lanes, then over sealed ones."""
+    monkeypatch.setattr(lane_ends.Kind, "sealed", request.param == "sealed")
 
 
 @pytest.fixture

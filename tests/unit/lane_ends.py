@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 import numpy as np
 
 from llm_datadist._native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Tensors, WriteAsked, plan_row
+from tests.support.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Opener, Sealer
 
 from . import twin
 
@@ -29,6 +30,13 @@ READ, DATA, WRITE, RESULT = 1, 2, 3, 4
 BIG: Final = 8 << 20
 """Bytes: more than the socket buffers hold."""
 HEADER: Final = struct.Struct("<IBBHQQQQ")
+
+
+class Kind:
+    """The kind of lanes that are made here: what the fixture `kind_of_lane` sets for each test."""
+
+    sealed = False
+
 
 E = TypeVar("E", ReadAsked, WriteAsked, "LaneLost")
 
@@ -123,8 +131,8 @@ class Ends:
     def join(self, make: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair) -> int:
         """Add a lane and return its number at the near end."""
         near, far = make()
-        self.lanes.append(self.near.add_lane(near.detach()))
-        self.far_lanes.append(self.far.add_lane(far.detach()))
+        self.lanes.append(self.near.add_lane(near.detach(), NEAR_KEYS if Kind.sealed else None))
+        self.far_lanes.append(self.far.add_lane(far.detach(), FAR_KEYS if Kind.sealed else None))
         return self.lanes[-1]
 
     def start(self, lane: int, plan: Plan, local: Tensors, *, write: bool = False) -> int:
@@ -151,6 +159,9 @@ def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
 class Wire:
     """The far end of one lane, by hand: sends and receives frames, right or wrong ones."""
 
+    _seal: Sealer | None = None
+    _open: Opener | None = None
+
     def __init__(self, engine: LaneEngine, *, buffer: int | None = None, grants: StandingGrants | None = None) -> None:
         near, self.sock = socket.socketpair()
         self.sock.settimeout(BUDGET_S)
@@ -158,21 +169,38 @@ class Wire:
             for end in (near, self.sock):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         self.lane = engine.reserve_lane()
-        engine.attach_lane(self.lane, near.detach(), grants)
+        engine.attach_lane(self.lane, near.detach(), grants, NEAR_KEYS if Kind.sealed else None)
+        if Kind.sealed:
+            self._seal, self._open = Sealer(FAR_KEYS[0]), Opener(FAR_KEYS[1])
 
     def send(self, kind: int, id: int, meta: bytes = b"", payload: bytes = b"", *, declared: int | None = None) -> None:
         """Send a frame; ``declared``: the payload's size in the header, if it is not that of ``payload``."""
         nbytes = len(payload) if declared is None else declared
-        self.sock.sendall(HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload)
+        self.sendall(HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload)
+
+    def sendall(self, data: bytes | bytearray) -> None:
+        """Send bytes as they are, or sealed."""
+        self.sock.sendall(data if self._seal is None else self._seal.seal(data))
 
     def receive(self, nbytes: int) -> bytes:
         """Return exactly so many bytes."""
         data = bytearray()
         while len(data) < nbytes:
-            more = self.sock.recv(nbytes - len(data))
+            more = self._receive_some(nbytes - len(data))
             assert more, f"the engine closed the lane after {len(data)} of {nbytes} bytes"
             data += more
         return bytes(data)
+
+    def _receive_some(self, nbytes: int) -> bytes:
+        if self._open is None:
+            return self.sock.recv(nbytes)
+        while not self._open.plain:
+            if not (more := self.sock.recv(MAX_RECORD)):
+                return b""
+            self._open.feed(more)
+        data = bytes(self._open.plain[:nbytes])
+        del self._open.plain[:nbytes]
+        return data
 
     def header(self) -> tuple[int, int, int, int]:
         """Return (kind, id, meta bytes, payload bytes) of the next frame, checked."""
@@ -190,11 +218,14 @@ class Wire:
     def is_closed(self) -> bool:
         """Return True when the engine has dropped the lane."""
         with suppress(ConnectionResetError):
-            return self.sock.recv(1) == b""
+            return self._receive_some(1) == b""
         return True
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        for direction in (self._seal, self._open):
+            if direction is not None:
+                direction.close()
         self.sock.close()

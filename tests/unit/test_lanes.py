@@ -42,6 +42,7 @@ from llm_datadist.errors import (
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
 from tests.support.moves import wait_until
+from tests.support.sealing import FAR_KEYS, NEAR_KEYS
 
 from . import twin
 from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
@@ -171,6 +172,31 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
             assert (move(connection, into), into.tolist()) == (64, list(range(64)))
         wait_until(lambda: handler.lost == [("the link", 1), ("the link", 0)])
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
+        loop.call_soon_threadsafe(far.stop)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_lanes_are_sealed_with_the_keys_they_are_added_with(late: bool) -> None:
+    """Before their link is there, when they wait with their keys, or after."""
+    handler, into = Handler(), np.zeros(64, np.uint8)
+    with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
+        loop.call_soon_threadsafe(far.start, loop)
+        ends = ((near, near.open(), NEAR_KEYS), (far, far.open(), FAR_KEYS))
+        connection = TcpConnection(near, ends[0][1], [], writable=True)
+        with connection:
+            for begins in (late, not late):
+                if begins:
+                    connection.begin("near")
+                    far.begin(ends[1][1], "the link")
+                else:
+                    for (lanes, group, keys), sock in zip(ends, socket.socketpair(), strict=True):
+                        lanes.add(group, LaneSocket(sock, keys))
+            assert (move(connection, into), into.tolist()) == (64, list(range(64)))
+            ours, theirs = socket.socketpair()
+            far.add(ends[1][1], LaneSocket(theirs, FAR_KEYS))
+            with ours:
+                ours.sendall(bytes(100))
+                assert ours.recv(1) == b""
         loop.call_soon_threadsafe(far.stop)
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 
 def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
@@ -260,7 +260,7 @@ def test_a_read_that_timed_out_half_way_writes_nothing_more() -> None:
         assert outcome.ending is Ending.TIMEOUT
         assert 0 < outcome.nbytes <= MIB
         into[:] = 0
-        wire.sock.sendall(bytes([9]) * (nbytes - MIB) + bytes(8))
+        wire.sendall(bytes([9]) * (nbytes - MIB) + bytes(8))
         again = engine.start_read(wire.lane, b"", one_row(4), twin.tensors_of([into]))
         _, id, _, _ = wire.header()
         wire.send(DATA, id, payload=b"good" + bytes(8), declared=4)
@@ -364,6 +364,8 @@ def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
     source, into = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8)
     others = set(os.listdir("/proc/self/fd"))
     with joined(lanes=3, threads=2) as ends:
+        with Target(ends.far, twin.tensors_of([source])):  # so that there is all that lanes make when it is needed
+            assert ends.move(ends.lanes[0], one_row(4096), twin.tensors_of([into])).ending is Ending.GOOD
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -394,7 +396,9 @@ def _child_of_fork(ends: Ends, others: set[str]) -> int:
 
 def _is_ours(fd: str) -> bool:
     try:
-        return any(kind in os.readlink(f"/proc/self/fd/{fd}") for kind in ("eventpoll", "eventfd", "socket:"))
+        return any(
+            kind in os.readlink(f"/proc/self/fd/{fd}") for kind in ("eventpoll", "eventfd", "socket:", "memfd:lldd")
+        )
     except FileNotFoundError:
         return False
 

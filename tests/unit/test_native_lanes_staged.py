@@ -18,7 +18,7 @@ from .lane_ends import DATA, HEADER, MAGIC, WRITE, Target, Wire, deadline, joine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 SMALL = 5000  # bytes of a block: no multiple of anything
 COUNT = 1200  # blocks of each end's tensors; every other one is moved
@@ -73,7 +73,7 @@ def test_quiesce_takes_memory_from_under_small_blocks(engine: LaneEngine) -> Non
         engine.accept_write(asked.lane, asked.id, plan, mapped([memory]), [], 4)
         wait_for(lambda: memory[first + 1] == 9)
         engine.quiesce(4)
-        wire.sock.sendall(bytes([9]) * (plan.nbytes - 2))
+        wire.sendall(bytes([9]) * (plan.nbytes - 2))
         assert wire.result()[:2] == (5, TORN)
         assert np.flatnonzero(memory).tolist() == [first, first + 1]
 
@@ -85,13 +85,13 @@ def test_a_job_given_up_writes_no_small_block_any_more(engine: LaneEngine) -> No
     with Wire(engine) as wire:
         job = engine.start_read(wire.lane, b"", plan, mapped([memory]))
         id = wire.header()[1]
-        wire.sock.sendall(HEADER.pack(MAGIC, DATA, 0, 0, id, 0, plan.nbytes, 0) + bytes([9]))
+        wire.sendall(HEADER.pack(MAGIC, DATA, 0, 0, id, 0, plan.nbytes, 0) + bytes([9]))
         wait_for(lambda: memory[first] == 9)
         assert engine.give_up(job) == (Ending.TIMEOUT, 0, 1, "")
-        wire.sock.sendall(bytes([9]) * (plan.nbytes - 1) + bytes(8))
+        wire.sendall(bytes([9]) * (plan.nbytes - 1) + bytes(8))
         into = np.zeros(8, np.uint8)
         after = engine.start_read(wire.lane, b"", one_row(8), mapped([into]))
-        wire.sock.sendall(HEADER.pack(MAGIC, DATA, 0, 0, wire.header()[1], 0, 8, 0) + bytes([3]) * 8 + bytes(8))
+        wire.sendall(HEADER.pack(MAGIC, DATA, 0, 0, wire.header()[1], 0, 8, 0) + bytes([3]) * 8 + bytes(8))
         assert engine.wait(after, deadline()).ending is Ending.GOOD  # so that what was dropped has come, too
         assert np.flatnonzero(memory).tolist() == [first]
 

@@ -33,7 +33,7 @@ from .lane_ends import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_write_whose_guard_changed_before_touches_nothing(engine: LaneEngine, 
         guards.advance(guard.slot)
         engine.accept_write(asked.lane, asked.id, one_row(BIG), tensors(memory), [pair], 0)
         assert wire.result()[:2] == (5, CHANGED)
-        wire.sock.sendall(bytes([9]) * BIG)
+        wire.sendall(bytes([9]) * BIG)
         write_is_good(engine, wire, 6)
     assert not memory.any()
 
@@ -130,7 +130,7 @@ def test_a_write_whose_guard_changes_on_its_way_is_not_good(engine: LaneEngine, 
         engine.accept_write(asked.lane, asked.id, one_row(BIG), tensors(memory), [pair], 0)
         wait_for(lambda: memory[0] == 9)
         guards.advance(guard.slot)
-        wire.sock.sendall(bytes([9]) * (BIG - 1))
+        wire.sendall(bytes([9]) * (BIG - 1))
         assert wire.result()[:2] == (5, TORN)
 
 
@@ -249,10 +249,10 @@ def test_quiesce_takes_memory_from_under_a_running_write(engine: LaneEngine) -> 
         engine.accept_write(asked.lane, asked.id, one_row(BIG), tensors(memory), [], 4)
         wait_for(lambda: memory[0] == 9)
         engine.quiesce(3)
-        wire.sock.sendall(bytes([9]))
+        wire.sendall(bytes([9]))
         wait_for(lambda: memory[1] == 9)
         engine.quiesce(4)
-        wire.sock.sendall(bytes([9]) * (BIG - 2))
+        wire.sendall(bytes([9]) * (BIG - 2))
         assert wire.result()[:2] == (5, TORN)
         assert not memory[2:].any()
         write_is_good(engine, wire, 6)

@@ -31,7 +31,7 @@ from .lane_ends import (
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 
 def header(
@@ -81,7 +81,7 @@ def header(
 def test_a_breach_costs_the_lane_and_nothing_else(frame: bytes, reason: str) -> None:
     source, into = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8)
     with joined() as ends, Wire(ends.far) as wire:
-        wire.sock.sendall(frame)
+        wire.sendall(frame)
         assert wire.is_closed()
         lost = [event for event in events_of(ends.far) if isinstance(event, LaneLost)]
         while not lost:
@@ -128,7 +128,7 @@ def test_answers_that_do_not_fit_their_write(frame: bytes, reason: str) -> None:
         job = engine.start_write(wire.lane, b"", one_row(BIG), tensors(data))
         assert job == 1
         wire.header()
-        wire.sock.sendall(frame)
+        wire.sendall(frame)
         outcome = engine.wait(job, deadline())
         assert outcome.ending is Ending.LOST
         assert reason in outcome.text
@@ -152,5 +152,5 @@ def test_random_bytes(seed: int) -> None:
                     frames += bytes(size)
                 for _ in range(rng.randrange(4)):
                     frames[rng.randrange(min(len(frames), 120))] ^= 1 << rng.randrange(8)
-                wire.sock.sendall(frames[: rng.randrange(len(frames) + 1)])
+                wire.sendall(frames[: rng.randrange(len(frames) + 1)])
         assert ends.move(ends.lanes[0], one_row(4096), tensors(into)).ending is Ending.GOOD

@@ -22,6 +22,7 @@ import binascii
 import datetime
 import hashlib
 import os
+import secrets
 import ssl
 import stat
 import tempfile
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.config import CredentialFiles
 
-__all__ = ["CLUSTER_URI", "Credentials", "Secret", "read_secrets"]
+__all__ = ["CLUSTER_URI", "Credentials", "Secret", "new_secret", "read_secrets"]
 
 CLUSTER_URI: Final = "datadist://cluster/"
 """Before a cluster id, or ``*``, in the URIs of a certificate."""
@@ -91,6 +92,14 @@ def read_secrets(path: Path) -> list[Secret]:
     if len({each.id for each in found}) < len(found):
         raise ParamError(f"{AUTH_SECRET}: {path} has two secrets of one id")
     return found
+
+
+def new_secret(path: Path, name: str) -> Path:
+    """Append a random secret to a file, which is made for this user only if there is none; return its path."""
+    value = base64.b64encode(secrets.token_bytes(MIN_SECRET_BYTES)).decode()
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
+        file.write(f"{name} {value}\n")
+    return path
 
 
 def _check_private(what: str, about: os.stat_result) -> None:
@@ -211,7 +220,7 @@ def _no_password() -> str:
 class _Derived:
     """A certificate that only an end which has the secret can have issued, and the CAs of all secrets."""
 
-    def __init__(self, secrets: Sequence[Secret]) -> None:
+    def __init__(self, known: Sequence[Secret]) -> None:
         try:
             from cryptography.hazmat.primitives import serialization
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -221,7 +230,7 @@ class _Derived:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             ) from None
         pem = serialization.Encoding.PEM
-        issuers = [Ed25519PrivateKey.from_private_bytes(_seed(each.value)) for each in secrets]
+        issuers = [Ed25519PrivateKey.from_private_bytes(_seed(each.value)) for each in known]
         key = Ed25519PrivateKey.generate()
         self._authorities = "".join(
             _certificate(each, _name(each), each, authority=True).public_bytes(pem).decode() for each in issuers

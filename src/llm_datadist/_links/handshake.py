@@ -416,6 +416,7 @@ class Dial(AbstractContextManager["Dial"]):
             # The listener of a communicator is about to close: such a link is not dialled again.
             address=None if by_communicator else self._address,
             reconnected=self._incarnation is not None,
+            sealed=self._frames.seal is not None,
             by_communicator=by_communicator,
         )
         sock, leftover, seal = self._frames.socket, self._frames.parser.rest(), self._frames.seal
@@ -780,6 +781,7 @@ class Listener:
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
                 source=handshake.source,
+                sealed=frames.seal is not None,
                 by_communicator=by_communicator,
                 greetings=[hello] if by_communicator else [],
             )

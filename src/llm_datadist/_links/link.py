@@ -129,6 +129,7 @@ class LinkOrigin:
     #: The dialling end made it again by itself after a loss: ``link_clusters`` of either end may still claim it.
     reconnected: bool = False
     source: str = ""  # the address that the peer dialled from; empty if this end did
+    sealed: bool = False  # both ends are authenticated, and what leaves this host is encrypted
     by_communicator: bool = False  # communicators of both ends made it, and ``link_clusters`` of neither
     #: What members of communicators dialled with, until the peer has shown that it knows this link.
     greetings: list[Hello] = field(default_factory=list)
@@ -460,6 +461,7 @@ class Link:
             written_bytes=sum(each.bytes_written for each in self.connection.connections),
             resolved=len(self.caches.kept),
             verified_bytes=self._verified_bytes,
+            sealed=self.origin.sealed,
         )
 
     def check_integrity(self) -> None:

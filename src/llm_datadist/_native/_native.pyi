@@ -383,14 +383,23 @@ class LaneEngine:
         """True once close() was called."""
     def close(self) -> None:
         """Lose every lane and join the threads; no memory is touched any more. Idempotent."""
-    def add_lane(self, fd: int) -> int:
+    def add_lane(self, fd: int, keys: tuple[bytes, bytes] | None = None) -> int:
         """Take over a connected stream socket, also if this raises; return its lane number.
 
-        Raises ParamError: not a socket, or too many lanes (4096).
+        ``keys`` seals the lane: (send_key, receive_key), 32 bytes each, not the same. The peer has them the other way
+        round, and no other lane may ever have them. What somebody changed on its way costs the lane.
+
+        Raises ParamError: not a socket, too many lanes (4096), other keys, or no OpenSSL 3 to seal with.
         """
     def reserve_lane(self) -> int:
         """Return the number of a lane that is attached later: known before its first event."""
-    def attach_lane(self, lane: int, fd: int, grants: StandingGrants | None = None) -> None:
+    def attach_lane(
+        self,
+        lane: int,
+        fd: int,
+        grants: StandingGrants | None = None,
+        keys: tuple[bytes, bytes] | None = None,
+    ) -> None:
         """Like add_lane(), as the reserved ``lane``, on which requests that ``grants`` fit are answered natively."""
     def drop_lane(self, lane: int) -> None:
         """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""

@@ -25,6 +25,7 @@ public:
     }
 
     int get() const { return fd_; }
+    int release() { return std::exchange(fd_, -1); }
 
     void reset() {
         if (fd_ >= 0) ::close(std::exchange(fd_, -1));

@@ -14,6 +14,7 @@
 #include "events.hpp"
 #include "fd.hpp"
 #include "receiver.hpp"
+#include "sealed.hpp"
 #include "sender.hpp"
 #include "standing_grants.hpp"
 #include "ticket.hpp"
@@ -47,19 +48,22 @@ class Lane {
 public:
     // `max_drain_ns`: how long a payload may take that is only dropped. `grants`: what its link may use without a
     // question to Python, or null.
-    Lane(std::uint64_t number, Fd fd, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns,
+    Lane(std::uint64_t number, Stream stream, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns,
          std::shared_ptr<StandingGrants> grants)
         : number_(number),
-          fd_(std::move(fd)),
+          stream_(std::move(stream)),
           events_(events),
           scrap_(scrap),
           max_drain_ns_(max_drain_ns),
           grants_(std::move(grants)) {}
 
-    int fd() const { return fd_.get(); }
+    int fd() const { return stream_.fd(); }
 
     bool wants_to_read() const { return !receiver_.paused(); }
-    bool wants_to_write() const { return !sender_.idle(); }
+    bool wants_to_write() const { return !sender_.idle() || stream_.has_output(); }
+
+    // True when it can receive although the socket may have nothing.
+    bool has_input() const { return wants_to_read() && stream_.has_input(); }
 
     // When what is only dropped must have ended, or nothing.
     std::optional<std::int64_t> drains_until() const {
@@ -69,26 +73,32 @@ public:
     // What the socket is ready for. Any of these throws LaneError when the lane is broken.
 
     // Receives until the socket has no more, or a frame has ended: rarely another frame is there already, and then the
-    // next epoll_wait says so, which costs less than a recv in vain after each frame.
+    // next epoll_wait says so, which costs less than a recv in vain after each frame. Of what the stream has already it
+    // says nothing: see has_input().
     void receive() {
         std::uint64_t budget = slice_bytes;
         bool moved = false, drained = false;
         while (true) {
             enter_next_stages();
-            if (receiver_.paused() || drained || budget == 0 || (moved && receiver_.between_frames()))
+            if (receiver_.paused() || drained || budget == 0 ||
+                (moved && receiver_.between_frames() && !stream_.has_input()))
                 return set_low_water();
-            const Receiver::Step step = receiver_.step(fd_.get(), budget, scrap_);
+            const Receiver::Step step = receiver_.step(stream_, std::max(budget, stream_.least_asked()), scrap_);
             moved = true;
             drained = step.drained;
             budget -= std::min(budget, std::max(step.moved, least_charge_bytes));
         }
     }
 
-    void on_room() { sender_.unblock(); }
+    void on_room() {
+        sender_.unblock();
+        stream_.unblock();
+    }
 
     void send(std::uint64_t budget) {
         if (sender_.blocked()) return;
-        sender_.pump(fd_.get(), budget, [this](Frame frame) { on_sent(frame); });
+        sender_.pump(stream_, budget, [this](Frame frame) { on_sent(frame); });
+        stream_.flush();
     }
 
     // Our jobs.
@@ -183,7 +193,7 @@ private:
 
     // The end of the stream and an error wake the thread whatever the mark is.
     void set_low_water() {
-        const auto wanted = static_cast<int>(receiver_.low_water());
+        const auto wanted = static_cast<int>(stream_.to_come(receiver_.low_water()));
         if (wanted == low_water_) return;
         low_water_ = wanted;
         ::setsockopt(fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
@@ -393,7 +403,7 @@ private:
     }
 
     std::uint64_t number_;
-    Fd fd_;
+    Stream stream_;
     EventQueue& events_;
     Scrap scrap_;
     std::int64_t max_drain_ns_;

@@ -77,25 +77,28 @@ public:
     // The number of a lane to come: the reader of events can know it before the first one.
     std::uint64_t reserve_lane() { return next_lane_.fetch_add(1, std::memory_order_relaxed); }
 
-    std::uint64_t add_lane(int raw) {
+    std::uint64_t add_lane(int raw, const LaneKeys* keys = nullptr) {
         const std::uint64_t lane = reserve_lane();
-        attach_lane(lane, raw);
+        attach_lane(lane, raw, nullptr, keys);
         return lane;
     }
 
-    // Takes the socket over, also when it throws. A closed engine closes it.
-    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants = nullptr) {
+    // Takes the socket over, also when it throws. A closed engine closes it. With keys the lane is sealed.
+    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants = nullptr,
+                     const LaneKeys* keys = nullptr) {
         Fd fd(raw);
         const auto body = usable_body();
         if (lane == 0 || lane >= next_lane_.load(std::memory_order_relaxed)) refuse("lane ", lane, " was not reserved");
         const int flags = ::fcntl(raw, F_GETFL);
         if (flags < 0 || ::fcntl(raw, F_SETFL, flags | O_NONBLOCK) < 0) refuse("fd ", raw, " is no open descriptor");
         if (!body) return;
+        auto ciphers = keys != nullptr ? std::make_unique<LaneCiphers>(*keys) : nullptr;
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
         // A command is copied when it is stored, and a descriptor cannot be.
-        auto shared = std::make_shared<Fd>(std::move(fd));
-        const bool posted = body->worker_of(lane).post(
-            [lane, shared, grants](Worker& worker) { worker.add(lane, std::move(*shared), grants); });
+        auto shared = std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
+        const bool posted = body->worker_of(lane).post([lane, shared, grants](Worker& worker) {
+            worker.add(lane, std::move(shared->first), std::move(shared->second), grants);
+        });
         if (!posted) body->fds.remove(raw);
     }
 

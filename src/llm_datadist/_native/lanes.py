@@ -97,6 +97,7 @@ class LaneEngine:
 
     A lane is one stream socket. Jobs on it run one after the other in each direction, and lanes take turns, so that a
     slow peer delays only its own jobs. What a peer sends is checked before it is used, and a violation costs the lane.
+    A lane with keys is sealed: its bytes are encrypted, and those that another than the peer sent are not used.
     In a forked child every method but :meth:`close` raises. Methods that need no translation are the native ones,
     which ``_native.pyi`` describes.
 

@@ -49,6 +49,39 @@ inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent
 
 inline Kind kind_of(bool write) { return write ? Kind::write : Kind::read; }
 
+// Nothing of the keys gets into the text of an error.
+inline std::optional<LaneKeys> keys_of(nb::handle keys) {
+    if (keys.is_none()) return std::nullopt;
+    if (!nb::isinstance<nb::tuple>(keys) || nb::len(keys) != 2)
+        refuse("keys is no pair: must be None or (send_key, receive_key), each ", key_bytes, " bytes");
+    std::optional<LaneKeys> out(std::in_place);
+    const char* const names[] = {"send_key", "receive_key"};
+    for (std::size_t i = 0; i < 2; ++i) {
+        const nb::object key = keys[i];
+        if (!nb::isinstance<nb::bytes>(key)) refuse("keys: ", names[i], " is not bytes");
+        const nb::bytes bytes = nb::borrow<nb::bytes>(key);
+        if (bytes.size() != key_bytes)
+            refuse("keys: ", names[i], " has ", bytes.size(), " bytes, must have ", key_bytes);
+        std::copy_n(bytes.c_str(), key_bytes, (i == 0 ? out->send : out->receive).data());
+    }
+    // Records of both directions with the same number would have the same key and nonce.
+    if (out->send == out->receive) refuse("keys: send_key and receive_key are the same");
+    return out;
+}
+
+inline void py_attach_lane(LaneEngine& engine, std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants,
+                           nb::handle keys) {
+    Fd fd(raw);
+    const std::optional<LaneKeys> both = keys_of(keys);
+    engine.attach_lane(lane, fd.release(), std::move(grants), both ? &*both : nullptr);
+}
+
+inline std::uint64_t py_add_lane(LaneEngine& engine, int raw, nb::handle keys) {
+    const std::uint64_t lane = engine.reserve_lane();
+    py_attach_lane(engine, lane, raw, nullptr, keys);
+    return lane;
+}
+
 inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
                               const MovePlan& plan, const TensorList& tensors, bool mapped) {
     return engine.start(lane, kind_of(write), std::string(meta.c_str(), meta.size()),
@@ -158,9 +191,10 @@ inline void bind_lanes(nb::module_& m) {
         .def_prop_ro("threads", &LaneEngine::threads, "Threads that move bytes.")
         .def_prop_ro("closed", &LaneEngine::closed, "True once close() was called.")
         .def("close", &LaneEngine::close, Released(), "Lose every lane and join the threads. Idempotent.")
-        .def("add_lane", &LaneEngine::add_lane, "fd"_a, "Take a connected stream socket over; return its lane.")
+        .def("add_lane", &py_add_lane, "fd"_a, "keys"_a.none() = nb::none(),
+             "Take a connected stream socket over; return its lane.")
         .def("reserve_lane", &LaneEngine::reserve_lane, "Return the number of a lane to be attached.")
-        .def("attach_lane", &LaneEngine::attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(),
+        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(), "keys"_a.none() = nb::none(),
              "Take a connected stream socket over as a reserved lane.")
         .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a, "Close a lane; what is on it fails.")
         .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")

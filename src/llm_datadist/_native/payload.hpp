@@ -129,6 +129,7 @@ public:
     explicit Payload(Spans spans, bool mapped = false)
         : spans_(std::move(spans)),
           total_(spans_.total()),
+          mapped_(mapped),
           staged_(mapped && total_ > staged_above_bytes && spans_.mean_bytes() <= staged_mean_bytes) {}
 
     // A payload that is only dropped.
@@ -143,6 +144,9 @@ public:
     std::uint64_t done() const { return done_; }
     std::uint64_t left() const { return total_ - done_; }
     bool detached() const { return detached_; }
+
+    // True when what fill() describes cannot be unmapped.
+    bool mapped() const { return mapped_ || detached_; }
 
     // True when what comes next had better go through a buffer, and to its place by put().
     bool staged() const { return staged_; }
@@ -204,6 +208,7 @@ private:
     Spans spans_;
     std::uint64_t total_;
     std::uint64_t done_ = 0;
+    bool mapped_ = false;
     bool staged_ = false;
     Spans::Cursor cursor_;
     bool detached_ = false;

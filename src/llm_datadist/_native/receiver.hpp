@@ -10,6 +10,7 @@
 #include <string>
 
 #include "payload.hpp"
+#include "sealed.hpp"
 #include "wire.hpp"
 
 namespace datadist {
@@ -72,7 +73,7 @@ public:
 
     struct Step {
         std::uint64_t moved;
-        bool drained;  // the socket had less than was asked for
+        bool drained;  // there was less than was asked for
     };
 
     // How many bytes had better be there before a thread is woken: of a long payload many.
@@ -81,22 +82,22 @@ public:
         return std::min(payload_->left() + (trailer_follows_ ? trailer_bytes : 0), low_water_bytes);
     }
 
-    // One system call, of at most `budget` bytes of payload. Throws LaneError at the end of the stream.
-    Step step(int fd, std::uint64_t budget, const Scrap& scrap) {
+    // Receives at most `budget` bytes of payload. Throws LaneError at the end of the stream.
+    Step step(Stream& stream, std::uint64_t budget, const Scrap& scrap) {
         iovec parts[max_iovecs];
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = describe(parts, budget, scrap);
         std::uint64_t asked = 0;
         for (std::size_t i = 0; i < message.msg_iovlen; ++i) asked += parts[i].iov_len;
-        const ssize_t got = ::recvmsg(fd, &message, MSG_DONTWAIT);
+        const ssize_t got = stream.receive(message, stage_ != Stage::payload || payload_->mapped());
         if (got == 0) break_lane("the peer closed the connection");
         if (got < 0) {
             if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return {0, true};
             break_lane("receiving failed: ", std::strerror(errno));
         }
         account(static_cast<std::uint64_t>(got), scrap);
-        return {static_cast<std::uint64_t>(got), static_cast<std::uint64_t>(got) < asked};
+        return {static_cast<std::uint64_t>(got), static_cast<std::uint64_t>(got) < asked && !stream.has_input()};
     }
 
 private:

@@ -12,6 +12,7 @@
 
 #include "guards.hpp"
 #include "payload.hpp"
+#include "sealed.hpp"
 #include "wire.hpp"
 
 namespace datadist {
@@ -45,15 +46,15 @@ public:
     void unblock() { blocked_ = false; }
     bool blocked() const { return blocked_; }
 
-    // Hands up to about `budget` bytes to the kernel, and each frame that is out to `sent`.
+    // Hands up to about `budget` bytes to the stream, and each frame that is out to `sent`.
     template <typename Sent>
-    void pump(int fd, std::uint64_t budget, Sent&& sent) {
+    void pump(Stream& stream, std::uint64_t budget, Sent&& sent) {
         while (!frames_.empty()) {
             Frame& frame = frames_.front();
             if (!begun_) begin(frame);
             if (!finished(frame)) {
                 if (budget == 0) return;
-                const std::uint64_t moved = send_some(fd, frame, budget);
+                const std::uint64_t moved = send_some(stream, frame, budget);
                 if (moved == 0) return;
                 budget -= std::min(budget, std::max(moved, least_charge_bytes));
             }
@@ -139,13 +140,16 @@ private:
         return frame;
     }
 
-    // One system call; returns the bytes the kernel took, 0 when it takes none now.
-    std::uint64_t send_some(int fd, Frame& frame, std::uint64_t budget) {
+    // Returns the bytes the stream took, 0 when it takes none now.
+    std::uint64_t send_some(Stream& stream, Frame& frame, std::uint64_t budget) {
         iovec parts[max_iovecs];
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = gather(frame, parts, budget);
-        const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | more(frame));
+        const bool reads = frame.payload && frame.payload->left() > 0;
+        const ssize_t sent =
+            stream.send(message, MSG_NOSIGNAL | MSG_DONTWAIT | more(frame),
+                        reads ? frame.head.size() - head_sent_ : 0, !reads || frame.payload->mapped());
         if (sent >= 0) {
             account(frame, static_cast<std::uint64_t>(sent));
             return static_cast<std::uint64_t>(sent);

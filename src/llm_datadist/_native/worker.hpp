@@ -125,13 +125,18 @@ public:
     void close_in_child() {
         ::close(epoll_.get());
         ::close(bell_.fd());
+        sealing_.close_in_child();
     }
 
     // For commands, which have the turn.
 
-    void add(std::uint64_t number, Fd fd, std::shared_ptr<StandingGrants> grants) {
+    // Sealed with ciphers.
+    void add(std::uint64_t number, Fd fd, std::unique_ptr<LaneCiphers> ciphers,
+             std::shared_ptr<StandingGrants> grants) {
         const int raw = fd.get();
-        auto lane = std::make_unique<Lane>(number, std::move(fd), events_, scrap(), max_drain_ns_, std::move(grants));
+        Stream stream(std::move(fd), std::move(ciphers), sealing_);
+        auto lane =
+            std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(grants));
         lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
         if (watch(EPOLL_CTL_ADD, raw, number, EPOLLIN)) return;
         drop(number, "the kernel does not watch its descriptor", true);
@@ -168,6 +173,7 @@ public:
         if (tell) events_.push({Event::What::lost, number, 0, why});
         fds_.remove(lane.fd());
         draining_.erase(number);
+        in_hand_.erase(number);
         lanes_.erase(found);  // closes the descriptor, which takes it out of the epoll
     }
 
@@ -211,6 +217,7 @@ private:
         if (found == lanes_.end() || found->second.received_here == here) return false;
         found->second.received_here = here;
         settle(number, found->second);
+        if (!in_hand_.empty()) bell_.ring();
         return true;
     }
 
@@ -221,7 +228,7 @@ private:
         const bool found = with(number, [](Lane& lane) {
             if (lane.wants_to_read()) lane.receive();
         });
-        if (drained && !draining_.empty()) bell_.ring();  // it sleeps without a limit
+        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without a limit
         return found;
     }
 
@@ -236,7 +243,7 @@ private:
         const bool drained = draining_.empty();
         budget_ = caller_bytes;
         command(*this);
-        if (drained && !draining_.empty()) bell_.ring();  // it sleeps without a limit
+        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without a limit
         return true;
     }
 
@@ -253,7 +260,7 @@ private:
         epoll_event ready[64];
         std::unique_lock<std::mutex> turn(turn_);
         while (run_commands()) {
-            const int patience = draining_.empty() ? -1 : sweep_ms;
+            const int patience = !in_hand_.empty() ? 0 : draining_.empty() ? -1 : sweep_ms;
             turn.unlock();
             const int count = ::epoll_wait(epoll_.get(), ready, 64, patience);
             turn.lock();
@@ -265,6 +272,7 @@ private:
                     serve(ready[i].data.u64, ready[i].events);
                 if (pending_.load(std::memory_order_relaxed) && !run_commands()) return;
             }
+            if (!in_hand_.empty() && !serve_in_hand()) return;
             drop_overdue();
         }
     }
@@ -294,6 +302,19 @@ private:
         });
     }
 
+    // Gives each lane a turn whose input has left the kernel, so that the epoll is silent about it. Returns false when
+    // the thread has to end.
+    bool serve_in_hand() {
+        const auto copy = in_hand_;
+        for (const std::uint64_t number : copy) {
+            with(number, [](Lane& lane) {
+                if (lane.has_input()) lane.receive();
+            });
+            if (pending_.load(std::memory_order_relaxed) && !run_commands()) return false;
+        }
+        return true;
+    }
+
     void settle(std::uint64_t number, Entry& entry) {
         const Lane& lane = *entry.lane;
         const bool reads = lane.wants_to_read() && !entry.received_here;
@@ -306,6 +327,10 @@ private:
             draining_.insert(number);
         else
             draining_.erase(number);
+        if (lane.has_input() && !entry.received_here)
+            in_hand_.insert(number);
+        else if (!in_hand_.empty())
+            in_hand_.erase(number);
     }
 
     void drop_overdue() {
@@ -326,9 +351,11 @@ private:
     Bell bell_;
     std::thread thread_;
 
-    std::mutex turn_;  // protects the three below; the worker's thread gives it back only while it sleeps
+    std::mutex turn_;  // protects the five below; the worker's thread gives it back only while it sleeps
+    SealingSpace sealing_;  // before its lanes
     std::unordered_map<std::uint64_t, Entry> lanes_;
     std::unordered_set<std::uint64_t> draining_;
+    std::unordered_set<std::uint64_t> in_hand_;  // lanes to be received from whatever the epoll says
     std::uint64_t budget_ = slice_bytes;  // what is sent of a lane at once, by whose turn it is
 
     std::mutex mutex_;  // protects the two below

@@ -392,7 +392,11 @@ class Lanes:
         lane = engine.reserve_lane()
         # Before its first event can come.
         self._groups[lane] = group
-        engine.attach_lane(lane, sock.socket.detach(), group.grants)
+        try:
+            engine.attach_lane(lane, sock.socket.detach(), group.grants, sock.keys)
+        except BaseException:  # there is no libcrypto
+            self._groups.pop(lane, None)
+            raise
         if not group.add(lane):
             self.drop(group, [lane])
         elif lane not in self._groups:  # lost already

@@ -10,6 +10,7 @@ import rich  # noqa: F401
 import typer
 
 from llm_datadist.cli.bench import bench
+from llm_datadist.cli.keys import keys
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
@@ -61,10 +62,15 @@ def demo(
     memory: Annotated[
         Memory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")
     ] = Memory.POOL,
+    secure: Annotated[
+        bool,
+        typer.Option("--secure", help="Both roles prove a secret to each other; what leaves the host is encrypted."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
     """Move a real KV cache from a prompt to a decoder process and compare the tokens with a single-process run."""
-    raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json))
+    raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json, secure=secure))
 
 
 app.command()(bench)
+app.add_typer(keys, name="keys")

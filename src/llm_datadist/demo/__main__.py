@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
@@ -95,6 +96,7 @@ def main() -> int:
     parser.add_argument("role", choices=["reference", "prompt", "decoder", "both"])
     parser.add_argument("transport", choices=list(Transport), type=Transport)
     parser.add_argument("memory", choices=list(Memory), type=Memory)
+    parser.add_argument("--secrets", type=Path)
     arguments = parser.parse_args()
     events = sys.stdout
     # Text that other code prints must not get between the events.
@@ -105,7 +107,7 @@ def main() -> int:
         events.flush()
 
     try:
-        _run(arguments.role, Setup(arguments.transport, arguments.memory), emit)
+        _run(arguments.role, Setup(arguments.transport, arguments.memory, arguments.secrets), emit)
     except Exception as error:  # noqa: BLE001  the runner shows it
         emit(Failed(f"{type(error).__name__}: {error}"))
         return 1

@@ -57,7 +57,10 @@ class Child:
         self.role = role
         self._inbox = inbox
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llm_datadist.demo", role, setup.transport.value, setup.memory.value],
+            [
+                *(sys.executable, "-m", "llm_datadist.demo", role, setup.transport.value, setup.memory.value),
+                *(() if setup.secrets is None else ("--secrets", str(setup.secrets))),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

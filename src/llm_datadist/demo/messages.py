@@ -76,6 +76,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
         blocks: Blocks pulled.
         nbytes: Bytes pulled, over all tensors.
         seconds: Seconds of the ``pull_blocks`` call.
+        sealed: Both ends were authenticated.
     """
 
     tokens: list[int]
@@ -85,6 +86,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     blocks: int
     nbytes: int
     seconds: float
+    sealed: bool
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

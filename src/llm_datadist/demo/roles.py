@@ -120,7 +120,7 @@ class DecoderSide:
         emit(Said(f"pulled {len(offer.blocks)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms"))
         _check("unlink_clusters", *self.datadist.unlink_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         tokens = model.generate(offer.first_token, self._workload.generate, kv, _progress(emit, "generate"))
-        return Outcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds)
+        return Outcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
 
     def close(self) -> None:
         """Give back the cache."""
@@ -147,6 +147,8 @@ def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> 
         config.listen_ip_info = f"{_HOST}:0"
     options = config.generate_options()
     options["llm.Transport"] = setup.transport.value
+    if setup.secrets is not None:
+        options["llm.AuthSecretFile"] = str(setup.secrets)
     datadist = LLMDataDist(role, cluster_id)
     datadist.init(options)
     return datadist

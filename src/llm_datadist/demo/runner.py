@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import queue
 import sys
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.credentials import new_secret
 from llm_datadist.demo.children import Child, Exited, Inbox
 from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
 from llm_datadist.demo.report import Reporter, make_reporter
@@ -52,6 +55,7 @@ class DemoResult:
         kv_equal: The keys and values arrived as they were at the prompt side.
         tokens: The tokens that the decoder generated.
         processes: 2, or 1 when both roles ran in one process.
+        sealed: Both ends proved a shared secret, and what would leave this host was encrypted.
         error: Why there is no result, or None.
     """
 
@@ -66,18 +70,23 @@ class DemoResult:
     kv_equal: bool | None = None
     tokens: list[int] | None = None
     processes: int | None = None
+    sealed: bool | None = None
     error: str | None = None
 
 
-def run_demo(setup: Setup, *, as_json: bool) -> int:
+def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
     """Run the demo and print it; return 0 only when the tokens are equal.
 
-    With ``as_json`` the progress goes to standard error and the last line of standard output is the result.
+    With ``secure`` both ends prove a new secret to each other. With ``as_json`` the progress goes to standard error and
+    the last line of standard output is the result.
     """
     reporter = make_reporter(sys.stderr if as_json else sys.stdout)
     try:
-        with _Demo(setup, reporter) as demo:
-            result = demo.run()
+        with tempfile.TemporaryDirectory() as folder:
+            if secure:
+                setup = replace(setup, secrets=new_secret(Path(folder) / "secrets", "demo"))
+            with _Demo(setup, reporter) as demo:
+                result = demo.run()
     except DemoError as error:
         result = DemoResult(ok=False, error=str(error))
     except KeyboardInterrupt:
@@ -120,6 +129,8 @@ class _Demo:
         offer, outcome = self._run_together() if together else self._run_apart()
         if self._setup.transport not in (Transport.AUTO, outcome.transport):
             raise DemoError(f"transport: asked for {self._setup.transport}, but the link used {outcome.transport}")
+        if outcome.sealed != (self._setup.secrets is not None):
+            raise DemoError(f"secure: asked for {self._setup.secrets is not None}, the link says {outcome.sealed}")
         tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
         # Keys carry their positions, so two blocks that swapped places leave the tokens alone; the digest sees it.
         kv_equal = outcome.digest == offer.digest
@@ -135,6 +146,7 @@ class _Demo:
             kv_equal=kv_equal,
             tokens=outcome.tokens,
             processes=1 if together else 2,
+            sealed=outcome.sealed,
         )
         self._show(result, reference, offer)
         return result
@@ -229,8 +241,17 @@ class _Demo:
             ("transport", f"{result.transport}: {result.reason}"),
             ("pull_blocks", f"{seconds * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)"),
             ("processes", f"{result.processes}: {together if result.processes == 1 else apart}"),
+            ("security", _describe_security(result)),
         ]
         self._reporter.show("Tokens equal." if result.ok else "NOT equal.", rows)
+
+
+def _describe_security(result: DemoResult) -> str:
+    if not result.sealed:
+        return "none: any process of this host could have linked (--secure)"
+    if result.transport == "tcp":
+        return "both ends proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
+    return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
 
 
 def _describe_tokens(result: DemoResult, reference: Reference) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 from llm_datadist.demo.model import ModelConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 __all__ = ["Memory", "Setup", "Transport", "Workload"]
@@ -49,10 +51,12 @@ class Setup:
     Attributes:
         transport: Over what.
         memory: From and to where.
+        secrets: File of the secret that both ends prove to each other; None: links are not authenticated.
     """
 
     transport: Transport
     memory: Memory
+    secrets: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,13 +128,13 @@ def _hello(rng: random.Random) -> list[Any]:
         "fuzz",
         rng.randbytes(16),
         transport,
-        *_nonce_and_credentials(rng),
+        *_nonce_and_share(rng),
     ]
     return ["hello", *greeting, wanted, rng.random() < 0.2, token, *_communicator(rng)]
 
 
-def _nonce_and_credentials(rng: random.Random) -> list[bytes]:
-    """Return a nonce and credentials."""
+def _nonce_and_share(rng: random.Random) -> list[bytes]:
+    """Return a nonce and a share."""
     return [rng.randbytes(16), rng.choice((b"", b"", b"", rng.randbytes(9)))]
 
 
@@ -154,7 +154,7 @@ def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
     greeting = [PROTOCOL_VERSION, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16)]
     transport = rng.choice((None, "tcp", "x\ny"))
-    return ["welcome", *greeting, transport, *_nonce_and_credentials(rng), rendezvous, rng.randbytes(16), _proof(rng)]
+    return ["welcome", *greeting, transport, *_nonce_and_share(rng), rendezvous, rng.randbytes(16), _proof(rng)]
 
 
 def _transport_choice(rng: random.Random) -> list[Any]:

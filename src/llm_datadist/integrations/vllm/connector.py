@@ -39,7 +39,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     Options (``kv_connector_extra_config``): ``host`` (127.0.0.1), where a prefill engine listens and what it tells
     others; ``lease_s`` (30), how long blocks are kept for a reader that has not come; ``timeout_ms`` (10,000) of a
     claim or pull; ``link_timeout_ms`` (5,000); ``transport`` (``auto``); ``pool`` (true): the KV cache lies in a pool
-    of this library.
+    of this library; ``options`` ({}): more options of ``init``, such as ``llm.AuthSecretFile``.
 
     Threads: vLLM's; each half says more.
     """

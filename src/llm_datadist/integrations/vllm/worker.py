@@ -98,6 +98,7 @@ class Worker:
         self._lease_s = float(option("lease_s", DEFAULT_LEASE_S))
         self._host = str(option("host", "127.0.0.1"))
         self._link_ms = int(option("link_timeout_ms", 5_000))
+        self._options = {str(key): str(value) for key, value in dict(option("options", {})).items()}
         self._config = vllm_config
         self._cache_config = kv_cache_config
         self._producer = transfer.is_kv_producer
@@ -137,7 +138,7 @@ class Worker:
             config.mem_pool_cfg = json.dumps({"memory_size": size, "page_shift": _PAGE_SHIFT})
         if self._producer:
             config.listen_ip_info = f"{self._host}:0"
-        options = config.generate_options()
+        options = config.generate_options() | self._options
         if transport != "auto":
             options["llm.Transport"] = transport
         datadist = LLMDataDist(LLMRole.PROMPT if self._producer else LLMRole.DECODER, self._cluster_id)

@@ -1,0 +1,153 @@
+"""``llm-datadist keys``: make secret files and small CAs, and say what they hold, without the secrets."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from pathlib import Path  # noqa: TC003 (typer evaluates annotations)
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secrets
+from llm_datadist.errors import LLMException
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.x509 import Certificate
+
+__all__ = ["keys"]
+
+keys = typer.Typer(help="Secrets and certificates by which links are authenticated.", no_args_is_help=True)
+
+_YEARS = 2
+_DAY = datetime.timedelta(days=1)
+
+
+@keys.command()
+def new(
+    path: Annotated[Path, typer.Argument(help="File of secrets, or folder of a CA.", show_default=False)],
+    name: Annotated[str, typer.Option("--id", help="Of the new secret; by default today's date.")] = "",
+    ca: Annotated[bool, typer.Option("--ca", help="Make a CA and certificates instead, for tests.")] = False,
+    cluster: Annotated[
+        list[str] | None, typer.Option(help="With --ca: a cluster id to make a certificate for, or *. Repeatable.")
+    ] = None,
+) -> None:
+    """Add a secret to a file, behind those that it has, or make a small CA for a test.
+
+    The first secret of a file is the one that an end shows; it believes all of them.
+    """
+    try:
+        if ca:
+            _new_authority(path, cluster or ["*"])
+        else:
+            _new_secret(path, name or datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
+    except (OSError, LLMException) as error:
+        raise _failed(error) from None
+
+
+@keys.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="File of secrets, or a certificate in PEM.", show_default=False)],
+) -> None:
+    """Say what a file holds: ids and digests of secrets, or whom a certificate names and when it ends."""
+    try:
+        if path.read_bytes().startswith(b"-----BEGIN CERTIFICATE"):
+            _show_certificate(path)
+            return
+        for place, secret in enumerate(read_secrets(path)):
+            digest = hashlib.sha256(b"digest of a secret" + secret.value).hexdigest()[:16]
+            print(f"{secret.id:20} digest {digest}  {'shown and believed' if place == 0 else 'believed'}")
+    except (OSError, ValueError, LLMException) as error:
+        raise _failed(error) from None
+
+
+def _failed(error: Exception) -> typer.Exit:
+    typer.echo(f"llm-datadist keys: {error}", err=True)
+    return typer.Exit(2)
+
+
+def _new_secret(path: Path, name: str) -> None:
+    present = read_secrets(path) if path.exists() else []
+    if name in {each.id for each in present} or not name or name.split() != [name] or name.startswith("#"):
+        raise typer.BadParameter(f"--id {name!r} is taken, or no single word")
+    new_secret(path, name)
+    print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by ends that use this file")
+
+
+def _new_authority(folder: Path, clusters: list[str]) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    _write(folder / "ca.key", _private(key))
+    _write(folder / "ca.pem", _pem(_certificate(key, key, "open-datadist test CA", None)))
+    for cluster in clusters:
+        if cluster != "*" and not (cluster.isascii() and cluster.isdigit()):
+            raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
+        name = "any" if cluster == "*" else cluster
+        own = ec.generate_private_key(ec.SECP256R1())
+        _write(folder / f"{name}.key", _private(own))
+        _write(folder / f"{name}.pem", _pem(_certificate(own, key, f"cluster {name}", cluster)))
+        print(f"llm.TlsCert={folder / name}.pem llm.TlsKey={folder / name}.key llm.TlsCa={folder / 'ca.pem'}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is new, for this user only."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+
+
+def _private(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization as form
+
+    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+
+
+def _pem(certificate: Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _certificate(
+    key: EllipticCurvePrivateKey, issuer: EllipticCurvePrivateKey, name: str, cluster: str | None
+) -> Certificate:
+    """Return a certificate for a cluster, or that of the CA itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    def called(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(called(name))
+        .issuer_name(called("open-datadist test CA"))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _DAY)  # clocks of hosts differ
+        .not_valid_after(now + _YEARS * 365 * _DAY)
+        .add_extension(
+            x509.BasicConstraints(ca=cluster is None, path_length=0 if cluster is None else None), critical=True
+        )
+    )
+    if cluster is not None:
+        uri = x509.UniformResourceIdentifier(f"{CLUSTER_URI}{cluster}")
+        builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)
+    return builder.sign(issuer, SHA256())
+
+
+def _show_certificate(path: Path) -> None:
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    until = f"until {certificate.not_valid_after_utc:%Y-%m-%d}"
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        print(f"{path}: names no cluster, {until}")
+        return
+    print(f"{path}: {', '.join(names.get_values_for_type(x509.UniformResourceIdentifier))}, {until}")

@@ -1,0 +1,466 @@
+"""Lanes whose bytes are sealed: keys, records as they are on the wire, and what a peer with the keys may do wrong.
+
+All that plain lanes do sealed ones do too: see the fixture `kind_of_lane`. What a relay can do to records:
+tests/faults/sealed_relay.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import termios
+import threading
+from contextlib import closing
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, Tensors, WriteAsked
+from llm_datadist._native import encode_request as encode
+from llm_datadist.errors import ParamError
+from llm_datadist.testing.scene import tensors_over as tensors
+from tests.support.moves import wait_until as wait_for
+from tests.support.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
+
+from . import lane_ends, twin
+from .lane_ends import (
+    BIG,
+    DATA,
+    HEADER,
+    MAGIC,
+    READ,
+    RESULT,
+    WRITE,
+    Target,
+    Wire,
+    deadline,
+    encode_plan,
+    events_of,
+    joined,
+    next_event,
+    one_row,
+    tcp_pair,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("only_sealed", "nothing_left")
+
+
+@pytest.fixture
+def only_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_ends.Kind, "sealed", True)
+
+
+@pytest.fixture
+def engine() -> Iterator[LaneEngine]:
+    engine = LaneEngine(1)
+    yield engine
+    engine.close()
+
+
+def lost_because(engine: LaneEngine) -> str:
+    return next_event(engine, LaneLost).reason
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ((bytes(31), bytes(32)), "keys: send_key has 31 bytes, must have 32"),
+        ((bytes(32), bytes(33)), "keys: receive_key has 33 bytes, must have 32"),
+        ((b"", bytes(32)), "keys: send_key has 0 bytes, must have 32"),
+        ((bytes(32), bytes(32)), "keys: send_key and receive_key are the same"),
+        ((bytes(32),), "keys is no pair"),
+        ((bytes(32), bytes(32), bytes(32)), "keys is no pair"),
+        (bytes(64), "keys is no pair"),
+        ([bytes(32), bytes(32)], "keys is no pair"),
+        ((bytes(32), None), "keys: receive_key is not bytes"),
+        (("x" * 32, bytes(32)), "keys: send_key is not bytes"),
+        ((bytearray(32), bytes(32)), "keys: send_key is not bytes"),
+    ],
+)
+def test_keys_that_are_none_are_refused_and_the_socket_is_closed(engine: LaneEngine, keys: Any, why: str) -> None:
+    for attach in (
+        lambda fd: engine.add_lane(fd, keys),
+        lambda fd: engine.attach_lane(engine.reserve_lane(), fd, None, keys),
+    ):
+        near, far = socket.socketpair()
+        with far:
+            with pytest.raises(ParamError, match=f"^{why}") as refused:
+                attach(near.detach())
+            assert far.recv(1) == b""
+        assert "xxx" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "far_keys", [NEAR_KEYS, (FAR_KEYS[0], bytes(32)), (bytes(32), FAR_KEYS[1]), (bytes(32), bytes(31) + b"1"), None]
+)
+def test_ends_with_different_keys_do_not_understand_each_other(far_keys: tuple[bytes, bytes] | None) -> None:
+    source, into = twin.noise(1, 1, 4096)[0], np.zeros(4096, np.uint8)
+    near_end, far_end = socket.socketpair()
+    with joined(lanes=0) as ends, Target(ends.far, tensors(source)):
+        ends.lanes.append(ends.near.add_lane(near_end.detach(), NEAR_KEYS))
+        ends.far.add_lane(far_end.detach(), far_keys)
+        outcome = ends.move(ends.lanes[0], one_row(4096), tensors(into))
+        assert outcome.ending is Ending.LOST
+        assert not into.any()
+
+
+def test_no_bytes_go_out_in_the_clear(engine: LaneEngine) -> None:
+    secret = b"nobody on the way may read this "
+    payload = np.frombuffer(secret * 5000, np.uint8).copy()
+    near, far = socket.socketpair()
+    with far, closing(Opener(NEAR_KEYS[0])) as opener:
+        far.settimeout(lane_ends.BUDGET_S)
+        lane = engine.add_lane(near.detach(), NEAR_KEYS)
+        engine.start_write(lane, b"the meta " * 20, one_row(payload.size), tensors(payload))
+        seen = b""
+        while len(opener.plain) < HEADER.size + 180 + payload.size:
+            seen += (more := far.recv(MIB))
+            opener.feed(more)
+        assert opener.plain.endswith(b"the meta " * 20 + payload.tobytes())
+        for part in (secret[:8], b"the meta", MAGIC.to_bytes(4, "little")):
+            assert part not in seen
+        lengths = [LENGTH.unpack_from(record)[0] for record in records_of(seen)]
+        assert (
+            lengths[0] == HEADER.size + 180
+        )  # what comes before a payload is a record, so that the payload is not moved
+        assert sum(lengths[1:]) == payload.size
+        assert max(lengths) == MAX_RECORD
+
+
+def test_without_openssl_no_lane_is_sealed_and_none_is_plain(tmp_path: Path) -> None:
+    """A child finds something else where libcrypto should be."""
+    (tmp_path / "libcrypto.so.3").write_text("no library")
+    code = """
+import socket
+from llm_datadist._native import LaneEngine
+from llm_datadist.errors import ParamError
+engine = LaneEngine(1)
+for _ in range(2):
+    near, far = socket.socketpair()
+    try:
+        engine.add_lane(near.detach(), (bytes(32), bytes(31) + b"1"))
+    except ParamError as error:
+        print(error)
+    assert far.recv(100) == b""
+    far.close()
+plain, far = socket.socketpair()
+engine.add_lane(plain.detach())
+engine.close()
+far.close()
+"""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    for line in ran.stdout.splitlines():
+        assert line.startswith("keys: a sealed lane needs OpenSSL 3, and libcrypto.so.3 cannot be used: ")
+        assert str(tmp_path) in line
+    assert len(ran.stdout.splitlines()) == 2
+
+
+# Records
+
+
+@pytest.mark.parametrize("size", [1, 7, 39, 40, 41, 1000, MAX_RECORD - 1, MAX_RECORD])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_records_of_any_size_are_taken(engine: LaneEngine, size: int, mapped: bool) -> None:
+    """Frames cut into records as no end of ours would cut them, sent in pieces that are none."""
+    nbytes = 3000 if size < 10 else 200_000
+    plan = twin.make_plan(
+        np.array([[10, 0, nbytes // 2], [250_000, 0, 999], [120_000, 0, nbytes // 2 - 999]], np.uint64)
+    )
+    into = twin.noise(2, 1, 300_000)[0]
+    payload = twin.noise(3, 1, plan.nbytes)[0]
+    expected, at = into.copy(), 0
+    for to, _, count in plan.runs.tolist():
+        expected[to : to + count] = payload[at : at + count]
+        at += count
+    with Wire(engine) as wire:
+        job = engine.start_read(wire.lane, b"", plan, Tensors(tensors(into).bases, into.size, mapped=mapped))
+        id = wire.header()[1]
+        frame = HEADER.pack(MAGIC, DATA, 0, 0, id, 0, plan.nbytes, 0) + payload.tobytes() + bytes(8)
+        sealer = Sealer(FAR_KEYS[0])
+        stream = sealer.seal(frame, size)
+        sealer.close()
+        for at in range(0, len(stream), 77_777):
+            wire.sock.sendall(stream[at : at + 77_777])
+        assert engine.wait(job, deadline()) == (Ending.GOOD, 0, plan.nbytes, "")
+    assert np.array_equal(into, expected)
+
+
+@pytest.mark.parametrize("size", [0, MAX_RECORD + 1, 2**32 - 1, 2**31])
+def test_a_length_that_no_record_has(engine: LaneEngine, size: int) -> None:
+    """Told by the length alone: what it announces need not come."""
+    with Wire(engine) as wire:
+        wire.sock.sendall(LENGTH.pack(size))
+        assert wire.is_closed()
+        assert lost_because(engine) == f"a sealed record of {size} bytes"
+
+
+def test_an_empty_record_with_a_right_tag(engine: LaneEngine) -> None:
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        wire.sock.sendall(sealer.record(b""))
+        assert wire.is_closed()
+        assert lost_because(engine) == "a sealed record of 0 bytes"
+
+
+def test_a_record_above_the_limit_with_a_right_tag(engine: LaneEngine) -> None:
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        wire.sock.sendall(sealer.record(bytes(MAX_RECORD + 1))[:1000])
+        assert wire.is_closed()
+        assert lost_because(engine) == f"a sealed record of {MAX_RECORD + 1} bytes"
+
+
+@pytest.mark.parametrize("left", [1, LENGTH.size - 1, LENGTH.size, 30, HEADER.size + OVERHEAD - 1])
+def test_the_stream_ends_inside_a_record(engine: LaneEngine, left: int) -> None:
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        wire.sock.sendall(sealer.record(HEADER.pack(MAGIC, READ, 0, 0, 1, 0, 0, 0))[:left])
+        wire.sock.shutdown(socket.SHUT_WR)
+        assert lost_because(engine) == "the peer closed the connection inside a sealed record"
+
+
+def test_the_stream_ends_between_two_records(engine: LaneEngine) -> None:
+    with Wire(engine) as wire:
+        wire.send(READ, 1)
+        wire.sock.shutdown(socket.SHUT_WR)
+        events = events_of(engine)
+        while len(events) < 2:
+            events += events_of(engine)
+        assert isinstance(events[0], ReadAsked)
+        assert events[1] == LaneLost(wire.lane, "the peer closed the connection")
+
+
+@pytest.mark.parametrize("at", [0, 4, 20, 44, 59])
+def test_nothing_of_a_record_that_was_changed_is_interpreted(engine: LaneEngine, at: int) -> None:
+    """Its header is a breach of its own, with another text."""
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        record = bytearray(sealer.record(bytes(HEADER.size)))
+        record[at] ^= 1 if at else 8
+        wire.sock.sendall(record)
+        assert wire.is_closed()
+        assert lost_because(engine) == "a sealed record is not as the peer sent it"
+
+
+def test_a_wrong_trailer_makes_no_job_good(engine: LaneEngine) -> None:
+    into = np.zeros(MAX_RECORD, np.uint8)
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        job = engine.start_read(wire.lane, b"", one_row(into.size), tensors(into))
+        head = HEADER.pack(MAGIC, DATA, 0, 0, wire.header()[1], 0, into.size, 0)
+        good = sealer.record(head) + sealer.record(bytes(into.size))
+        wire.sock.sendall(good + sealer.record(bytes(8))[:-1] + b"?")
+        outcome = engine.wait(job, deadline())
+        assert outcome.ending is Ending.LOST
+        assert outcome.text.endswith("a sealed record is not as the peer sent it")
+
+
+def test_our_own_records_come_back(engine: LaneEngine) -> None:
+    """With a key for each direction a mirror is not understood."""
+    into = np.zeros(16, np.uint8)
+    near, far = socket.socketpair()
+    with far:
+        lane = engine.add_lane(near.detach(), NEAR_KEYS)
+        job = engine.start_read(lane, b"", one_row(16), tensors(into))
+        far.sendall(far.recv(1000))
+        assert engine.wait(job, deadline()).ending is Ending.LOST
+        assert lost_because(engine) == "a sealed record is not as the peer sent it"
+        assert far.recv(1) == b""
+
+
+def test_a_lane_that_breaks_in_its_payload_breaks_nothing_else() -> None:
+    source, into, other = twin.noise(4, 1, BIG)[0], np.zeros(BIG, np.uint8), np.zeros(BIG, np.uint8)
+    with joined() as ends, Wire(ends.near) as wire, Target(ends.far, tensors(source)):
+        job = ends.near.start_read(wire.lane, b"", one_row(BIG), tensors(into))
+        head = HEADER.pack(MAGIC, DATA, 0, 0, wire.header()[1], 0, BIG, 0)
+        wire.sendall(head + bytes(MIB))
+        wire.sock.sendall(LENGTH.pack(1000) + bytes(1016))
+        assert ends.near.wait(job, deadline()).ending is Ending.LOST
+        assert ends.move(ends.lanes[0], one_row(BIG), tensors(other)).ending is Ending.GOOD
+    assert np.array_equal(other, source)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_memory_of_the_user_that_is_gone_costs_the_lane_only(write: bool) -> None:
+    """The kernel finds out, at the end that sends: a cipher would end the process."""
+    with TemporaryFile() as file:
+        file.truncate(MIB)
+        gone = np.frombuffer(mmap.mmap(file.fileno(), MIB), np.uint8)
+        file.truncate(0)
+        memory = np.zeros(MIB, np.uint8)
+        ours, theirs = (gone, memory) if write else (memory, gone)
+        with joined() as ends, Target(ends.far, tensors(theirs)):
+            assert ends.move(ends.lanes[0], one_row(MIB), tensors(ours), write=write).ending is Ending.LOST
+            assert not memory.any()
+
+
+# What is in hand when the socket is silent
+
+
+def request(kind: int, id: int, meta: bytes = b"", payload: bytes = b"") -> bytes:
+    return HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), len(payload), 0) + meta + payload
+
+
+@pytest.mark.parametrize("size", [50, 1000, MAX_RECORD])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: int) -> None:
+    """All come at once, in records of that size; then the peer is silent, and each is answered in its turn."""
+    memory = np.zeros((8, 3000), np.uint8)
+    payloads = twin.noise(5, 8, 3000)
+    engine = LaneEngine(threads)
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        frames = b"".join(request(WRITE, n, b"m", payloads[n].tobytes()) for n in range(8)) + request(READ, 9, b"last")
+        wire.sock.sendall(sealer.seal(frames, size))
+        for n in range(8):
+            asked = next_event(engine, WriteAsked)
+            assert (asked.id, asked.meta, asked.nbytes) == (n, b"m", 3000)
+            if n % 4 == 3:
+                engine.refuse(asked.lane, n, 7, "no")
+            else:
+                engine.accept_write(asked.lane, n, one_row(3000), tensors(memory[n]), [], 0)
+            assert wire.result()[:2] == (n, 7 if n % 4 == 3 else 0)
+        assert next_event(engine, ReadAsked).meta == b"last"
+    engine.close()
+    for n in range(8):
+        assert np.array_equal(memory[n], payloads[n] if n % 4 != 3 else np.zeros(3000, np.uint8))
+
+
+def test_a_silent_peer_with_more_than_a_slice_in_hand() -> None:
+    """Large writes, standing grants, and over TCP, where the low-water mark counts."""
+    nbytes, count = 2 * MIB + 777, 6
+    memory, payload = np.zeros(nbytes, np.uint8), twin.noise(6, 1, nbytes)[0]
+    engine, grants = LaneEngine(1), StandingGrants()
+    grants.keep(b"m", True, tensors(memory).native, [], 0, True)
+    near, far = tcp_pair()
+    with far, closing(Sealer(FAR_KEYS[0])) as sealer:
+        far.settimeout(lane_ends.BUDGET_S)
+        lane = engine.reserve_lane()
+        engine.attach_lane(lane, near.detach(), grants, NEAR_KEYS)
+        meta = encode(b"m", nbytes, one_row(nbytes), True)
+        for n in range(count):
+            stream = sealer.seal(request(WRITE, n, meta, payload.tobytes()), 60_000 + n)
+            far.sendall(stream)
+            assert far.recv(1000)  # its RESULT
+            assert np.array_equal(memory, payload)
+            memory[:] = 0
+        assert events_of(engine, 0) == []
+    engine.close()
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 20])
+def test_the_last_bytes_of_a_payload_wake_the_thread_over_tcp(cut: int) -> None:
+    """Most of its last record is here: no more is awaited than what is still to come."""
+    into, payload = np.zeros(MIB, np.uint8), twin.noise(7, 1, MIB)[0]
+    engine = LaneEngine(1)
+    near, far = tcp_pair()
+    descriptor = near.detach()
+    with far, closing(Sealer(FAR_KEYS[0])) as sealer:
+        far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        lane = engine.add_lane(descriptor, NEAR_KEYS)
+        job = engine.start_read(lane, b"", one_row(MIB), tensors(into))
+        assert far.recv(1000)
+        stream = sealer.seal(request(DATA, job, b"", payload.tobytes()) + bytes(8))
+        far.sendall(stream[:-cut])
+        wait_for(lambda: fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)) == bytes(4))
+        far.sendall(stream[-cut:])
+        assert engine.wait(job, deadline()).ending is Ending.GOOD
+    engine.close()
+    assert np.array_equal(into, payload)
+
+
+def test_what_a_caller_leaves_in_hand_the_thread_takes() -> None:
+    """A caller receives for itself, for a short time; so many runs take it longer than that, and than a slice."""
+    nbytes = 256 << 10
+    offsets = np.arange(nbytes, dtype=np.uint64)
+    plan = twin.make_plan(np.stack([2 * offsets, offsets, np.ones_like(offsets)], axis=1))
+    payload = twin.noise(11, 1, nbytes)[0]
+    for _ in range(5):
+        into = np.zeros(2 * nbytes, np.uint8)
+        engine, waits = LaneEngine(1), threading.Event()
+        with Wire(engine, buffer=1 << 20) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+            job = engine.start_read(wire.lane, b"", plan, tensors(into))
+            stream = sealer.seal(request(DATA, wire.header()[1], b"", payload.tobytes()) + bytes(8))
+
+            def send(sock: socket.socket, stream: bytes, waits: threading.Event) -> None:
+                waits.wait()
+                sock.sendall(stream)
+
+            sender = threading.Thread(target=send, args=(wire.sock, stream, waits))
+            sender.start()
+            waits.set()
+            assert engine.wait(job, deadline()) == (Ending.GOOD, 0, nbytes, "")
+            sender.join()
+        engine.close()
+        assert np.array_equal(into[::2], payload)
+        assert not into[1::2].any()
+
+
+def test_answers_in_one_record_reach_callers_that_wait_by_themselves() -> None:
+    """One read is answered together with the end of another, to a thread that receives for itself."""
+    first, second = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    engine = LaneEngine(1)
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        for n in range(50):
+            jobs = [engine.start_read(wire.lane, b"", one_row(100), tensors(into)) for into in (first, second)]
+            for _ in jobs:
+                wire.header()
+            frames = [request(DATA, job, b"", bytes([n]) * 100) + bytes(8) for job in jobs]
+            wire.sock.sendall(sealer.record(b"".join(frames)))
+            for job in jobs:
+                assert engine.wait(job, deadline()).ending is Ending.GOOD
+            assert (first == n).all()
+            assert (second == n).all()
+    engine.close()
+
+
+def test_a_payload_that_is_dropped_ends_although_all_of_it_is_in_hand(engine: LaneEngine) -> None:
+    with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
+        wire.sock.sendall(sealer.record(request(WRITE, 1, b"", bytes(5000)) + request(READ, 2)))
+        asked = next_event(engine, WriteAsked)
+        engine.refuse(asked.lane, 1, 3, "no")
+        assert wire.result() == (1, 3, "no")
+        assert next_event(engine, ReadAsked).id == 2
+        engine.refuse(asked.lane, 2, 4, "no")
+        assert wire.result() == (2, 4, "no")
+
+
+def test_what_waits_for_the_kernel_goes_out_later(engine: LaneEngine) -> None:
+    """A small socket buffer, a peer that reads late: every byte comes, in order, with the trailer."""
+    memory = twin.noise(8, 1, 3 * MIB)[0]
+    with Wire(engine, buffer=4096) as wire:
+        for id in (1, 2, 3):
+            wire.send(READ, id, encode_plan(one_row(memory.size)))
+            asked = next_event(engine, ReadAsked)
+            engine.serve_read(asked.lane, id, one_row(memory.size), tensors(memory), [], 0)
+        for id in (1, 2, 3):
+            assert wire.header() == (DATA, id, 0, memory.size)
+            assert wire.receive(memory.size + 8) == memory.tobytes() + bytes(8)
+
+
+def test_a_write_refused_early_completes_its_frame() -> None:
+    """Its records go on with zeros, and the lane with the next job."""
+    data = twin.noise(9, 1, BIG)[0]
+    engine = LaneEngine(1)
+    with Wire(engine) as wire:
+        job = engine.start_write(wire.lane, b"", one_row(BIG), tensors(data))
+        id = wire.header()[1]
+        wire.send(RESULT, id, (77).to_bytes(4, "little") + b"no")
+        assert engine.wait(job, deadline()) == (Ending.REFUSED, 77, 0, "no")
+        data[:] = 0
+        assert not any(wire.receive(BIG)[-100:])
+        later = engine.start_read(wire.lane, b"", one_row(8), tensors(data))
+        wire.send(DATA, wire.header()[1], payload=b"x" * 8 + bytes(8), declared=8)
+        assert engine.wait(later, deadline()).ending is Ending.GOOD
+    engine.close()
