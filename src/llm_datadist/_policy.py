@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from functools import partial
 from typing import Annotated, Final
 
@@ -24,6 +25,7 @@ OTHERS: Final = "*"
 
 _UINT64_MAX: Final = 2**64 - 1
 _MAX_FILE_BYTES: Final = 1 << 20
+_MAX_SHOWN: Final = 200
 
 
 class Permissions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ class PeerPolicy:
         if given.lstrip()[:1] == "{":
             where, text = option, given.encode(errors="surrogateescape")
         else:
-            where, text = f"{option}: {given}", _read(option, given)
+            where, text = f"{option}: {given[:_MAX_SHOWN]!r}", _read(option, given)
         try:
             peers = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
@@ -71,10 +73,10 @@ class PeerPolicy:
 
 
 def _once(where: str, fields: list[tuple[str, object]]) -> None:
-    names = [name for name, _ in fields]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ParamError(f"{where}: {twice[0]!r} is there twice")
+    """Take the fields of one JSON object. Raise ParamError for a name that is there twice."""
+    counted = Counter(name for name, _ in fields)
+    if len(counted) < len(fields):
+        raise ParamError(f"{where}: {counted.most_common(1)[0][0]!r} is there twice")
 
 
 def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
@@ -93,18 +95,19 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
 
 def _read(option: str, given: str) -> bytes:
     """Return what the file holds. It is opened without waiting: the path may be that of a pipe."""
+    shown = repr(given[:_MAX_SHOWN])
     if not given.strip():
-        raise ParamError(f"{option}: {given!r} is neither JSON nor the path of a file, leave it out")
+        raise ParamError(f"{option}: {shown} is neither JSON nor the path of a file, leave it out")
     try:
         with open(given, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ParamError(f"{option}: {given} is no regular file")
+                raise ParamError(f"{option}: {shown} is no regular file")
             text = file.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, ParamError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ParamError(f"{option}: {given} cannot be read: {reason}") from None
+        raise ParamError(f"{option}: {shown} cannot be read: {reason}") from None
     if len(text) > _MAX_FILE_BYTES:
-        raise ParamError(f"{option}: {given} has more than {_MAX_FILE_BYTES} bytes")
+        raise ParamError(f"{option}: {shown} has more than {_MAX_FILE_BYTES} bytes")
     return text
