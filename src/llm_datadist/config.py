@@ -28,6 +28,7 @@ from llm_datadist._checks import (
     is_loopback,
 )
 from llm_datadist._log import logger
+from llm_datadist._policy import PeerPolicy
 from llm_datadist.errors import NoneArgument, ParamError
 from llm_datadist.types.cluster import trans_str_ip
 from llm_datadist.types.enums import LLMRole
@@ -65,6 +66,7 @@ AUTH_SECRET: Final = "llm.AuthSecretFile"
 TLS_CERT: Final = "llm.TlsCert"
 TLS_KEY: Final = "llm.TlsKey"
 TLS_CA: Final = "llm.TlsCa"
+PEER_POLICY: Final = "llm.PeerPolicy"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
 """``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
@@ -323,6 +325,7 @@ class Options:
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
         credentials: Files by which links are authenticated and sealed; None: they are not.
         insecure: Links to other hosts may do without credentials.
+        peer_policy: What each peer may do at this end; None: all that the other options allow.
     """
 
     role: LLMRole
@@ -348,6 +351,7 @@ class Options:
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
     insecure: bool = False
+    peer_policy: PeerPolicy | None = None
 
     def check_reach(self, name: str, host: str) -> None:
         """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
@@ -378,6 +382,8 @@ class Options:
             remote_accessible, host_pool = False, None
         environment = os.environ.get("HCCL_CONNECT_TIMEOUT", "")
         link_seconds = (int(environment) if is_digits(environment) else 0) or _DEFAULT_LINK_SECONDS
+        credentials = _credentials(reader)
+        insecure = reader.flag(INSECURE, default=os.environ.get(INSECURE_VARIABLE) == "1")
         parsed = cls(
             role=role,
             device_id=_device_id(reader),
@@ -399,8 +405,9 @@ class Options:
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
-            credentials=_credentials(reader),
-            insecure=reader.flag(INSECURE, default=os.environ.get(INSECURE_VARIABLE) == "1"),
+            credentials=credentials,
+            insecure=insecure,
+            peer_policy=_peer_policy(reader, believed=credentials is not None, insecure=insecure),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()
@@ -444,6 +451,22 @@ def _credentials(reader: _Reader) -> CredentialFiles | None:
     check_rule(not missing, f"{', '.join(missing)} is missing: {', '.join(given)} needs it")
     certificate, key, authority = (Path(text or "") for text in tls.values())
     return CredentialFiles(certificate=certificate, key=key, authority=authority)
+
+
+def _peer_policy(reader: _Reader, *, believed: bool, insecure: bool) -> PeerPolicy | None:
+    """Return ``llm.PeerPolicy``; ``believed`` says that peers prove who they are, which it needs."""
+    text = reader.text(PEER_POLICY)
+    if text is None:
+        return None
+    policy = PeerPolicy.parse(PEER_POLICY, text)
+    check_rule(
+        believed or insecure,
+        f"{PEER_POLICY}: without authentication any peer may say any cluster id: set {AUTH_SECRET} (or {TLS_CERT}, "
+        f"{TLS_KEY}, {TLS_CA}), or {INSECURE}='1' to believe them",
+    )
+    if not believed:
+        logger.warning("%s without authentication: peers are believed to be the clusters they say", PEER_POLICY)
+    return policy
 
 
 def _peer_timeout(reader: _Reader) -> float:

@@ -16,6 +16,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
 from llm_datadist._native import NO_DEADLINE, Plan
 from llm_datadist._native.plan import PlanEnd, digest
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, kept, questions, verified
@@ -214,7 +215,8 @@ def test_rule_10_large_questions_take_more_room_and_a_lost_link_gives_it_back(lo
 def test_one_peer_after_the_other_is_answered() -> None:
     served: list[str] = []
     before = residue()
-    server = ChecksumServer(None, None)  # type: ignore[arg-type]  # no caches: every answer is a failure
+    no_caches: Any = None  # every answer is a failure
+    server = ChecksumServer(no_caches, AccessPolicy(no_caches), None)
     go = threading.Event()
     server._thread.submit(go.wait, 60)
     fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, bytes(16), 10_000)

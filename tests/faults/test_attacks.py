@@ -35,6 +35,7 @@ from llm_datadist._links.messages import (
     frame,
 )
 from llm_datadist._native import Plan, plan_row
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, encode_handle
 from llm_datadist._transport.lanes import MAX_LANES, LaneRequest, dial_lanes
 from llm_datadist.errors import CacheNotFound, LinkRefused
@@ -273,7 +274,7 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     engine, cache = _engine(end.world), end.world.caches["kv"]
     guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
-    target = LaneTarget(engine.store, LaneReconnector())
+    target = LaneTarget(engine.store, AccessPolicy(engine.store), LaneReconnector())
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
     def ask(generation: int) -> LaneGrant:

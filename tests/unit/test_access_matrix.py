@@ -14,6 +14,7 @@ Nothing writes the table: a cell that changes is a security rule that changes, a
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import time
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry
@@ -29,9 +31,11 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN, key_of
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, PeerCacheView
-from llm_datadist._links.messages import Failed, Guarded, Resolve, Resolved, Verify
+from llm_datadist._links.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved, Verify
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
+from llm_datadist._policy import PeerPolicy
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, encode_key_handle
 from llm_datadist._transport.lanes import LaneRequest
@@ -54,7 +58,7 @@ class Asker(Link):
         self.caches = PeerCacheView()
         able = SimpleNamespace(shared_regions=True, remote_guards=False)
         self.connection: Any = SimpleNamespace(capabilities=able, reaching=lambda _: SimpleNamespace(capabilities=able))
-        self.peer: Any = "peer"
+        self.peer: Any = SimpleNamespace(cluster_id=2)
         self.peer_settled = 0
 
     def tell(self, message: Any) -> None:
@@ -64,14 +68,15 @@ class Asker(Link):
 class Bench:
     """One target with one cache of one kind."""
 
-    def __init__(self, kind: str, rca: bool, shared: bool, undo: ExitStack) -> None:
+    def __init__(self, kind: str, rca: bool, shared: bool, undo: ExitStack, peers: PeerPolicy | None = None) -> None:
         given = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": f"{rca:d}"}
         given["llm.MemPoolConfig"] = '{"memory_size": 1048576, "page_shift": 12}'
         self.store = CacheStore(Options.parse(given, LLMRole.DECODER), HostDevice(), HostDevice(), b"\0" * 16)
         undo.callback(self.store.close)
-        self.target = Target(self.store)
-        self.lanes = LaneTarget(self.store, None)  # type: ignore[arg-type]
-        self.checksums = ChecksumServer(self.store, None)
+        policy = AccessPolicy(self.store, peers)
+        self.target = Target(self.store, policy)
+        self.lanes = LaneTarget(self.store, policy, None)  # type: ignore[arg-type]
+        self.checksums = ChecksumServer(self.store, policy, None)
         undo.callback(self.checksums.close)
         self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)
         word, *registered = kind.split("-")
@@ -160,3 +165,70 @@ def test_every_server_answers_as_the_table_says() -> None:
         lines += [f"{head:<43}" + " ".join(f"{each:<17}" for each in cells) for head, cells in rows]
         lines.append("")
     assert [line.rstrip() for line in lines[:-1]] == _TABLE.read_text().splitlines()
+
+
+def _policy(**rules: Any) -> PeerPolicy:
+    return PeerPolicy.parse("llm.PeerPolicy", json.dumps({"2": rules}))
+
+
+@pytest.mark.parametrize(
+    ("rules", "answers"),
+    [
+        ({"pull": True, "push": True}, "keep keep keep keep yes yes yes yes"),
+        ({"pull": True}, "keep keep no no yes no yes no"),
+        ({"push": True}, "no no keep keep no yes no no"),  # a digest of a few bytes tells what they are
+        ({"locate": True, "consume": True, "link": True}, "no no no no no no no no"),
+        ({"pull": True, "push": True, "models": [0, 3]}, "keep keep keep keep yes yes yes yes"),
+        ({"pull": True, "push": True, "models": [3]}, "no no no no no no no no"),
+        ({"pull": True, "push": True, "models": []}, "no no no no no no no no"),
+    ],
+)
+def test_a_peer_policy_takes_rights_away_at_every_server(rules: dict[str, Any], answers: str) -> None:
+    """Raw requests: no other check of ours is in front of these."""
+    with ExitStack() as undo:
+        bench, link = Bench("blocks", True, True, undo, _policy(**rules)), Asker()
+        found = [bench.resolve(link, push, by_key) for push in _BOTH for by_key in _BOTH]
+        found += [bench.lane(link, push, 0) for push in _BOTH]
+        found += [bench.checksum(link, push, 0) for push in _BOTH]
+    assert " ".join(found) == answers
+
+
+def test_a_pin_stands_for_the_key_by_which_it_was_resolved() -> None:
+    """Another peer may consume the key meanwhile; then the cache has no key of the peer's models any more."""
+    with ExitStack() as undo:
+        bench, link = Bench("row", False, True, undo, _policy(pull=True, consume=True, models=[0])), Asker()
+        pin = bench.store.registry.pin(link, time.monotonic() + 60, key=key_of(bench.key)).pin_id
+        bench.store.remove_key(bench.key)
+        assert (bench.lane(link, False, pin), bench.checksum(link, False, pin)) == ("yes", "yes")
+        assert bench.resolve(link, False, by_key=False) == "no"
+
+
+@pytest.mark.parametrize(
+    ("rules", "consumed"),
+    [
+        ({"pull": True, "push": True}, False),
+        ({"pull": True, "push": True, "consume": True}, True),
+        ({"pull": True, "push": True, "consume": True, "models": [3]}, False),
+        ({"consume": True}, False),
+    ],
+)
+@pytest.mark.parametrize("rca", _BOTH)
+def test_what_ends_a_transfer_consumes_no_key_of_a_peer_that_may_not(
+    rules: dict[str, Any], consumed: bool, rca: bool
+) -> None:
+    with ExitStack() as undo:
+        bench, link = Bench("row", rca, True, undo, _policy(**rules)), Asker()
+        by_key = bench.resolve(link, False, by_key=True)
+        assert (by_key == "pin") is (consumed or (rca and "pull" in rules and "models" not in rules))
+        if rca:
+            bench.target.on_consumed(link, Consumed(bench.entry.cache_id, 0, 0, 1))
+        elif by_key == "pin":
+            bench.target.on_release(link, Release(1, 0, 1))
+        else:
+            assert bench.lane(link, False, None) in ("gone", "no")
+            if "consume" not in rules:  # as of a push to a row that was located
+                pin = bench.store.registry.pin(link, time.monotonic() + 60, key=key_of(bench.key)).pin_id
+                bench.target.on_release(link, Release(pin, 0, 1))
+        assert (not bench.entry.bindings) is consumed
+        for number in (1, 2):
+            bench.target.on_release(link, Release(number, 0, 0))

@@ -88,6 +88,17 @@ _INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can 
 M = TypeVar("M", bound="Message")
 
 
+class PeerRules(Protocol):
+    """What this end allows each cluster, as far as a handshake goes. Threads: any."""
+
+    def require_link(self, cluster_id: int) -> None:
+        """Raise AuthFailed for a cluster that may not link."""
+
+    def offered_to(self, cluster_id: int) -> Exports:
+        """Return what a cluster on this host may map; raise LinkRefused for nothing."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """What this end needs for a handshake in either role."""
@@ -100,6 +111,14 @@ class Endpoint:
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
     credentials: Credentials | None = None  # without them links are neither authenticated nor sealed
     check_reach: Callable[[str], None] = lambda host: None  # raises ParamError for a host that is not to be dialled
+    rules: PeerRules | None = None  # without them every peer may link, and is offered all exports
+
+    def offered_to(self, peer: Greeting) -> Exports | LinkRefused:
+        """Return what the peer may map, or why it may map nothing."""
+        try:
+            return self.exports if self.rules is None else self.rules.offered_to(peer.cluster_id)
+        except LinkRefused as error:
+            return error
 
     def session(self, *, server_side: bool) -> Seal | None:
         """Return what authenticates and seals a new connection, if anything does."""
@@ -188,9 +207,11 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
 
 
 def _check_identity(mine: Endpoint, seal: Seal | None, theirs: Greeting) -> None:
-    """Refuse an end that says it is a cluster which it may not be. Raises AuthFailed."""
+    """Refuse an end that says it is a cluster which it may not be, or that may not link. Raises AuthFailed."""
     if mine.credentials is not None and seal is not None:
         mine.credentials.check(seal, theirs.cluster_id)
+    if mine.rules is not None:
+        mine.rules.require_link(theirs.cluster_id)
 
 
 def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
@@ -305,6 +326,11 @@ class Dial(AbstractContextManager["Dial"]):
         Raises DeadlineExceeded; AuthFailed when one end does not believe the other; LinkRefused when the peer is
         unreachable, refuses, speaks another protocol, or no transport reaches it.
         """
+        if wanted is not None and self._endpoint.rules is not None:
+            try:
+                self._endpoint.rules.require_link(wanted)
+            except AuthFailed as error:
+                raise AuthFailed(f"{self._what}: {error}") from None
         hello = Hello(
             **self._endpoint.greeting(),
             wanted=wanted,
@@ -351,9 +377,10 @@ class Dial(AbstractContextManager["Dial"]):
 
     def _open(self, welcome: Welcome) -> None:
         exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
+        offered = self._endpoint.offered_to(welcome)
         forced = agree(self._endpoint.transport, welcome.transport)
         memory = exchange_memory_with(
-            welcome.rendezvous, self._token, exports, forced, deadline, here=self._here is not None
+            welcome.rendezvous, self._token, offered, forced, deadline, here=self._here is not None
         )
         with closing(self._endpoint.builder(welcome, memory, self._here)) as builder:
             dial = partial(dial_lanes, self._address, welcome.lane_token, secret=self._lane_secret)
@@ -608,7 +635,7 @@ class Listener:
         now = self._control.loop.time()
         if now >= self._warn_again_at:
             self._warn_again_at = now + 1
-            logger.warning("a connection from %s is not authenticated: %s", show_address(address[:2]), error)
+            logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), error)
 
     async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
         """Do all steps; return True when the socket has another owner."""
@@ -707,7 +734,8 @@ class Listener:
         """Admit the peer to the rendezvous; take its choice, its proof, and the memory that it left."""
         frames, hello, known = handshake.frames, handshake.hello, self._endpoint.peer_secrets
         outcome: list[PeerMemory | LinkError] = []
-        self._rendezvous.expect(hello.token, outcome.append)
+        offered = self._endpoint.offered_to(hello)
+        self._rendezvous.expect(hello.token, outcome.append, offered)
         try:
             welcome = Welcome(
                 **self._endpoint.greeting(),
@@ -723,7 +751,8 @@ class Listener:
             if frames.socket not in self._greetings:
                 # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
                 raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            handshake.memory = outcome.pop() if outcome else None
+            refused = offered if isinstance(offered, LinkError) else None  # the peer need not have come for that
+            handshake.memory = outcome.pop() if outcome else refused
             handshake.transcript = transcript
             shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
             handshake.proven = shown or handshake.here is not None

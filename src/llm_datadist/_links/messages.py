@@ -201,7 +201,8 @@ class Resolve(Message, frozen=True):
     """Initiator -> target: where is this cache? Answered by :class:`Resolved` or :class:`Failed`.
 
     Exactly one way of naming it: ``key`` (namespace, id, model id), or ``cache_id`` and ``row``. ``budget_ms`` is what
-    is left of the caller's deadline: a pin does not outlive it by much.
+    is left of the caller's deadline: a pin does not outlive it by much. ``consumes``: a push after which the initiator
+    sends :class:`Consumed`.
     """
 
     id: Id
@@ -210,6 +211,7 @@ class Resolve(Message, frozen=True):
     cache_id: int
     row: Id
     budget_ms: Id
+    consumes: bool = False
 
 
 class Guarded(msgspec.Struct, frozen=True, array_like=True):

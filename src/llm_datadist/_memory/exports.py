@@ -37,12 +37,13 @@ class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """What this process offers to a peer. Segments and guard table are owned, and closed, by the maker of this value.
+    """What this process offers to peers, or to one of them. Its maker owns, and closes, segments and guard table.
 
     Attributes:
         incarnation: Random id of this process incarnation: a peer that restarts under the same address has another.
         regions: Exported segments by region id, from 1.
         writable: True if peers may map regions for writing (remote cache access).
+        private: True if peers may be told addresses, by which cma reaches memory outside the regions.
         writers: Where peers announce writes. Without remote cache access too: addresses may be granted to them.
     """
 
@@ -51,6 +52,7 @@ class Exports:
     guards: GuardTable
     writable: bool
     writers: WriteIntents = field(default_factory=WriteIntents)
+    private: bool = True
 
     def descriptors(self) -> list[RegionDescriptor]:
         return [

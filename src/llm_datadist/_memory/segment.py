@@ -147,6 +147,18 @@ class SharedSegment(Segment):
             raise StateError(f"segment {self.name!r} holds no descriptor: it is closed, or attached from a peer")
         return self._fd
 
+    @property
+    def sealed(self) -> bool:
+        """True if no other mapping than the owner's can ever write."""
+        return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE)
+
+    def open_for_reading(self) -> int:
+        """Return another descriptor, by which nothing can be mapped for writing; the caller closes it.
+
+        Raises OSError where there is no ``/proc``.
+        """
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
     def close_descriptor(self) -> None:
         """Keep the mapping only; the descriptor is sent to no further peer. Idempotent."""
         fd, self._fd = self._fd, None

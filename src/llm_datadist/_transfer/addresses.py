@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
+    from llm_datadist._transfer.access import AccessPolicy
 
 #: Ids kept per link; beyond, those of caches that are gone are dropped.
 _MANY_IDS: Final = 1024
@@ -102,8 +103,9 @@ def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
 class LocateServer:
     """Answers what lies at addresses of ours, and lets the peer write there, if ``allowed``. Threads: control."""
 
-    def __init__(self, store: CacheStore, *, allowed: bool) -> None:
+    def __init__(self, store: CacheStore, policy: AccessPolicy, *, allowed: bool) -> None:
         self._store = store
+        self._policy = policy
         self._allowed = allowed
         self._warned = store.remote_accessible  # then peers may write anyway
 
@@ -114,7 +116,8 @@ class LocateServer:
                     "locate: llm.WriteByAddress is 0 at this end: memory is named by caches and keys only",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
-            located = _located(self._store, link, message)
+            self._policy.require_locate(link)
+            located = _located(self._store, self._policy, link, message)
         except LLMException as error:
             link.tell(failed(message.id, error))
         else:
@@ -135,12 +138,13 @@ class LocateServer:
         )
 
 
-def _located(store: CacheStore, link: Link, message: Locate) -> Located:
+def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locate) -> Located:
     if len(message.addresses) % 8 or message.nbytes < 1:
         raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
     addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
     entries, _, _ = store.registry.snapshot()
     live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
+    live = [each for each in live if policy.may_see(link, each)]  # the others are as if they were not there
     index = _AddressIndex(live, message.nbytes)
     found = index.find(addresses)
     cache_ids = index.cache_ids[found]

@@ -24,7 +24,6 @@ from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, Remot
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
-from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.threads import Threads
 from llm_datadist._transport.tcp import split_plan
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
+    from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transfer.resolution import Resolution
 
 MAX_QUESTION_BYTES: Final = 64 << 20
@@ -256,9 +256,9 @@ class ChecksumServer:
     question to :meth:`close`. The lock guards the queues.
     """
 
-    def __init__(self, store: CacheStore, pool: CopyPool | None) -> None:
+    def __init__(self, store: CacheStore, policy: AccessPolicy, pool: CopyPool | None) -> None:
         self._store = store
-        self._policy = AccessPolicy(store)
+        self._policy = policy
         self._pool = pool
         self._lock = threading.Lock()
         # The questions of each peer, with when they must be answered (time.monotonic_ns()); the first peer is next.
@@ -320,11 +320,13 @@ class ChecksumServer:
         link.tell(answer)
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
+        # Of a push too: a digest of a few bytes tells what they are.
+        self._policy.require_move(link, push=False)
         registry = self._store.registry
         entry = registry.reach(link, question.cache_id, question.pin, use=True)
         try:
             # A peer may ask only about what it may move.
-            self._policy.require_use(entry, question.pin)
+            self._policy.require_use(link, entry, question.pin)
             if question.push:
                 self._policy.require_push(link, entry.cache_id)
             plan = _question_plan(entry, question)

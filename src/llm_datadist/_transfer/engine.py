@@ -27,6 +27,7 @@ from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.grants import GrantClaims, Grants
@@ -89,20 +90,21 @@ class Engine:
             self._copy_pool = _native.CopyPool(threads) if threads > 1 else None
             if self._copy_pool is not None:
                 undo.callback(self._copy_pool.close)
+            self._access = access = AccessPolicy(self.store, options.peer_policy)
             self._swap = SwapEngine(device)
             undo.callback(self._swap.close)
             self.local = LocalCopies(self.store, self._swap, self._copy_pool)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = Grants(self.cluster_id, self.store, self._call_at)
+            self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
             undo.callback(self.grants.close)
-            self._checksums = ChecksumServer(self.store, self._copy_pool)
+            self._checksums = ChecksumServer(self.store, access, self._copy_pool)
             undo.callback(self._checksums.close)
             self._lane_reconnector = lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
-            self._target = Target(self.store)
+            self._target = Target(self.store, access)
             lane_threads = min(_MAX_LANE_THREADS, _native.usable_cpus())
-            self._lanes = Lanes(lane_threads, LaneTarget(self.store, lane_reconnector))
+            self._lanes = Lanes(lane_threads, LaneTarget(self.store, access, lane_reconnector))
             self.store.quiesce = self._lanes.quiesce
             undo.callback(self._lanes.close)
             # Joined after the links have ended: that ends what the threads wait for.
@@ -147,7 +149,7 @@ class Engine:
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
-            messages.Locate: LocateServer(self.store, allowed=options.write_by_address).on_locate,
+            messages.Locate: LocateServer(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
         return LinkManager(
             self._control,
@@ -159,6 +161,7 @@ class Engine:
                 self._lanes,
                 credentials=self._credentials,
                 check_reach=partial(options.check_reach, "link"),
+                rules=self._access,
             ),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,

@@ -46,11 +46,13 @@ from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.access import AccessPolicy
 
 _End = Literal["released by its readers", "revoked", "its time was over", "a reader was lost", "finalized"]
 _REVOKED: Final = "revoked"
@@ -82,6 +84,7 @@ class _Given(msgspec.Struct, eq=False):
     """A grant that has not ended. Its fields are guarded by the lock of :class:`Grants`."""
 
     grant: Grant
+    entry: Entry  # the cache of the blocks, which may be gone
     until: float  # monotonic
     looked_at: float  # when the control thread looks at it again; not after ``until``
     readers: int = 0  # as many as the first claim says
@@ -105,10 +108,15 @@ class Grants:
     """
 
     def __init__(
-        self, cluster_id: int, store: CacheStore, call_at: Callable[[float, Callable[[], None]], None]
+        self,
+        cluster_id: int,
+        store: CacheStore,
+        policy: AccessPolicy,
+        call_at: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self._cluster_id = cluster_id
         self._store = store
+        self._policy = policy
         self._call_at = call_at
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
@@ -136,7 +144,7 @@ class Grants:
         incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
         grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
         try:
-            answers = self._add(grant, time.monotonic() + seconds)
+            answers = self._add(grant, entry, time.monotonic() + seconds)
         except LLMException:
             self._store.exports.guards.release(guard.slot)
             raise
@@ -144,7 +152,7 @@ class Grants:
             link.tell(answer)
         return grant
 
-    def _add(self, grant: Grant, until: float) -> list[tuple[Link, Message]]:
+    def _add(self, grant: Grant, entry: Entry, until: float) -> list[tuple[Link, Message]]:
         """Keep a new grant; return the answers to the claims that have waited for it."""
         token = grant.token
         with self._lock:
@@ -152,7 +160,7 @@ class Grants:
                 raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = _Given(grant, until, until)
+            self._given[token] = _Given(grant, entry, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
@@ -211,6 +219,11 @@ class Grants:
     def on_claim(self, link: Link, message: Claim) -> None:
         """Answer a reader that names a grant, or let it wait for that."""
         token = message.token
+        try:
+            self._policy.require_move(link, push=False)
+        except ParamError as denied:
+            link.tell(failed(message.id, denied))
+            return
         with self._lock:
             answer: Message | None = None
             if token in self._given or token in self._ended or self._closed:
@@ -232,6 +245,10 @@ class Grants:
         if given is None:
             why: str = self._ended.get(token, _FINALIZED)
             return failed(number, CacheNotFound(f"the grant has ended: {why}"))
+        try:
+            self._policy.require_sight(link, given.entry)
+        except ParamError as denied:
+            return failed(number, denied)
         readers = given.readers or claim.readers
         if readers != claim.readers:
             return failed(number, ParamError(f"the grant is shared by {readers} readers, not by {claim.readers}"))

@@ -153,7 +153,7 @@ class Initiator:
         name, deadline = op.name, op.deadline
 
         def build(number: int) -> Resolve:
-            return Resolve(number, op.push, name.key, name.cache_id, name.row, deadline.remaining_ms())
+            return Resolve(number, op.push, name.key, name.cache_id, name.row, deadline.remaining_ms(), op.consumes)
 
         if steps.watch is not None:
             steps.watch("ask", link)

@@ -20,7 +20,6 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import U64, Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
-from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.threads import Threads
 from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import LanesLost, Message
     from llm_datadist._native import Plan
+    from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transport.lanes import LaneRequest
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
@@ -46,17 +46,27 @@ _MAX_GUARDS: Final = 8
 class _Finder:
     """Finds caches for peers, and pins them where that is needed. Base of both targets. Threads: control."""
 
-    def __init__(self, store: CacheStore) -> None:
+    def __init__(self, store: CacheStore, policy: AccessPolicy) -> None:
         self._store = store
-        self._policy = AccessPolicy(store)
+        self._policy = policy
 
     def _found(
-        self, link: object, key: Key | None, place: tuple[int, int], budget_ms: int, like: _KeyHandle | None = None
+        self,
+        link: object,
+        key: Key | None,
+        place: tuple[int, int],
+        budget_ms: int,
+        like: _KeyHandle | None = None,
+        *,
+        consumes: bool,
     ) -> tuple[Pin | None, Entry, int, Binding | None]:
         """Return (pin if one is needed, entry, row, binding) of what the peer may use, by key or by its ``place``.
 
         ``place`` is (cache id, row). ``like`` names the pin, and says what the peer takes the cache to be.
+        ``consumes``: a complete transfer consumes the key of the row.
         """
+        if key is not None:
+            self._policy.require_key(link, key)
         registry, pin, (cache_id, row) = self._store.registry, None, place
         entry, row, binding = registry.find(key=key, cache_id=cache_id, row=row)
         if self._policy.needs_pin(entry):
@@ -66,7 +76,11 @@ class _Finder:
             entry, row, binding = pin.entry, pin.row, pin.binding
         try:
             # After the pin: until then the key may have moved to another cache.
-            self._policy.require_use(entry, 0 if pin is None else pin.pin_id)
+            if key is None:
+                self._policy.require_sight(link, entry)
+            if consumes:
+                self._policy.require_consume(link, entry, binding)
+            self._policy.require_use(link, entry, 0 if pin is None else pin.pin_id)
             if like is not None and (pin is None or entry.geometry != like.geometry):
                 raise CacheNotFound(f"cache {entry.cache_id} is not what the peer takes it to be")
         except LLMException:
@@ -102,16 +116,22 @@ class Target(_Finder):
     def on_release(self, link: Link, message: Release) -> None:
         """End a pin of the peer. With remote cache access a pull consumes nothing (interface R5)."""
         link.peer_settled += 1
-        consume = message.count > 0 and not self._store.remote_accessible
+        consume = message.count > 0 and not self._store.remote_accessible and self._policy.may_consume(link)
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
         """Consume the key of a row once all of it was pushed (interface R5)."""
         link.peer_settled += 1
-        if self._store.remote_accessible:
-            effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
-            self._store.apply(effects)
+        if not self._store.remote_accessible:
+            return
+        try:  # there is no answer; a peer of this library has asked by its Resolve
+            self._policy.require_consumed(link, message.cache_id)
+        except LLMException as error:
+            logger.info("%s says that it has pushed: %s", link.peer, error)
+            return
+        effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
+        self._store.apply(effects)
 
     def on_late_answer(self, link: Link, message: Resolved) -> None:
         """Give back the pin of an answer that came after its caller had given up."""
@@ -124,7 +144,11 @@ class Target(_Finder):
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
         store, key = self._store, message.key
-        if message.push:
+        # A pull of a row consumes its key unless there is remote cache access, a push consumes it where there is.
+        consumes = message.consumes and store.remote_accessible if message.push else not store.remote_accessible
+        if not message.push:
+            self._policy.require_move(link, push=False)
+        else:
             self._policy.require_push(link, message.cache_id if key is None else None)
             if key is None and message.cache_id <= 0:
                 # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (interface B3).
@@ -133,8 +157,10 @@ class Target(_Finder):
                 # A push to a missing row is a wrong argument; the row of a pull may still be published
                 # (interface §6.12).
                 entry = store.registry.lookup(message.cache_id, "cache_id")
+                self._policy.require_sight(link, entry)
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
-        pin, entry, row, binding = self._found(link, key, (message.cache_id, message.row), message.budget_ms)
+        place = message.cache_id, message.row
+        pin, entry, row, binding = self._found(link, key, place, message.budget_ms, consumes=consumes)
         pin_id = 0 if pin is None else pin.pin_id
         # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
         sealed = message.push and not store.remote_accessible
@@ -194,8 +220,8 @@ def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, se
 class LaneTarget(_Finder):
     """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
 
-    def __init__(self, store: CacheStore, lane_reconnector: LaneReconnector) -> None:
-        super().__init__(store)
+    def __init__(self, store: CacheStore, policy: AccessPolicy, lane_reconnector: LaneReconnector) -> None:
+        super().__init__(store, policy)
         self._lane_reconnector = lane_reconnector
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
@@ -215,6 +241,8 @@ class LaneTarget(_Finder):
             handle, plan = _decoder.decode(request.handle), request.plan
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a lane request names nothing: {error}") from error
+        if not write:
+            self._policy.require_move(link, push=False)
         if isinstance(handle, _KeyHandle):
             if write:
                 raise ParamError("over a lane a key is read, not written")
@@ -223,7 +251,7 @@ class LaneTarget(_Finder):
             self._policy.require_push(link, handle.cache_id)
         serve = None if write else (plan.src_first, plan.count)
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
-        self._policy.require_use(entry, handle.pin)
+        self._policy.require_use(link, entry, handle.pin)
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
         if handle.guards[0].slot != entry.guard.slot:
             raise ProtocolError(f"a lane request for cache {entry.cache_id} leaves its guard out")
@@ -243,7 +271,9 @@ class LaneTarget(_Finder):
         if isinstance(link, Link) and link.peer_settled < asked.settled:
             raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")
         try:
-            _, entry, row, binding = self._found(link, asked.key, (0, 0), asked.budget_ms, asked)
+            _, entry, row, binding = self._found(
+                link, asked.key, (0, 0), asked.budget_ms, asked, consumes=not self._store.remote_accessible
+            )
         except LLMException as error:
             raise CacheNotFound(str(error)) from error
         begin = row * entry.geometry.stride

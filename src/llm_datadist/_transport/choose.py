@@ -10,6 +10,8 @@ from llm_datadist.errors import LinkError, LinkRefused, ParamError
 
 TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")
 """Names of all transports, the best first."""
+NOT_TOLD: Final = "the peer lets this end into none of its memory"
+"""Why cma cannot be used where the peer has told no address: data lanes would get nothing either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def _with_private(name: str, reason: str, forced: str | None, private: str | Non
     """Add how private memory is reached: by the same transport, else by cma, else by tcp."""
     if name != "shm":
         return Choice(name, name, reason)
-    if forced is not None:
+    if forced is not None or private == NOT_TOLD:
         return Choice(name, None, f"{reason}; private memory by nothing: {private}")
     if private is None:
         return Choice(name, "cma", f"{reason}; private memory by cma")

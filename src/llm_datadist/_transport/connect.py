@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport import inproc
-from llm_datadist._transport.choose import Choice, choose
+from llm_datadist._transport.choose import NOT_TOLD, Choice, choose
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.connection import Connection, DataPath
 from llm_datadist._transport.peer_memory import PeerMemory
@@ -31,14 +31,17 @@ Between hosts more connections share a line better than one. Threads, not lanes,
 
 
 def exchange_memory_with(
-    name: str, token: bytes, exports: Exports, forced: str | None, deadline: Deadline, *, here: bool
+    name: str, token: bytes, exports: Exports | LinkError, forced: str | None, deadline: Deadline, *, here: bool
 ) -> PeerMemory | LinkError | None:
     """Try the rendezvous, unless the peer lives in this process (``here``) or tcp is forced. Runs on the initiator.
 
+    ``exports`` is what the peer is offered, or why it is offered nothing: then there is no rendezvous.
     Return the peer's memory, which the caller owns, or why there is none; None when it was not tried.
     """
     if forced == "tcp" or (here and forced in (None, "inproc")):
         return None
+    if isinstance(exports, LinkError):
+        return exports
     try:
         return exchange_memory(name, token, exports, deadline)
     except LinkError as error:
@@ -89,17 +92,19 @@ class ConnectionBuilder:
                 same_process=peer.here is not None,
                 same_host=same_host,
                 forced=forced,
-                private=self._why_not_cma(forced),
+                private=self._why_not_cma(forced, same_host),
             )
         except BaseException:
             self.close()
             raise
 
-    def _why_not_cma(self, forced: str | None) -> str | None:
+    def _why_not_cma(self, forced: str | None, same_host: PeerMemory | LinkError | None) -> str | None:
         if forced not in (None, "cma"):
             return f"llm.Transport is {forced}"
         if self._memory is None:
-            return "no same-host rendezvous was made"
+            return "no same-host rendezvous was made" if same_host is None else str(same_host)
+        if not self._memory.cookie_address:
+            return NOT_TOLD
         return probe(self._memory, self._memory.cookie_address, self._peer.cookie)
 
     @property

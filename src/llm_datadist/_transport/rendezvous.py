@@ -129,8 +129,8 @@ def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list
 class MemoryOffer(AbstractContextManager["MemoryOffer"]):
     """What one peer is offered: a hello and its descriptors, all of memfds. Used by one thread.
 
-    Owns the page for the peer's writers until it is taken; the other descriptors stay their segments'. ``LinkRefused``
-    when there is no memory or descriptor left for that page, or this process is being finalised.
+    Owns the page for the peer's writers until it is taken; descriptors for writing stay their segments'.
+    ``LinkRefused`` when there is no memory or descriptor left for that page, or this process is being finalised.
     """
 
     def __init__(self, exports: Exports, token: bytes) -> None:
@@ -144,10 +144,27 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         self._page: WriterPage | None = page
         memory = page.segment
         assert memory is not None
+        segments = [shared[described.region] for described in regions]
+        # The receiver may ignore RegionDescriptor.writable, but not the mode of a descriptor.
+        sealed = exports.writable or all(segment.sealed for segment in segments)
+        self._opened = [] if sealed else self._open_for_reading(segments)
+        pools = self._opened or [segment.fd for segment in segments]
+        address = guards.segment.address if exports.private else 0
         self.hello = RendezvousHello(
-            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions, guards.segment.address
+            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions, address
         )
-        self.fds = [guards.segment.fd, memory.fd, *(shared[described.region].fd for described in regions)]
+        self.fds = [guards.segment.fd, memory.fd, *pools]
+
+    def _open_for_reading(self, segments: list[SharedSegment]) -> list[int]:
+        opened: list[int] = []
+        try:
+            opened.extend(segment.open_for_reading() for segment in segments)
+        except OSError as error:
+            for fd in opened:
+                os.close(fd)
+            self.take_page().retire()
+            raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
+        return opened
 
     def send(self, sock: socket.socket) -> None:
         send_packet(sock, self.hello, self.fds)
@@ -158,5 +175,7 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         return page
 
     def __exit__(self, *exc_info: object) -> None:
+        while self._opened:
+            os.close(self._opened.pop())
         if self._page is not None:
             self._page.retire()

@@ -57,15 +57,16 @@ class SameHostListener:
     thread. In a forked child only ``close`` may be called: it closes the child's descriptors, and touches neither the
     loop nor the socket file, which are the parent's.
 
-    Every accepted peer is given the exports, and has ``idle_timeout`` seconds for its packet. ``name`` is what a peer
-    passes to :func:`exchange_memory`: ``@...`` is abstract, else the path of a file in ``socket_dir``.
+    An accepted peer is given the exports, or what :meth:`expect` says, and has ``idle_timeout`` seconds for its packet.
+    ``name`` is what a peer passes to :func:`exchange_memory`: ``@...`` is abstract, else the path of a file in
+    ``socket_dir``.
     """
 
     def __init__(self, exports: Exports, socket_dir: str | None, *, idle_timeout: float = 5.0) -> None:
         self._exports = exports
         self._idle_timeout = idle_timeout
         self._pid = os.getpid()
-        self._expected: dict[bytes, _Callback] = {}
+        self._expected: dict[bytes, tuple[_Callback, Exports | LinkError]] = {}
         self._pending: dict[socket.socket, asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -79,15 +80,18 @@ class SameHostListener:
         self._thread = threading.get_ident()
         loop.add_reader(self._socket, self._accept)
 
-    def expect(self, token: bytes, callback: _Callback) -> None:
+    def expect(self, token: bytes, callback: _Callback, offered: Exports | LinkError | None = None) -> None:
         """Admit one peer with ``token``. The callback gets its memory, which it then owns, or the reason why not.
+
+        ``offered`` is what this peer is given instead of the exports, or why it is refused.
 
         The token is used up by the first packet that carries it. A callback is not called when the listener is closed
         first.
         """
         if not 16 <= len(token) <= 64:
             raise ParamError(f"expect: token has {len(token)} bytes, must have 16 to 64")
-        if self._expected.setdefault(token, callback) is not callback:
+        expected = callback, self._exports if offered is None else offered
+        if self._expected.setdefault(token, expected) is not expected:
             raise ParamError("expect: this token is expected already; tokens are for one use")
 
     def forget(self, token: bytes) -> None:
@@ -155,10 +159,13 @@ class SameHostListener:
             hello = decode(packet.data)
             if isinstance(hello, Refusal):
                 raise ProtocolError("a same-host dialer began with a refusal")
-            callback = self._expected.pop(hello.token, None)
-            if callback is None:
+            expected = self._expected.pop(hello.token, None)
+            if expected is None:
                 raise LinkRefused("unknown or already used token")
-            result = self._exchange(sock, hello, packet)
+            callback, offered = expected
+            if isinstance(offered, LinkError):
+                raise offered
+            result = self._exchange(sock, hello, packet, offered)
         except LLMException as error:
             result = error if isinstance(error, LinkRefused) else LinkRefused(f"same-host rendezvous: {error}")
             with suppress(OSError):
@@ -169,16 +176,16 @@ class SameHostListener:
         if callback is not None:
             callback(result)
 
-    def _exchange(self, sock: socket.socket, hello: RendezvousHello, packet: Packet) -> PeerMemory:
+    def _exchange(self, sock: socket.socket, hello: RendezvousHello, packet: Packet, exports: Exports) -> PeerMemory:
         # Opened before the answer is sent, which only a living peer can still get.
-        with MemoryOffer(self._exports, hello.token) as offer, PeerProcess(sock) as process:
+        with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock) as process:
             peer = map_peer(hello, packet, process, offer)
-        try:
-            offer.send(sock)
-            peer.settle()
-        except OSError as error:
-            peer.close()
-            raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
+            try:
+                offer.send(sock)
+                peer.settle()
+            except OSError as error:
+                peer.close()
+                raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
         return peer
 
     def _drop(self, sock: socket.socket, reason: str | None) -> None:
