@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pwd
 import resource
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -66,7 +67,9 @@ AUTH_SECRET: Final = "llm.AuthSecretFile"
 TLS_CERT: Final = "llm.TlsCert"
 TLS_KEY: Final = "llm.TlsKey"
 TLS_CA: Final = "llm.TlsCa"
+MAX_LINK_AGE: Final = "llm.MaxLinkAge"
 PEER_POLICY: Final = "llm.PeerPolicy"
+SAME_HOST_USERS: Final = "llm.SameHostUsers"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
 """``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
@@ -104,6 +107,7 @@ _MIN_PAGE_SHIFT: Final = 10
 _PAGE_SHIFT_END: Final = 31
 _PAGES_END: Final = 2**32 - 1
 _LEAST_PEER_TIMEOUT: Final = 0.1  # below, both ends would do little else than send heartbeats
+_LEAST_LINK_AGE: Final = 1.0  # a handshake costs both ends some milliseconds
 _MAX_LINKS: Final = 1024
 _DESCRIPTORS_PER_LINK: Final = 16  # a link over tcp has ten at most
 _MIB2: Final = 2 * 2**20
@@ -324,7 +328,9 @@ class Options:
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
         credentials: Files by which links are authenticated and sealed; None: they are not.
+        max_link_age: Seconds after which the ends of a link authenticate each other again; None: never.
         insecure: Links to other hosts may do without credentials.
+        same_host_users: User ids, beside this process's own, whose processes on this host may map the pools.
         peer_policy: What each peer may do at this end; None: all that the other options allow.
     """
 
@@ -350,7 +356,9 @@ class Options:
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
+    max_link_age: float | None = None
     insecure: bool = False
+    same_host_users: frozenset[int] = frozenset()
     peer_policy: PeerPolicy | None = None
 
     def check_reach(self, name: str, host: str) -> None:
@@ -406,7 +414,9 @@ class Options:
             checksum=reader.flag(CHECKSUM, default=False),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             credentials=credentials,
+            max_link_age=_max_link_age(reader, believed=credentials is not None),
             insecure=insecure,
+            same_host_users=_same_host_users(reader),
             peer_policy=_peer_policy(reader, believed=credentials is not None, insecure=insecure),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
@@ -451,6 +461,34 @@ def _credentials(reader: _Reader) -> CredentialFiles | None:
     check_rule(not missing, f"{', '.join(missing)} is missing: {', '.join(given)} needs it")
     certificate, key, authority = (Path(text or "") for text in tls.values())
     return CredentialFiles(certificate=certificate, key=key, authority=authority)
+
+
+def _max_link_age(reader: _Reader, *, believed: bool) -> float | None:
+    text = reader.text(MAX_LINK_AGE)
+    if text is None:
+        return None
+    seconds, least = reader.number(MAX_LINK_AGE, default=0.0), _LEAST_LINK_AGE
+    check_rule(seconds >= least, f"{MAX_LINK_AGE}: {text!r} seconds, {least} s at least are needed")
+    which = f"{AUTH_SECRET} (or {TLS_CERT}, {TLS_KEY}, {TLS_CA})"
+    check_rule(believed, f"{MAX_LINK_AGE}: {text!r}, but links without {which} are not authenticated")
+    return seconds
+
+
+def _same_host_users(reader: _Reader) -> frozenset[int]:
+    text = reader.text(SAME_HOST_USERS)
+    return frozenset() if text is None else frozenset(_user_id(text, each.strip()) for each in text.split(","))
+
+
+def _user_id(text: str, user: str) -> int:
+    """Return the id of a user that ``text`` gives by id or by name. Raises ParamError for none of this host."""
+    if is_digits(user) and int(user) < _UINT32_MAX:
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ParamError(
+            f"{SAME_HOST_USERS}: {text!r}: {user!r} is neither a user id nor a user of this host"
+        ) from None
 
 
 def _peer_policy(reader: _Reader, *, believed: bool, insecure: bool) -> PeerPolicy | None:

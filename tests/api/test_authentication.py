@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist import LLMStatusCode
+from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist.errors import ParamError
+from llm_datadist.errors import AuthFailed, ParamError
 from tests.support.authority import DAY, NOW, Authority, secret_file
-from tests.support.linking import bytes_move_both_ways, info, link, links
+from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
 from tests.support.moves import picture
 from tests.support.strangers import Stranger
 
@@ -19,9 +20,15 @@ if TYPE_CHECKING:
 
     from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.world import World
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET, OTHER = b"s" * 32, b"o" * 32
+
+
+def dial(world: World, cluster_id: int, port: int) -> None:
+    """Link as ``link_clusters`` does, which turns what is raised here into a status."""
+    links_of(world).link(cluster_id, ("127.0.0.1", port), Deadline(10_000))
 
 
 def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
@@ -49,6 +56,8 @@ def test_two_ends_link_only_if_they_authenticate_in_the_same_way(
         return
     before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
     assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
+    with pytest.raises(AuthFailed):
+        pair.decoder.do(dial, 1, pair.prompt.port)
     assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
     assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
 

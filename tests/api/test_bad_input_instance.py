@@ -60,6 +60,9 @@ BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
     ("llm.AuthSecretFile", [""], "names no file"),
     *((key, [""], "names no file") for key in ("llm.TlsCert", "llm.TlsKey", "llm.TlsCa")),
     ("llm.Insecure", ["", "yes"], "is neither '0' nor '1'"),
+    ("llm.SameHostUsers", ["", "1,,2", "-1", "no such user", str(2**32 - 1)], "neither a user id nor a user"),
+    ("llm.MaxLinkAge", ["0", "0.9", "soon", "inf"], ""),
+    ("llm.MaxLinkAge", ["60"], "are not authenticated"),
     *((pool, ["", "{", "[]"], "") for pool in POOLS),
 ]
 BAD_LISTEN: Final = ("", "26000", "1.2.3.4:1:2", "a:", "a:port", "a:-1", "a:65536", "::1:5", ":5", "1:2;3:4", "1:²")

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 
+from llm_datadist import LLMStatusCode
 from llm_datadist._links.credentials import new_secret
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, unlink
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show
+from tests.support.authority import NOW, Authority, secret_file
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    begin_there,
+    bytes_move_both_ways,
+    info,
+    link,
+    link_number,
+    linked,
+    not_linked,
+    result_there,
+    unlink,
+)
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Pair
+    from tests.support.world import World
 
 ROTATIONS = 10
 
@@ -82,3 +100,106 @@ def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_p
     assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
     shm_pair.link()
     assert time.monotonic() - began < 60
+
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+AGED = {"llm.MaxLinkAge": "1", "llm.PeerTimeout": "3"}
+
+
+def start(pair: Pair, prompt: dict[str, str], decoder: dict[str, str]) -> None:
+    """Start both ends with these options, and link them."""
+    extra = {"llm.Transport": pair.transport}
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | prompt)
+    pair.decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0", extra=extra | decoder)
+    pair.link()
+
+
+def authenticated(world: World) -> float:
+    """Return when the peer was authenticated, on the monotonic clock."""
+    (there,) = world.dd.statistics().links
+    assert there.authenticated_seconds is not None
+    return time.monotonic() - there.authenticated_seconds
+
+
+def wait_for_renewal(world: World) -> None:
+    """Return once the peer has been authenticated again."""
+    before = authenticated(world)
+    wait_until(lambda: authenticated(world) > before + 0.1)
+
+
+def pull_until_told(world: World) -> int:
+    """Pull again and again until told to stop; return how often."""
+    world.memory["stop"], pulls = threading.Event(), 0
+    while not world.memory["stop"].is_set():
+        call(world, "pull_blocks", BLOCKS, Use("into"), [0], [1])
+        pulls += 1
+    return pulls
+
+
+def tell_to_stop(world: World) -> None:
+    world.memory["stop"].set()
+
+
+def renewed_while_it_is_used(pair: Pair, until: Callable[[], None]) -> None:
+    """Pull all the time, until that returns: no pull fails, and the link is the same one."""
+    source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
+    number = pair.decoder.do(link_number, 1)
+    pair.decoder.do(begin_there, "pulls", pull_until_told)
+    until()
+    pair.decoder.do(tell_to_stop)
+    pulls = pair.decoder.do(result_there, "pulls")
+    assert isinstance(pulls, int), pulls
+    assert pulls > 0
+    assert pair.decoder.do(link_number, 1) == number
+    same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
+
+
+def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Path) -> None:
+    secrets = secret_file(tmp_path / "secrets", a=SECRET)
+    start(pair, secrets, secrets | AGED)
+    renewed_while_it_is_used(pair, lambda: pair.prompt.do(wait_for_renewal))
+    pair.decoder.do(wait_for_renewal)
+
+
+def test_ten_rotations_cost_no_pull_of_a_link_that_is_authenticated_again(tcp_pair: Pair, tmp_path: Path) -> None:
+    rotated = Rotated(tmp_path)
+    prompt, decoder = ({"llm.AuthSecretFile": str(file)} | AGED for file in rotated.files)
+    start(tcp_pair, prompt, decoder)
+
+    def rotate() -> None:
+        for number in range(1, ROTATIONS + 1):
+            for step in rotated.steps(number):
+                rotated.do(step)
+                time.sleep(0.1)
+            tcp_pair.prompt.do(wait_for_renewal)
+
+    renewed_while_it_is_used(tcp_pair, rotate)
+
+
+def test_a_peer_whose_secret_was_taken_back_is_unlinked_and_comes_back_with_a_new_one(
+    pair: Pair, tmp_path: Path
+) -> None:
+    files = [tmp_path / "prompt", tmp_path / "decoder"]
+    prompt, decoder = (secret_file(file, a=SECRET) for file in files)
+    start(pair, prompt | AGED, decoder)
+    secret_file(files[0], b=OTHER)
+    alone(pair.prompt, pair.decoder)
+    not_linked(pair.decoder, 1, "its link was lost", "is being dialled again")
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (failed, [failed])
+    secret_file(files[1], b=OTHER)
+    wait_until(lambda: linked(pair.prompt, pair.decoder), 30)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def test_a_certificate_that_expires_ends_its_links(shm_pair: Pair, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    now = datetime.datetime.now(datetime.UTC)
+    decoder = authority.issue("decoder", [2], expires=now + datetime.timedelta(seconds=5))
+    start(shm_pair, authority.issue("prompt", [1]) | AGED, decoder)
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+    alone(shm_pair.prompt, shm_pair.decoder)
+    assert datetime.datetime.now(datetime.UTC) > now + datetime.timedelta(seconds=4)
+    decoder = authority.issue("decoder", [2], expires=NOW + datetime.timedelta(days=1))  # in place: it is read again
+    wait_until(lambda: linked(shm_pair.prompt, shm_pair.decoder), 30)

@@ -85,6 +85,14 @@ def test_what_is_tampered_with_never_comes_out(credentials: Credentials) -> None
     assert min(found.values()) > 0, found
 
 
+def test_after_tampering_nothing_more_is_sealed(credentials: Credentials) -> None:
+    ours, theirs = shaken(credentials)
+    with pytest.raises(AuthFailed):
+        theirs.open(ours.seal(b"an order")[:-1] + b"\0")
+    with pytest.raises(AuthFailed):
+        theirs.seal(b"an answer, of another thread")
+
+
 def test_what_an_end_has_sent_is_not_believed_when_it_comes_back(credentials: Credentials) -> None:
     ours, _ = shaken(credentials)
     with pytest.raises(AuthFailed):

@@ -184,6 +184,7 @@ class CacheStore:
             guards=self._guards,
             writable=options.remote_accessible,
             writers=self.writers,
+            users=options.same_host_users,
         )
 
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:

@@ -179,8 +179,13 @@ class Channel:
             self.close(f"the peer left {unsent} bytes of control messages unread")
 
     def _sealed(self, data: bytes) -> bytes:
-        """Under the lock: what is sealed is sent in the same order."""
-        return data if self._seal is None else self._seal.seal(data)
+        """Under the lock: what is sealed is sent in the same order. Raises NotLinked where tampering was found."""
+        if self._seal is None:
+            return data
+        try:
+            return self._seal.seal(data)
+        except AuthFailed as error:  # the reader has found it out, and ends this channel
+            raise NotLinked(f"the control connection was tampered with: {error}") from None
 
     def _write(self, data: bytes | bytearray) -> int:
         """Under the lock: return how much the kernel takes; reading reports a dead socket."""

@@ -38,6 +38,7 @@ from llm_datadist._links.messages import (
     refused,
     remote_refusal,
 )
+from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
 from llm_datadist._log import logger
 from llm_datadist._transport import inproc
@@ -124,6 +125,14 @@ class Endpoint:
         """Return what authenticates and seals a new connection, if anything does."""
         return None if self.credentials is None else self.credentials.session(server_side=server_side)
 
+    def renewal(self, peer: Greeting, secret: bytes, *, dialled: bool) -> Renewal | None:
+        """Return what authenticates the ends of a link again that has this secret, if anything does."""
+        if self.credentials is None:
+            return None
+        return Renewal(
+            self.credentials.session, lambda seal: _check_identity(self, seal, peer), secret, dialled=dialled
+        )
+
     def greeting(self) -> dict[str, Any]:
         return {
             "version": PROTOCOL_VERSION,
@@ -161,7 +170,8 @@ class NewLink:
     leftover: bytes  # received after the handshake
     share: bytes = b""  # this end's half of a new secret, for the initiator
     admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
-    seal: Seal | None = None  # which all bytes of the socket go through
+    seal: Seal | None = None  # which all bytes of the socket go through, and with it:
+    renewal: Renewal | None = None
 
     def close(self) -> None:
         self.connection.close()
@@ -318,6 +328,7 @@ class Dial(AbstractContextManager["Dial"]):
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._here: Exports | None = None  # of the target, if it is in this process
         self._transcript: Transcript
+        self._welcome: Welcome
         self._proven = False
 
     def greet(self, wanted: int | None) -> None:
@@ -342,7 +353,7 @@ class Dial(AbstractContextManager["Dial"]):
         self._undo.callback(inproc.withdraw, self._token)
         inproc.offer(self._token, self._endpoint.exports)
         self._frames.introduce(hello)
-        welcome = self._frames.receive(Welcome)
+        self._welcome = welcome = self._frames.receive(Welcome)
         self._lane_secret = _lane_secret(hello, welcome)
         self._here = inproc.answer(self._token)
         self._transcript = _transcript(hello, welcome)
@@ -416,11 +427,11 @@ class Dial(AbstractContextManager["Dial"]):
             # The listener of a communicator is about to close: such a link is not dialled again.
             address=None if by_communicator else self._address,
             reconnected=self._incarnation is not None,
-            sealed=self._frames.seal is not None,
             by_communicator=by_communicator,
         )
         sock, leftover, seal = self._frames.socket, self._frames.parser.rest(), self._frames.seal
-        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, seal=seal)
+        renewal = self._endpoint.renewal(self._welcome, self._lane_secret, dialled=True)
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, seal=seal, renewal=renewal)
 
     def hang_up(self) -> None:
         """Make a waiting call fail at once; also ends what was taken."""
@@ -781,7 +792,6 @@ class Listener:
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
                 source=handshake.source,
-                sealed=frames.seal is not None,
                 by_communicator=by_communicator,
                 greetings=[hello] if by_communicator else [],
             )
@@ -789,8 +799,9 @@ class Listener:
             peer, share = Peer.of(hello), new_share() if theirs.share else b""
             shares = peer.incarnation, theirs.share, share, handshake.transcript
             agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
+            renewal = self._endpoint.renewal(hello, group.secret, dialled=False)
             self._host.install(
-                NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree, frames.seal)
+                NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree, frames.seal, renewal)
             )
         except BaseException:
             connection.close()

@@ -26,6 +26,7 @@ from llm_datadist.metrics import LinkStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._links.renewal import Renewal
     from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
 
@@ -129,7 +130,6 @@ class LinkOrigin:
     #: The dialling end made it again by itself after a loss: ``link_clusters`` of either end may still claim it.
     reconnected: bool = False
     source: str = ""  # the address that the peer dialled from; empty if this end did
-    sealed: bool = False  # both ends are authenticated, and what leaves this host is encrypted
     by_communicator: bool = False  # communicators of both ends made it, and ``link_clusters`` of neither
     #: What members of communicators dialled with, until the peer has shown that it knows this link.
     greetings: list[Hello] = field(default_factory=list)
@@ -196,11 +196,14 @@ class Link:
     Threads: any; the lock guards the state and the unlink; nothing blocks under it.
     """
 
-    def __init__(self, peer: Peer, connection: DataPath, choice: Choice, origin: LinkOrigin) -> None:
+    def __init__(
+        self, peer: Peer, connection: DataPath, choice: Choice, origin: LinkOrigin, renewal: Renewal | None = None
+    ) -> None:
         self.peer = peer
         self.connection = connection
         self.choice = choice
         self.origin = origin
+        self.renewal = renewal  # of a sealed link: both ends are authenticated, and what leaves this host is encrypted
         self.caches = PeerCacheView()
         self.requests = RequestTable()
         self.channel: Channel | None = None  # until ready()
@@ -369,6 +372,12 @@ class Link:
                 if self._machine.can(LinkEvent.HEARD):
                     self._fire(LinkEvent.HEARD)
 
+    def oversleep(self, seconds: float) -> None:
+        """Count these seconds not as the peer's: this process was stopped itself."""
+        self.last_heard += seconds
+        if self.renewal is not None and self.renewal.asked is not None:
+            self.renewal.asked += seconds
+
     def silent(self) -> bool:
         """Become SUSPECT; return False when it is already, or is not ready."""
         with self._lock:
@@ -461,7 +470,8 @@ class Link:
             written_bytes=sum(each.bytes_written for each in self.connection.connections),
             resolved=len(self.caches.kept),
             verified_bytes=self._verified_bytes,
-            sealed=self.origin.sealed,
+            sealed=self.renewal is not None,
+            authenticated_seconds=None if self.renewal is None else time.monotonic() - self.renewal.last,
         )
 
     def check_integrity(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.loop import ControlLoop
+    from llm_datadist._links.renewal import Renewal
     from llm_datadist._links.table import LinkTable
 
 _BEAT_SECONDS: Final = 1.0
@@ -33,8 +34,9 @@ class Heartbeat:
 
     _control: ControlLoop
     _links: Callable[[], list[Link]]
-    _lose: Callable[[Link, str], None]  # called after so many seconds of silence:
+    _lose: Callable[[Link, str], None]  # called after so many seconds without what must come:
     _peer_timeout: float
+    _max_link_age: float | None  # seconds after which the peer of a sealed link has to authenticate itself again
     _on_tick: Callable[[float], None]  # called at every beat with the monotonic time
     _count: int = 0
     _last_tick: float = 0.0
@@ -58,14 +60,15 @@ class Heartbeat:
         self._last_tick = now
         self._count += 1
         for link in self._links():
-            link.last_heard += overslept
+            link.oversleep(overslept)
             try:
-                self._beat(link, now - link.last_heard)
+                self._beat(link, now)
             except LLMException as error:
                 logger.info("no beat to %s: %s", link.peer, error)  # the end of the channel is on its way
         self._on_tick(now)
 
-    def _beat(self, link: Link, silence: float) -> None:
+    def _beat(self, link: Link, now: float) -> None:
+        silence = now - link.last_heard
         if any(each.peer_ended() for each in link.connection.connections):
             self._lose(link, "its process has ended")
         elif silence > self._peer_timeout:
@@ -76,6 +79,15 @@ class Heartbeat:
             link.send(Beat(self._count))
             if silence > 2 * self._period:
                 link.ping()  # its own heartbeat may be slower
+            if link.renewal is not None and self._max_link_age is not None:
+                self._renew(link, link.renewal, self._max_link_age, now)
+
+    def _renew(self, link: Link, renewal: Renewal, max_age: float, now: float) -> None:
+        """Ask a peer to authenticate itself again once the link is old; end the link of one that does not."""
+        if renewal.asked is None and now - renewal.last >= max_age:
+            link.send(renewal.ask(now))
+        elif renewal.asked is not None and now - renewal.asked > self._peer_timeout:
+            self._lose(link, f"not authenticated again within {self._peer_timeout} s")
 
 
 class LinkConflicts:

@@ -18,6 +18,8 @@ from llm_datadist._links.handshake import AdmissionPolicy, Dial, Endpoint, Liste
 from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat, LinkConflicts
 from llm_datadist._links.messages import (
+    Authenticate,
+    Authenticated,
     Beat,
     Claimed,
     CommunicatorId,
@@ -41,6 +43,7 @@ from llm_datadist._native import steps
 from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
     AlreadyLinked,
+    AuthFailed,
     DeadlineExceeded,
     LinkRefused,
     LLMException,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from llm_datadist._links.loop import ControlLoop
+    from llm_datadist._links.renewal import Renewal
     from llm_datadist.metrics import RedialStatistics
 
 #: A peer whose unlink request was acknowledged closes within that time.
@@ -89,6 +93,7 @@ class LinkManager:
         socket_dir: str | None,
         peer_timeout: float,
         max_links: int,
+        max_link_age: float | None,
     ) -> None:
         self._control = control
         self._endpoint = endpoint
@@ -98,6 +103,8 @@ class LinkManager:
             Pong: self._on_pong,
             UnlinkRequest: lambda link, message: link.peer_unlinks(partial(link.tell, UnlinkAck(message.id))),
             UnlinkCancel: self._on_unlink_cancel,
+            Authenticate: self._on_authenticate,
+            Authenticated: self._on_authenticated,
             **hooks.handlers,
         }
         self._table = LinkTable(endpoint.exports.incarnation, max_links)
@@ -107,7 +114,7 @@ class LinkManager:
         lose = partial(self.end, lost=True)
         self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, hooks.on_tick)
+        self._heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, max_link_age, hooks.on_tick)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
@@ -359,7 +366,7 @@ class LinkManager:
 
     def _make(self, new: NewLink) -> tuple[Link, Channel]:
         """Return a link that is not usable yet, and its channel, which has not begun."""
-        link = Link(new.peer, new.connection, new.choice, new.origin)
+        link = Link(new.peer, new.connection, new.choice, new.origin, new.renewal)
         channel = Channel(
             self._control,
             new.sock,
@@ -425,6 +432,27 @@ class LinkManager:
                 refused.append(error)
         if refused and len(refused) == len(greetings):
             self.end(link, str(refused[-1]), lost=False)
+
+    def _on_authenticate(self, link: Link, message: Authenticate) -> None:
+        with self._authenticating(link) as renewal:
+            link.tell(renewal.answer(message))
+
+    def _on_authenticated(self, link: Link, message: Authenticated) -> None:
+        with self._authenticating(link) as renewal:
+            if (answer := renewal.take(message)) is not None:
+                link.tell(answer)
+            else:
+                logger.info("authenticated again: %s", link.peer)
+
+    @contextmanager
+    def _authenticating(self, link: Link) -> Iterator[Renewal]:
+        """Give the renewal of a link; end the link where its peer is not believed any more."""
+        if link.renewal is None:
+            raise ProtocolError("a link without authentication is not authenticated again")
+        try:
+            yield link.renewal
+        except AuthFailed as error:
+            self.end(link, f"not authenticated again: {error}", lost=True)
 
     def _on_unlink_cancel(self, link: Link, _: UnlinkCancel) -> None:
         link.cancel_unlink(of_peer=True)

@@ -23,7 +23,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
@@ -55,6 +55,8 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+#: A part of a TLS handshake: of some KiB at most, see :mod:`.seal`.
+Handshake = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
 #: What may be missing is empty.
 Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -179,6 +181,18 @@ class Pong(Message, frozen=True):
     """Answer to :class:`Ping`."""
 
     id: Id
+
+
+class Authenticate(Message, frozen=True):
+    """Either way, on a sealed link: a part of the asking end's half of a new handshake (:mod:`.renewal`)."""
+
+    data: Handshake
+
+
+class Authenticated(Message, frozen=True):
+    """Answer to :class:`Authenticate`: a part of the other half."""
+
+    data: Handshake
 
 
 class UnlinkRequest(Message, frozen=True):
@@ -357,7 +371,7 @@ class ClaimEnded(Message, frozen=True):
 
 
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
-_LINK = Beat | Ping | Pong | UnlinkRequest | UnlinkAck | UnlinkCancel
+_LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | UnlinkAck | UnlinkCancel
 _TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified | LanesLost
 _GRANTS = Claim | Claimed | ClaimEnded
 _ANY = _HANDSHAKE | _LINK | _TRANSFER | _GRANTS

@@ -44,6 +44,7 @@ class Exports:
         regions: Exported segments by region id, from 1.
         writable: True if peers may map regions for writing (remote cache access).
         private: True if peers may be told addresses, by which cma reaches memory outside the regions.
+        users: Users of this host, beside this process's own, whose processes may map what is offered.
         writers: Where peers announce writes. Without remote cache access too: addresses may be granted to them.
     """
 
@@ -53,6 +54,7 @@ class Exports:
     writable: bool
     writers: WriteIntents = field(default_factory=WriteIntents)
     private: bool = True
+    users: frozenset[int] = frozenset()
 
     def descriptors(self) -> list[RegionDescriptor]:
         return [

@@ -167,6 +167,7 @@ class Engine:
             socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
             max_links=options.max_links,
+            max_link_age=options.max_link_age,
         )
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:

@@ -32,14 +32,14 @@ _USUAL_OVERFLOW_UID: Final = 65534
 
 
 class PeerProcess(AbstractContextManager["PeerProcess"]):
-    """The process at the other end of a socket, of our user and alive. Owns its pidfd until that is taken.
+    """The process at the other end of a socket, of an admitted user and alive. Owns its pidfd until that is taken.
 
     Opened before the last packet that the peer still has to wait for or to send, its pidfd cannot be that of a
     stranger with a recycled pid: the process was alive afterwards.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.pid, self.uid = peer_credentials(sock)
+    def __init__(self, sock: socket.socket, users: frozenset[int]) -> None:
+        self.pid, self.uid = peer_credentials(sock, users)
         self._pidfd = _open_pidfd(sock, self.pid)
 
     def take_pidfd(self) -> int:
@@ -51,11 +51,14 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
             os.close(self.take_pidfd())
 
 
-def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return the peer's (pid, uid); ``LinkRefused`` when it is not a process of our user."""
+def peer_credentials(sock: socket.socket, users: frozenset[int] = frozenset()) -> tuple[int, int]:
+    """Return the peer's (pid, uid); ``LinkRefused`` when it is a process neither of our user nor of ``users``."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if uid != os.geteuid():
-        raise LinkRefused(f"same-host peer (pid {pid}) runs as uid {uid}, this process as uid {os.geteuid()}")
+    if uid != os.geteuid() and uid not in users:
+        raise LinkRefused(
+            f"same-host peer (pid {pid}) runs as uid {uid}, this process as uid {os.geteuid()}; llm.SameHostUsers of "
+            "both may admit each other's"
+        )
     if uid == _overflow_uid() and not _shares_users(pid):
         # Every user that our user namespace does not know has this number.
         raise LinkRefused(

@@ -71,7 +71,7 @@ class SameHostListener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._resume: asyncio.TimerHandle | None = None
-        self._socket, self.name = _listen(socket_dir)
+        self._socket, self.name = _listen(socket_dir, shared=bool(exports.users))
         self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -132,7 +132,7 @@ class SameHostListener:
         try:
             if len(self._pending) >= MAX_PENDING:
                 raise LinkRefused(f"{MAX_PENDING} accepted peers have not said anything yet")
-            peer_credentials(sock)
+            peer_credentials(sock, self._exports.users)
         except LinkRefused as error:
             _log.info("same-host peer refused: %s", error)
             sock.close()
@@ -178,7 +178,7 @@ class SameHostListener:
 
     def _exchange(self, sock: socket.socket, hello: RendezvousHello, packet: Packet, exports: Exports) -> PeerMemory:
         # Opened before the answer is sent, which only a living peer can still get.
-        with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock) as process:
+        with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock, exports.users) as process:
             peer = map_peer(hello, packet, process, offer)
             try:
                 offer.send(sock)
@@ -247,7 +247,7 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         _dial(sock, name, deadline)
         # Opened before anything is sent: the process that answers later was alive then.
-        with PeerProcess(sock) as process, MemoryOffer(exports, token) as offer:
+        with PeerProcess(sock, exports.users) as process, MemoryOffer(exports, token) as offer:
             with _ask(sock, name, offer, deadline) as packet:
                 peer = map_peer(_check_answer(packet, name, token), packet, process, offer)
             peer.settle()
@@ -304,12 +304,12 @@ def _address(name: str) -> str:
     return "\0" + last if name.startswith("@") else name
 
 
-def _listen(socket_dir: str | None) -> tuple[socket.socket, str]:
+def _listen(socket_dir: str | None, *, shared: bool) -> tuple[socket.socket, str]:
     unique = _PREFIX + secrets.token_hex(8)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         if socket_dir is not None:
-            return sock, _listen_in(sock, Path(socket_dir).absolute(), unique)
+            return sock, _listen_in(sock, Path(socket_dir).absolute(), unique, shared=shared)
         sock.bind("\0" + unique)
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -319,12 +319,12 @@ def _listen(socket_dir: str | None) -> tuple[socket.socket, str]:
     return sock, "@" + unique
 
 
-def _listen_in(sock: socket.socket, folder: Path, unique: str) -> str:
+def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) -> str:
     _remove_stale(folder)
     path, temporary = folder / (unique + _SUFFIX), folder / ("." + unique + _SUFFIX)
     try:
         sock.bind(str(temporary))
-        temporary.chmod(0o600)
+        temporary.chmod(0o666 if shared else 0o600)  # whose process it is is asked of each that connects
         sock.listen(_BACKLOG)
         # Renamed last: a socket file under a final name that refuses a connection has no listener any more.
         temporary.rename(path)

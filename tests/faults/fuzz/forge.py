@@ -247,6 +247,8 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "pong": (2, lambda rng: ["pong", _id(rng)]),
     "unlinkrequest": (2, lambda rng: ["unlinkrequest", _id(rng)]),
     "unlinkack": (2, lambda rng: ["unlinkack", _id(rng)]),
+    "authenticate": (1, lambda rng: ["authenticate", rng.randbytes(rng.choice((0, 5, 300)))]),
+    "authenticated": (1, lambda rng: ["authenticated", rng.randbytes(rng.choice((0, 5, 300)))]),
     "laneslost": (2, lambda rng: ["laneslost"]),
     "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
     "locate": (6, _locate),
