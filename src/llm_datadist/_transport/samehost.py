@@ -135,6 +135,8 @@ class SameHostListener:
             peer_credentials(sock, self._exports.users)
         except LinkRefused as error:
             _log.info("same-host peer refused: %s", error)
+            with suppress(OSError):
+                send_packet(sock, Refusal(str(error)), [])
             sock.close()
             return
         self._pending[sock] = self._running_loop().call_later(self._idle_timeout, self._drop, sock, "it said nothing")
@@ -274,9 +276,13 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
 
 def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> Packet:
     try:
-        offer.send(sock)
+        with suppress(BrokenPipeError):  # it may have said why before it left
+            offer.send(sock)
         deadline.ready(sock, select.POLLIN)
-        return Packet.receive(sock)
+        try:
+            return Packet.receive(sock)
+        except ConnectionResetError:  # it has not read our packet; what it said before comes after that error
+            return Packet.receive(sock)
     except BlockingIOError as error:
         raise deadline.error(f"same-host rendezvous with {name!r}", "link") from error
     except (OSError, ProtocolError) as error:
