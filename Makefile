@@ -11,7 +11,7 @@ help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
 	@echo "make example-hf  Hugging Face transformers: generate() split over two processes, over shm and tcp (HF='--transport tcp')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
-	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--seconds 60 --seed 1' FRAMES=100000)"
+	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--secure --seconds 60 --seed 1' FRAMES=100000)"
 	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
 	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
@@ -75,6 +75,7 @@ model: $(STAMP)
 	@$(BIN)/python -m tests.model.check
 
 FRAMES ?= 2000000
+FAULTS ?= --secure
 faults: $(STAMP)
 	@$(BIN)/python -m tests.faults.campaign $(FAULTS)
 	@$(BIN)/python -m tests.faults.fuzz --frames $(FRAMES)

@@ -32,7 +32,8 @@ SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
 
-    Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it.
+    Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it, again and
+    again.
     """
     extra: dict[str, str] = settings.pop("extra", {})
     values: dict[str, Any] = {
@@ -47,7 +48,8 @@ def make_config(**settings: Any) -> dict[str, str]:
         if value is not None:
             setattr(config, name, value)
     secrets = os.environ.get(SECRETS_VARIABLE)
-    return config.generate_options() | ({"llm.AuthSecretFile": secrets} if secrets else {}) | extra
+    secured = {"llm.AuthSecretFile": secrets, "llm.MaxLinkAge": "2"} if secrets else {}
+    return config.generate_options() | secured | extra
 
 
 def small_pool(mib: int = 1) -> dict[str, Any]:

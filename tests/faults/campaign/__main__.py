@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm_datadist._links.credentials import new_secret
 from tests.faults.campaign.epochs import TRANSPORTS
 from tests.faults.campaign.supervisor import Supervisor
 from tests.faults.harness import say
+from tests.support.world import SECRETS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epoch", type=float, default=20.0, help="seconds of faults between two looks at what is left")
     parser.add_argument("--seed", type=int, default=None, help="what it is made from; any, if left out")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="only this one; may be repeated")
+    parser.add_argument("--secure", action="store_true", help="with links that are authenticated and sealed")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args(arguments)
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
     say(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        if options.secure:
+            os.environ[SECRETS_VARIABLE] = str(new_secret(Path(folder) / "secrets", "campaign"))
         supervisor = Supervisor(seed, tuple(options.transport or ()), Path(folder), say)
         supervisor.run(options.seconds, options.epoch)
     report = supervisor.report
