@@ -51,6 +51,7 @@ def publish(world: World, blocks: int, block_bytes: int) -> bytes:
 
 
 def cpu_seconds(_: World | None = None) -> float:
+    """Return what this process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -66,7 +67,7 @@ class Side:
         self._bytes = self._target.do(publish, blocks, block_bytes)
         cache = self._here.cm.allocate_blocks_cache(CacheDesc(1, [blocks, block_bytes], DataType.DT_UINT8))
         (self._view,) = tensor_views(cache)
-        self._cache, self._order = cache, np.random.default_rng(1).permutation(blocks)
+        self._cache, self._order = cache, np.random.default_rng(1).permutation(blocks).tolist()
 
     def _check(self, pulled: int) -> None:
         if self._view[:pulled].tobytes() != self._bytes[: self._view[:pulled].nbytes]:
@@ -127,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     passes = options.passes
     print(f"{'':28} {'plain':>8} {'sealed':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        ways = {}, {"llm.AuthSecretFile": str(new_secret(Path(folder) / "secrets", "a"))}
+        ways: tuple[dict[str, str], ...] = {}, {"llm.AuthSecretFile": str(new_secret(Path(folder) / "secrets", "a"))}
         for transport in ("shm", "tcp"):
             with ExitStack() as undo:
                 sides = [Side(undo, transport, way, 16, _SMALL) for way in ways]
