@@ -86,16 +86,17 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[ChildEnd, ChildEnd]]:
 
 @pytest.mark.parametrize("ends", [("auto", {}), ("tcp", {})], indirect=True, ids=["cma", "tcp"])
 @pytest.mark.parametrize("truncated", ["source", "destination"])
+@pytest.mark.parametrize("rows", [ALL, [5]], ids=["all blocks", "a block"])
 def test_where_the_kernel_moves_the_bytes_a_truncated_file_fails_the_pull_and_nothing_else(
-    ends: tuple[ChildEnd, ChildEnd], tmp_path: Path, truncated: str
+    ends: tuple[ChildEnd, ChildEnd], tmp_path: Path, truncated: str, rows: list[int]
 ) -> None:
     prompt, decoder = ends
     for end in ends:
         end.do(register_file, tmp_path / str(end.cluster_id))
-    decoder.do(call, "pull_blocks", KEY, Use("file"), ALL, ALL)
+    decoder.do(call, "pull_blocks", KEY, Use("file"), rows, rows)
     os.truncate(tmp_path / ("1" if truncated == "source" else "2"), 0)
     for _ in range(3):
-        assert isinstance(_failure(decoder, "pull_blocks", KEY, Use("file"), ALL, ALL), TransferFailed)
+        assert isinstance(_failure(decoder, "pull_blocks", KEY, Use("file"), rows, rows), TransferFailed)
     assert decoder.do(links) == {1: "ready"}
     bytes_move_both_ways(prompt, decoder)
     for end in ends:

@@ -120,7 +120,8 @@ private:
         begun_ = true;
         head_sent_ = tail_sent_ = 0;
         if (frame.kind == Kind::data && !frame.guards.current()) return refuse_instead(frame, changed);
-        if (!frame.payload || frame.payload->total() > coalesce_bytes) return;
+        // What can be unmapped only the kernel may read, which says EFAULT.
+        if (!frame.payload || frame.payload->total() > coalesce_bytes || !frame.payload->mapped()) return;
         frame.payload->gather(frame.head);
         frame.payload.reset();
         if (frame.kind == Kind::data) append_trailer(frame, frame.head);
