@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 from contextlib import closing
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,6 @@ from .lane_ends import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 MIB = 1 << 20
 
@@ -304,6 +304,23 @@ def test_memory_of_the_user_that_is_gone_costs_the_lane_only(write: bool) -> Non
         with joined() as ends, Target(ends.far, tensors(theirs)):
             assert ends.move(ends.lanes[0], one_row(MIB), tensors(ours), write=write).ending is Ending.LOST
             assert not memory.any()
+
+
+def transits() -> int:
+    """Return how many files this process has for bytes on their way to memory that can be unmapped."""
+    links = [Path(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    return sum("lldd-transit" in os.readlink(each) for each in links if each.is_symlink())
+
+
+def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
+    source, memory = np.ones(MIB, np.uint8), np.zeros(MIB, np.uint8)
+    with joined(2) as ends, Target(ends.far, tensors(source)):
+        for lane in ends.lanes:
+            assert ends.move(lane, one_row(MIB), tensors(memory)).ending is Ending.GOOD
+            assert transits() == 2
+            ends.near.drop_lane(lane)
+        wait_for(lambda: not transits())
+    assert memory.all()
 
 
 # What is in hand when the socket is silent

@@ -237,6 +237,12 @@ public:
         return *transit_;
     }
 
+    // Gives all back, while there is no lane.
+    void clear() {
+        free_.clear();
+        transit_.reset();
+    }
+
     void close_in_child() {
         if (transit_) ::close(transit_->fd());
     }

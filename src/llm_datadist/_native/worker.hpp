@@ -175,6 +175,7 @@ public:
         draining_.erase(number);
         in_hand_.erase(number);
         lanes_.erase(found);  // closes the descriptor, which takes it out of the epoll
+        if (lanes_.empty()) sealing_.clear();
     }
 
 private:
