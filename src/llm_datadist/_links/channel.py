@@ -166,7 +166,10 @@ class Channel:
         with self._lock:
             if not self._open:
                 raise NotLinked(f"the control connection is closed: {self.reason}")
-            data = self._sealed(data)
+            try:
+                data = self._sealed(data)
+            except AuthFailed as error:
+                raise NotLinked(f"the control connection was tampered with: {error}") from None
             sent = 0 if self._backlog else self._write(data)
             if sent == len(data):
                 return

@@ -65,9 +65,12 @@ class Seal:
             return self._outgoing.read()
 
     def seal(self, data: bytes) -> bytes:
-        """Return the bytes that carry ``data``."""
+        """Return the bytes that carry ``data``. Raises AuthFailed after :meth:`open` has."""
         with self._lock:
-            self._tls.write(data)
+            try:
+                self._tls.write(data)
+            except ssl.SSLError as error:
+                raise AuthFailed(_reason(error)) from None
             return self._outgoing.read()
 
     def open(self, received: bytes) -> bytes:
