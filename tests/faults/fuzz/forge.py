@@ -17,8 +17,9 @@ import msgspec
 
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
 
-__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SPOILS", "Forge", "mutated", "wild"]
+__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SEALED_HANDSHAKE", "SPOILS", "Forge", "mutated", "wild"]
 
+_SHARE: Final = 10  # where a greeting has it
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
 _LARGE: Final[list[Any]] = [2**48, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, -1, -2, -(2**31), -(2**63)]
@@ -274,6 +275,17 @@ HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {
     "transportchoice": (4, _transport_choice),
     "linked": (1, lambda rng: ["linked", _id(rng), _proof(rng)]),
 }
+#: The same where both ends are authenticated: each gives its half of the lanes' secret.
+SEALED_HANDSHAKE: Final[dict[str, tuple[int, Any]]] = HANDSHAKE | {
+    "hello": (8, lambda rng: _sharing(_hello(rng), rng)),
+    "welcome": (2, lambda rng: _sharing(_welcome(rng), rng)),
+}
+
+
+def _sharing(fields: list[Any], rng: random.Random) -> list[Any]:
+    if rng.random() < 0.9:
+        fields[_SHARE] = rng.randbytes(32)
+    return fields
 
 
 class Forge:

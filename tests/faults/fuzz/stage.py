@@ -44,7 +44,7 @@ _POOL: Final = '{"memory_size": 4194304, "page_shift": 12}'
 
 
 class Stage:
-    """A victim that listens, and a friend of it that pulls. A context manager.
+    """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both.
 
     Attributes:
         victim: What is fed.
@@ -53,10 +53,11 @@ class Stage:
         paged: A blocks cache of the friend.
     """
 
-    def __init__(self, *, rca: bool = False) -> None:
+    def __init__(self, *, rca: bool = False, extra: dict[str, str] | None = None) -> None:
         self.victim = LLMDataDist(LLMRole.PROMPT, VICTIM)
         self.friend = LLMDataDist(LLMRole.DECODER, FRIEND)
         self._rca = rca
+        self._extra = extra or {}
         self._pulls = 0
         self.published: list[Cache] = []
 
@@ -64,8 +65,8 @@ class Stage:
         with ExitStack() as undo:
             undo.callback(self.friend.finalize)
             undo.callback(self.victim.finalize)
-            self.victim.init(_options(self._rca, "127.0.0.1:0"))
-            self.friend.init(_options(self._rca, None))
+            self.victim.init(_options(self._rca, "127.0.0.1:0") | self._extra)
+            self.friend.init(_options(self._rca, None) | self._extra)
             self._source = self.victim.cache_manager.allocate_blocks_cache(_DESC, BlocksCacheKey(VICTIM, 77))
             self.paged = self.friend.cache_manager.allocate_blocks_cache(_DESC)
             self._row = self.friend.cache_manager.allocate_cache(_DESC)
