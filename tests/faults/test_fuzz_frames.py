@@ -46,6 +46,7 @@ TYPED: Final = {
     "DeadlineExceeded",
     "PeerLost",
     "NotLinked",
+    "AuthFailed",
     "Refused",
     "hung up",
     "dropped",
@@ -80,15 +81,20 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "lanes": {"read": 0.1, "write": 0.1},
     "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
+    "sealed handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Verify": 0.01},
+    "sealed lanes": {"read": 0.1, "write": 0.1},
+    "sealed greetings": {"Welcome": 0.02},
+    "sealed dials": {"Welcome": 0.05, "Linked": 0.01},
 }
 #: Targets that are fed with messages, and those of which each kind must have been taken.
 ALL_TAKEN: Final = {
     "parser": forges.LINK | forges.HANDSHAKE,
     "handlers": forges.LINK,
     "handlers, RCA": forges.LINK,
+    "sealed handlers": forges.LINK,
 }
 #: Targets whose messages a forge spoils; the others only have their bytes changed.
-SPOILED: Final = {*ALL_TAKEN, "greetings", "dials"}
+SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed dials"}
 
 
 def frames_of(target: str) -> int:

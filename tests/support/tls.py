@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import random
 import struct
 from typing import TYPE_CHECKING, Final
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 if TYPE_CHECKING:
+    import random
     from pathlib import Path
 
 __all__ = ["ALERT", "DATA", "HANDSHAKE", "HEADER", "RecordWriter", "logged_secret", "meaning", "records_of"]

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SHARES", "TARGETS", "main"]
 
-TARGETS: Final[dict[str, Target]] = (
-    readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS | sealed.TARGETS
-)
+TARGETS: Final[dict[str, Target]] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS | sealed.TARGETS
 #: Part of all frames that each target gets, so that all take about as long on one machine.
 SHARES: Final = {
     "parser": 0.314,

@@ -8,6 +8,7 @@ real dialling end, real sockets.
 from __future__ import annotations
 
 import queue
+import random
 import socket
 import tempfile
 import threading
@@ -30,17 +31,25 @@ from llm_datadist.errors import AuthFailed, DeadlineExceeded, LLMException
 from tests.faults.fuzz import Finding, Target, Verdicts, trial
 from tests.faults.fuzz.forge import SEALED_HANDSHAKE, Forge, mutated
 from tests.faults.fuzz.greetings import good_welcome
+from tests.faults.fuzz.links import Session, fuzz_handlers, join, judge, say
 from tests.faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 from tests.support.tls import HANDSHAKE, HEADER, RecordWriter, logged_secret, meaning
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Iterator, Sequence
 
     from llm_datadist._links.messages import Message
     from llm_datadist._links.seal import Seal
 
-__all__ = ["Hostile", "Sessions", "check_bounded", "fuzz_sealed_dials", "fuzz_sealed_greetings", "secured"]
+__all__ = [
+    "Hostile",
+    "Sessions",
+    "check_bounded",
+    "fuzz_sealed_dials",
+    "fuzz_sealed_greetings",
+    "fuzz_sealed_handlers",
+    "secured",
+]
 
 #: What a seal may keep of what it was given, or has to send: a record, and a few answers.
 _MOST_PENDING: Final = 1 << 16
@@ -77,6 +86,10 @@ class Sessions(Credentials):
     def own(self, *, server_side: bool) -> Seal:
         """Return a new session of the fuzzer."""
         return super().session(server_side=server_side)
+
+    def fresh_pair(self) -> tuple[Seal, Seal]:
+        """Return both ends of a new authenticated session, the dialling one first."""
+        return _shaken(self)
 
     def kept_pair(self, *, server_side: bool) -> tuple[Seal, Seal]:
         """Return both ends of an authenticated session, the fuzzer's first. ``server_side``: which one that is."""
@@ -223,13 +236,18 @@ class Hostile:
         return hello
 
     def heard(self, data: bytes) -> list[Message]:
-        """Return the messages of the victim, which must be right."""
-        parser, messages = FrameParser(), []
-        with suppress(AuthFailed):  # the victim may refuse the session itself, or end inside of a record
-            parser.feed(self.seal.open(data))
-        while (payload := parser.take()) is not None:
-            messages.append(decode(payload))
-        return messages
+        """Return the messages of the victim, as :func:`hear`."""
+        return hear(self.seal, data)
+
+
+def hear(seal: Seal, data: bytes) -> list[Message]:
+    """Return the messages of a victim, which must be right."""
+    parser, messages = FrameParser(), []
+    with suppress(AuthFailed):  # the victim may refuse the session itself
+        parser.feed(seal.open(data))
+    while (payload := parser.take()) is not None:
+        messages.append(decode(payload))
+    return messages
 
 
 def sealed(seal: Seal, frames: list[bytes], rng: random.Random) -> bytes:
@@ -401,7 +419,47 @@ class Nonsense:
         drain(sock)
 
 
+# --- a hostile peer of a link -----------------------------------------------------------------------------------------
+
+
+def fuzz_sealed_handlers(frames: int, seed: int) -> Verdicts:
+    """Be many linked peers behind TLS: wrong frames, odd records, or records that somebody changes on their way."""
+    rng = random.Random(seed)
+    with secured() as sessions:
+
+        def speak(session: Session, said: list[bytes]) -> None:
+            odd = rng.random() < 0.05
+            ours, theirs = socket.socketpair()
+            if odd:
+                seal, victim, writer = sessions.odd_pair(server_side=False)
+                data = writer.odd(b"".join(said), rng)
+            else:
+                seal, victim = sessions.fresh_pair()
+                data = sealed(seal, said, rng)
+            with ours:
+                link = join(session.stage, theirs, session.number, victim)
+                say(ours, data)
+                hear(seal, drain(ours))
+            judge(link, session.verdicts)
+            check_bounded(victim)
+            if not odd:
+                _check_taken(session.taken, said)
+
+        return fuzz_handlers(frames, seed, speak=speak)
+
+
+def _check_taken(taken: list[Message], said: list[bytes]) -> None:
+    """Raise Finding where the victim took a message that was not said, or not in its turn."""
+    parser = FrameParser()
+    parser.feed(b"".join(said))
+    for message in taken:
+        payload = parser.take()
+        if payload is None or decode(payload) != message:
+            raise Finding(f"{message} was taken, and was not said")
+
+
 TARGETS: Final[dict[str, Target]] = {
     "sealed greetings": fuzz_sealed_greetings,
     "sealed dials": fuzz_sealed_dials,
+    "sealed handlers": fuzz_sealed_handlers,
 }
