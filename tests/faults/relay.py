@@ -26,7 +26,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from llm_datadist._links.messages import CONTROL_PREAMBLE, PREAMBLE_BYTES
+from llm_datadist._links.messages import PREAMBLE_BYTES
+from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.faults.streams import FAULTS, Fault, Stream
 
 if TYPE_CHECKING:
@@ -285,8 +286,7 @@ class Relay:
 
     def _recognise(self, carried: Carried, first: bytes) -> bytes:
         """The first bytes say what the connection is for: plan its faults, and let them go on."""
-        control = first[:PREAMBLE_BYTES] == CONTROL_PREAMBLE or first[:8] != CONTROL_PREAMBLE[:8]
-        carried.kind = "control" if control else "lane"
+        carried.kind = "lane" if first[:PREAMBLE_BYTES] == LANE_PREAMBLE else "control"
         carried._first = None
         with self._lock:
             for kind, direction, fault in self._plans:
