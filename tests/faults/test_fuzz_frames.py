@@ -7,6 +7,7 @@ message was said and taken, and every way to be wrong was gone. `make faults` ju
 from __future__ import annotations
 
 import math
+import ssl
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -17,12 +18,13 @@ import pytest
 from llm_datadist._links import messages
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Release, decode
+from llm_datadist._links.seal import Seal
 from llm_datadist._log import logger
 from llm_datadist._transfer.target import Target
-from llm_datadist.errors import ProtocolError
+from llm_datadist.errors import AuthFailed, ProtocolError
 from tests.faults import fuzz
 from tests.faults.fuzz import forge as forges
-from tests.faults.fuzz import links, readers
+from tests.faults.fuzz import links, readers, sealed
 from tests.faults.fuzz.__main__ import SHARES, TARGETS, main
 from tests.support.world import residue, settled
 
@@ -212,6 +214,37 @@ def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("tests.faults.fuzz.stage.PATIENCE_SECONDS", 0.2)
     with pytest.raises(fuzz.Finding, match=r"left behind after all strangers went: \d+ pins"):
         links.fuzz_handlers(2_000, 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = sealed.Sessions.session
+
+    def gullible(self: sealed.Sessions, *, server_side: bool) -> Seal:
+        context = self._current()[server_side]
+        context.verify_mode = ssl.CERT_NONE
+        return session(self, server_side=server_side)
+
+    monkeypatch.setattr(sealed.Sessions, "session", gullible)
+    with pytest.raises(fuzz.Finding, match="a stranger was authenticated"):
+        sealed.fuzz_sealed_greetings(2_000, 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_seal_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = Seal.open
+
+    def patient(self: Seal, received: bytes) -> bytes:
+        try:
+            return open_(self, received)
+        except AuthFailed as error:
+            if "ended the session" in str(error):
+                return b""
+            raise
+
+    monkeypatch.setattr(Seal, "open", patient)
+    with pytest.raises(fuzz.Finding, match=r"a seal keeps \d+ bytes unopened"):
+        sealed.fuzz_sealed_handlers(10_000, 1)
 
 
 def test_what_the_library_logs_against_itself_is_found() -> None:

@@ -78,9 +78,9 @@ class RecordWriter:
         return said + self.record(frames)
 
     def _one(self, frames: bytes, rng: random.Random) -> bytes:
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0:
-                return b"".join(self.update(rng.choice((0, 1, 1))) for _ in range(rng.choice((1, 2, 40))))
+                return b"".join(self.update(rng.choice((0, 1, 1))) for _ in range(rng.choice((1, 1, 2, 40, 3000))))
             case 1:
                 return self.record(bytes([24, 0, 0, 1, rng.choice((0, 1, 2, 255))]), HANDSHAKE)
             case 2:  # a message of a handshake that is over, sometimes cut off
@@ -88,8 +88,10 @@ class RecordWriter:
                 body = rng.randbytes(rng.choice((0, 1, 40, 300)))
                 length = len(body) if rng.random() < 0.7 else rng.randrange(1 << 24)
                 return self.record(message + length.to_bytes(3, "big") + body, HANDSHAKE)
-            case 3:  # an alert: the end of the session, one that is ignored, or any
-                return self.record(rng.choice((b"\1\0", b"\1\x5a", rng.randbytes(2), rng.randbytes(3))), ALERT)
+            case 3:  # an alert: one that is ignored, or any
+                return self.record(rng.choice((b"\1\x5a", rng.randbytes(2), rng.randbytes(3))), ALERT)
+            case 8:  # the end of the session, and more
+                return self.record(b"\1\0", ALERT) + b"".join(self.record(bytes(1 << 14)) for _ in range(8))
             case 4:
                 return b"".join(self.record(b"") for _ in range(rng.choice((1, 31, 64))))
             case 5:

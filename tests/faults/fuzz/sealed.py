@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import random
 import socket
+import ssl
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import PREAMBLE_BYTES, SEALED_PREAMBLE, Hello, Linked, Refused, decode, frame
-from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
+from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist._transport import inproc
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LLMException
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from llm_datadist._links.messages import Message
-    from llm_datadist._links.seal import Seal
 
 __all__ = [
     "Hostile",
@@ -261,7 +261,7 @@ def _intrude(sock: socket.socket, sessions: Sessions, rng: random.Random) -> Non
     seal = Credentials.session(rng.choice((sessions, sessions.foreign)), server_side=False)
     with suppress(OSError, AuthFailed):
         hello = seal.shake()
-        match rng.randrange(4):
+        match rng.randrange(5):
             case 0:
                 sock.sendall(mutated(SEALED_PREAMBLE, rng) + hello)
             case 1:
@@ -271,8 +271,19 @@ def _intrude(sock: socket.socket, sessions: Sessions, rng: random.Random) -> Non
             case 3:
                 sock.sendall(SEALED_PREAMBLE + hello)
                 sock.sendall(changed(seal.shake(sock.recv(1 << 16)) or b"\0", rng))
+            case 4:
+                _show(sock, sessions.foreign)
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
+
+
+def _show(sock: socket.socket, foreign: Credentials) -> None:
+    """Do a handshake with another secret, and believe the other end whatever it shows."""
+    context = foreign._current()[0]
+    context.verify_mode = ssl.CERT_NONE
+    seal = Seal(context, server_side=False)
+    sock.sendall(SEALED_PREAMBLE + seal.shake())
+    sock.sendall(seal.shake(sock.recv(1 << 16)))
 
 
 def garbage(rng: random.Random) -> bytes:
