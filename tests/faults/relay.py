@@ -286,8 +286,7 @@ class Relay:
 
     def _recognise(self, carried: Carried, first: bytes) -> bytes:
         """The first bytes say what the connection is for: plan its faults, and let them go on."""
-        control = first[:PREAMBLE_BYTES] != LANE_PREAMBLE
-        carried.kind = "control" if control else "lane"
+        carried.kind = "lane" if first[:PREAMBLE_BYTES] == LANE_PREAMBLE else "control"
         carried._first = None
         with self._lock:
             for kind, direction, fault in self._plans:

@@ -4,7 +4,8 @@
 
 It changes, drops, repeats, inserts or cuts bytes, or drops, repeats, swaps, replaces, shortens or reflects records. No
 job may end well with wrong bytes or touch memory beside its blocks, and every job has to end. `--plain` does the same
-to plain lanes, which must be caught with wrong bytes: else nothing was looked at.
+to plain lanes, which must be caught with wrong bytes: else nothing was looked at. :mod:`tests.faults.sealed_control`
+does it to control connections.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.faults.harness import say
 from tests.support.sealing import FAR_KEYS, LENGTH, NEAR_KEYS, OVERHEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -56,14 +57,36 @@ _QUIET_SECONDS: Final = 0.004
 """When nothing moves for so long the relay hangs up: an end may wait for what was dropped."""
 
 
+@dataclass(frozen=True)
+class Framing:
+    """How a stream is cut into records.
+
+    Attributes:
+        head_nbytes: Bytes in front of a record.
+        nbytes_of: function(head); the bytes of the record that begins so, with its head.
+        shorten: function(record); it without its last byte, and saying so.
+    """
+
+    head_nbytes: int
+    nbytes_of: Callable[[bytes | bytearray], int]
+    shorten: Callable[[bytes], bytes]
+
+
+LANE_RECORDS: Final = Framing(
+    LENGTH.size,
+    lambda head: LENGTH.unpack_from(head)[0] + OVERHEAD,
+    lambda record: LENGTH.pack(len(record) - OVERHEAD - 1) + record[LENGTH.size : -1],
+)
+
+
 class Flow:
     """One direction through the relay, with its fault: of bytes ``at`` an offset, or of the record number ``at``."""
 
-    def __init__(self, fault: str, at: int, rng: random.Random) -> None:
+    def __init__(self, fault: str, at: int, rng: random.Random, framing: Framing = LANE_RECORDS) -> None:
         self.hit = self.cut = False
         self.records: list[bytes] = []
         self.other: Flow | None = None
-        self._fault, self._at, self._rng = fault, at, rng
+        self._fault, self._at, self._rng, self._framing = fault, at, rng, framing
         self._seen = 0
         self._pending = bytearray()
         self._held = b""
@@ -94,8 +117,8 @@ class Flow:
     def _feed_records(self, data: bytes) -> bytes:
         self._pending += data
         out = b""
-        while len(self._pending) >= LENGTH.size:
-            size = LENGTH.unpack_from(self._pending)[0] + OVERHEAD
+        while len(self._pending) >= self._framing.head_nbytes:
+            size = self._framing.nbytes_of(self._pending)
             if len(self._pending) < size:
                 break
             record = bytes(self._pending[:size])
@@ -124,7 +147,7 @@ class Flow:
             case "repeat record":
                 return record + record
             case "shorten record":
-                return LENGTH.pack(len(record) - OVERHEAD - 1) + record[LENGTH.size : -1]
+                return self._framing.shorten(record)
         self._held = record
         return b""
 

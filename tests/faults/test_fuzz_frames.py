@@ -7,6 +7,7 @@ message was said and taken, and every way to be wrong was gone. `make faults` ju
 from __future__ import annotations
 
 import math
+import ssl
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -17,12 +18,13 @@ import pytest
 from llm_datadist._links import messages
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Release, decode
+from llm_datadist._links.seal import Seal
 from llm_datadist._log import logger
 from llm_datadist._transfer.target import Target
-from llm_datadist.errors import ProtocolError
+from llm_datadist.errors import AuthFailed, ProtocolError
 from tests.faults import fuzz
 from tests.faults.fuzz import forge as forges
-from tests.faults.fuzz import links, readers
+from tests.faults.fuzz import links, readers, sealed
 from tests.faults.fuzz.__main__ import SHARES, TARGETS, main
 from tests.support.world import residue, settled
 
@@ -46,6 +48,7 @@ TYPED: Final = {
     "DeadlineExceeded",
     "PeerLost",
     "NotLinked",
+    "AuthFailed",
     "Refused",
     "hung up",
     "dropped",
@@ -80,15 +83,20 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "lanes": {"read": 0.1, "write": 0.1},
     "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
+    "sealed handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Verify": 0.01},
+    "sealed lanes": {"read": 0.1, "write": 0.1},
+    "sealed greetings": {"Welcome": 0.02},
+    "sealed dials": {"Welcome": 0.05, "Linked": 0.01},
 }
 #: Targets that are fed with messages, and those of which each kind must have been taken.
 ALL_TAKEN: Final = {
-    "parser": forges.LINK | forges.HANDSHAKE,
-    "handlers": forges.LINK,
-    "handlers, RCA": forges.LINK,
+    "parser": forges.LINK.keys() | forges.HANDSHAKE.keys(),
+    "handlers": forges.LINK.keys() - {"authenticate", "authenticated"},
+    "handlers, RCA": forges.LINK.keys() - {"authenticate", "authenticated"},
+    "sealed handlers": forges.LINK.keys() - {"authenticated"},  # of which none is an answer to what was asked
 }
 #: Targets whose messages a forge spoils; the others only have their bytes changed.
-SPOILED: Final = {*ALL_TAKEN, "greetings", "dials"}
+SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed dials"}
 
 
 def frames_of(target: str) -> int:
@@ -206,6 +214,37 @@ def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("tests.faults.fuzz.stage.PATIENCE_SECONDS", 0.2)
     with pytest.raises(fuzz.Finding, match=r"left behind after all strangers went: \d+ pins"):
         links.fuzz_handlers(2_000, 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = sealed.Sessions.session
+
+    def gullible(self: sealed.Sessions, *, server_side: bool) -> Seal:
+        context = self._current()[server_side]
+        context.verify_mode = ssl.CERT_NONE
+        return session(self, server_side=server_side)
+
+    monkeypatch.setattr(sealed.Sessions, "session", gullible)
+    with pytest.raises(fuzz.Finding, match="a stranger was authenticated"):
+        sealed.fuzz_sealed_greetings(2_000, 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_seal_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = Seal.open
+
+    def patient(self: Seal, received: bytes) -> bytes:
+        try:
+            return open_(self, received)
+        except AuthFailed as error:
+            if "ended the session" in str(error):
+                return b""
+            raise
+
+    monkeypatch.setattr(Seal, "open", patient)
+    with pytest.raises(fuzz.Finding, match=r"a seal keeps \d+ bytes unopened"):
+        sealed.fuzz_sealed_handlers(10_000, 1)
 
 
 def test_what_the_library_logs_against_itself_is_found() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist._links.messages import CONTROL_PREAMBLE
+from llm_datadist._links.messages import CONTROL_PREAMBLE, SEALED_PREAMBLE
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.faults.relay import FAULTS, Fault, Relay
 from tests.faults.streams import Stream
@@ -178,14 +178,18 @@ def test_without_a_fault_every_byte_arrives_both_ways(ends: Ends) -> None:
 def test_faults_go_to_the_kind_of_connection_they_were_planned_for(ends: Ends) -> None:
     ends.relay.plan("lane", "up", Fault("corrupt", at=12))
     ends.relay.plan("control", "down", Fault("drop", count=1))
-    for first, up, down in ((CONTROL_PREAMBLE, DATA, DATA[1:]), (LANE_PREAMBLE, FLIPPED[:1] + DATA[1:], DATA)):
+    for first, up, down in (
+        (CONTROL_PREAMBLE, DATA, DATA[1:]),
+        (LANE_PREAMBLE, FLIPPED[:1] + DATA[1:], DATA),
+        (SEALED_PREAMBLE, DATA, DATA[1:]),
+    ):
         dialer, accepted = ends.join(first)
         with dialer, accepted:
             dialer.sendall(DATA)
             assert exactly(accepted, 112) == first + up  # by now the relay knows what kind it is
             accepted.sendall(DATA)
             assert exactly(dialer, len(down)) == down
-    assert [each.kind for each in ends.relay.carried()] == ["control", "lane"]
+    assert [each.kind for each in ends.relay.carried()] == ["control", "lane", "control"]
     assert len(ends.relay.carried("lane")) == 1
     ends.relay.forget_plans()
     dialer, accepted = ends.join(LANE_PREAMBLE)

@@ -12,12 +12,14 @@ from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed
+from tests.support.tls import ALERT, RecordWriter, logged_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 TRIALS = 200
+CLOSE_NOTIFY = b"\1\0"
 
 
 @pytest.fixture
@@ -97,6 +99,33 @@ def test_what_an_end_has_sent_is_not_believed_when_it_comes_back(credentials: Cr
     ours, _ = shaken(credentials)
     with pytest.raises(AuthFailed):
         ours.open(ours.seal(b"an order"))
+
+
+@pytest.fixture
+def odd(credentials: Credentials, tmp_path: Path) -> tuple[RecordWriter, Seal]:
+    """Return what writes any record in the session of an authenticated peer, and the other end of that session."""
+    log = tmp_path / "keys"
+    credentials._current()[0].keylog_filename = str(log)
+    _, theirs = shaken(credentials)
+    return RecordWriter(logged_secret(log, "CLIENT_TRAFFIC_SECRET_0")), theirs
+
+
+def test_a_peer_that_ends_its_session_and_goes_on_fills_no_memory(odd: tuple[RecordWriter, Seal]) -> None:
+    writer, theirs = odd
+    assert theirs.open(writer.record(b"before")) == b"before"
+    with pytest.raises(AuthFailed, match="ended the session"):
+        theirs.open(writer.record(CLOSE_NOTIFY, ALERT))
+    with pytest.raises(AuthFailed, match="ended the session"):
+        theirs.open(writer.record(b"behind it"))
+
+
+def test_a_peer_may_change_its_key_and_ask_for_another_but_not_without_end(odd: tuple[RecordWriter, Seal]) -> None:
+    writer, theirs = odd
+    for number in range(100):
+        assert theirs.open(writer.update(asks=1) + writer.record(b"%d" % number)) == b"%d" % number
+        theirs.seal(b"an answer")
+    with pytest.raises(AuthFailed, match="new keys without end"):
+        theirs.open(b"".join(writer.update(asks=1) for _ in range(100)))
 
 
 def test_a_recorded_session_cannot_be_played_again(credentials: Credentials) -> None:

@@ -448,7 +448,7 @@ class LinkManager:
     def _authenticating(self, link: Link) -> Iterator[Renewal]:
         """Give the renewal of a link; end the link where its peer is not believed any more."""
         if link.renewal is None:
-            raise ProtocolError("a link without authentication is not authenticated again")
+            raise ProtocolError("the peer authenticates itself again on a link without authentication")
         try:
             yield link.renewal
         except AuthFailed as error:

@@ -21,6 +21,8 @@ __all__ = ["MAX_HANDSHAKE_BYTES", "Seal"]
 MAX_HANDSHAKE_BYTES: Final = 4096
 
 _READ_BYTES: Final = 1 << 16
+#: New keys that the other end asks for are answered with the next bytes that are sealed; nobody needs so many at once.
+_MAX_ANSWERS_BYTES: Final = 1024
 
 
 class Seal:
@@ -81,7 +83,8 @@ class Seal:
         """Return what the received bytes carry, which may be nothing yet.
 
         Raises:
-            AuthFailed: They were changed, repeated or left out on their way, or the other end refuses this one.
+            AuthFailed: They were changed, repeated or left out on their way, or the other end refuses this one, ends
+                the session before the connection, or asks for new keys without end.
         """
         with self._lock:
             self._incoming.write(received)
@@ -90,10 +93,13 @@ class Seal:
                 while data := self._tls.read(_READ_BYTES):
                     opened += data
             except ssl.SSLWantReadError:
-                pass
+                if self._outgoing.pending > _MAX_ANSWERS_BYTES:
+                    raise AuthFailed("the peer asks for new keys without end") from None
+                return bytes(opened)
             except ssl.SSLError as error:
                 raise AuthFailed(_reason(error)) from None
-            return bytes(opened)
+            # All that follows would be kept, and never opened.
+            raise AuthFailed("the peer has ended the session")
 
     def names(self) -> tuple[str, ...]:
         """Return the URIs in the certificate of the other end."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "Target", "Verdicts", "anonymous_bytes", "trial"]
 
-#: What the library logs when it is itself to blame.
-_FAULT: Final = re.compile(r"unexpected error|internal error|a handler failed|never retrieved|Traceback")
+#: What the library logs when it is itself to blame; an alert is the peer's word.
+_FAULT: Final = re.compile(r"unexpected error|(?<!alert )internal error|a handler failed|never retrieved|Traceback")
 
 
 class Finding(AssertionError):

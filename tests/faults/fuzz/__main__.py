@@ -7,17 +7,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from tests.faults.fuzz import greetings, lanes, links, readers
+from tests.faults.fuzz import greetings, lanes, links, readers, sealed
 
 if TYPE_CHECKING:
     from tests.faults.fuzz import Target
 
 __all__ = ["SHARES", "TARGETS", "main"]
 
-TARGETS: Final[dict[str, Target]] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS
+TARGETS: Final[dict[str, Target]] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS | sealed.TARGETS
 #: Part of all frames that each target gets, so that all take about as long on one machine.
 SHARES: Final = {
-    "parser": 0.45,
+    "parser": 0.379,
     "same-host packets": 0.12,
     "lane requests": 0.1,
     "handlers": 0.1,
@@ -29,6 +29,10 @@ SHARES: Final = {
     "greetings": 0.003,
     "dials": 0.003,
     "rendezvous": 0.002,
+    "sealed handlers": 0.05,
+    "sealed lanes": 0.015,
+    "sealed greetings": 0.003,
+    "sealed dials": 0.003,
 }
 
 

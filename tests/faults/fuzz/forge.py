@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import copy
 import random
+import ssl
 import struct
 from collections import deque
+from functools import cache
 from typing import Any, Final
 
 import msgspec
 
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
+from llm_datadist._links.seal import Seal
 
-__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SPOILS", "Forge", "mutated", "wild"]
+__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SEALED_HANDSHAKE", "SPOILS", "Forge", "mutated", "wild"]
 
+_SHARE: Final = 10  # where a greeting has it
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
 _LARGE: Final[list[Any]] = [2**48, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, -1, -2, -(2**31), -(2**63)]
@@ -163,6 +167,12 @@ def _transport_choice(rng: random.Random) -> list[Any]:
     return ["transportchoice", transport, "because", rng.randrange(1, 1 << 40), present, _proof(rng), _proof(rng)]
 
 
+@cache
+def _client_hello() -> bytes:
+    """Return the beginning of a handshake that could be meant; another one in each run."""
+    return Seal(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), server_side=False).shake()
+
+
 def _resolve(rng: random.Random) -> list[Any]:
     cache_id = rng.randrange(-1, 12)
     return ["resolve", _id(rng), rng.random() < 0.2, _key(rng), cache_id, rng.randrange(10), rng.randrange(60_000)]
@@ -247,7 +257,7 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "pong": (2, lambda rng: ["pong", _id(rng)]),
     "unlinkrequest": (2, lambda rng: ["unlinkrequest", _id(rng)]),
     "unlinkack": (2, lambda rng: ["unlinkack", _id(rng)]),
-    "authenticate": (1, lambda rng: ["authenticate", rng.randbytes(rng.choice((0, 5, 300)))]),
+    "authenticate": (2, lambda rng: ["authenticate", rng.choice((_client_hello(), rng.randbytes(5), b""))]),
     "authenticated": (1, lambda rng: ["authenticated", rng.randbytes(rng.choice((0, 5, 300)))]),
     "laneslost": (2, lambda rng: ["laneslost"]),
     "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
@@ -276,6 +286,17 @@ HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {
     "transportchoice": (4, _transport_choice),
     "linked": (1, lambda rng: ["linked", _id(rng), _proof(rng)]),
 }
+#: The same where both ends are authenticated: each gives its half of the lanes' secret.
+SEALED_HANDSHAKE: Final[dict[str, tuple[int, Any]]] = HANDSHAKE | {
+    "hello": (8, lambda rng: _sharing(_hello(rng), rng)),
+    "welcome": (2, lambda rng: _sharing(_welcome(rng), rng)),
+}
+
+
+def _sharing(fields: list[Any], rng: random.Random) -> list[Any]:
+    if rng.random() < 0.9:
+        fields[_SHARE] = rng.randbytes(32)
+    return fields
 
 
 class Forge:

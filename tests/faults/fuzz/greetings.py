@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.peer_memory import PeerMemory
 
-__all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous"]
+__all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous", "good_welcome"]
 
 
 def fuzz_greetings(frames: int, seed: int) -> Verdicts:
@@ -90,13 +90,9 @@ def fuzz_dials(frames: int, seed: int) -> Verdicts:
     return verdicts
 
 
-@contextmanager
-def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
-    """Yield the address of a listener that answers everybody, seldom well, and hangs up."""
-    assert stage.friend._engine is not None
-    exports = stage.friend._engine.store.exports
-    incarnation = exports.incarnation
-    welcome = Welcome(
+def good_welcome(incarnation: bytes) -> Welcome:
+    """Return a Welcome of cluster 9 that could be meant, by the process that has this incarnation."""
+    return Welcome(
         PROTOCOL_VERSION,
         9,
         incarnation,
@@ -111,6 +107,14 @@ def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
         lane_token=bytes(16),
         proof=b"",
     )
+
+
+@contextmanager
+def _nonsense(forge: Forge, stage: Stage) -> Iterator[tuple[str, int]]:
+    """Yield the address of a listener that answers everybody, seldom well, and hangs up."""
+    assert stage.friend._engine is not None
+    exports = stage.friend._engine.store.exports
+    welcome = good_welcome(exports.incarnation)
 
     def answer() -> bytes:
         first, second = forge.frame(), forge.frame()

@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -26,6 +26,7 @@ from tests.faults.fuzz import Finding, Target, Verdicts, trial
 from tests.faults.fuzz.forge import LINK, Forge, mutated, wild
 from tests.faults.fuzz.links import join
 from tests.faults.fuzz.stage import Stage
+from tests.support.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Keys, Sealer
 
 if TYPE_CHECKING:
     import random
@@ -114,12 +115,12 @@ class _Scene:
         if outcome.ending is not Ending.GOOD or not np.array_equal(self._into, self.owner.memory):
             raise Finding(f"an honest read beside the bad lanes ended with {outcome}")
 
-    def speak(self, data: bytes) -> None:
-        """Be one lane: say something, hear the answers, go."""
+    def speak(self, data: bytes, keys: Keys | None = None) -> None:
+        """Be one lane, sealed if the victim has keys for it: say something, hear the answers, go."""
         ours, theirs = socket.socketpair()
         with ours:
             lost = self.owner.lost
-            self.lanes.begin(self.lanes.open([LaneSocket(theirs)]), "bad")
+            self.lanes.begin(self.lanes.open([LaneSocket(theirs, keys)]), "bad")
             ours.settimeout(_SECONDS)
             with suppress(ConnectionError):
                 ours.sendall(data)
@@ -134,10 +135,10 @@ class _Scene:
                 time.sleep(0)
 
 
-def fuzz_lanes(frames: int, seed: int) -> Verdicts:
+def fuzz_lanes(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
     """Be many bad lanes, one after the other. Counted are requests and breaches."""
     rng = Forge(seed, LINK).rng
-    with _Scene() as scene, trial("lanes", seed) as verdicts:
+    with _Scene() as scene, trial("sealed lanes" if sealed else "lanes", seed) as verdicts:
         scene.owner.verdicts = verdicts
         session = 0
         while verdicts.judged < frames:
@@ -145,11 +146,21 @@ def fuzz_lanes(frames: int, seed: int) -> Verdicts:
                 scene.look()
             session += 1
             said = b"".join(_lane_frame(rng, number) for number in range(1, 1 + rng.randrange(1, 25)))
-            scene.speak(mutated(said, rng) if rng.random() < 0.3 else said)
+            said = mutated(said, rng) if rng.random() < 0.3 else said
+            scene.speak(*_sealed(said, rng) if sealed else (said,))
         scene.look()
         if not scene.owner.granted:
             raise Finding(f"lanes, seed {seed}: no request of {verdicts.judged} was granted: nothing was tried")
     return verdicts
+
+
+def _sealed(said: bytes, rng: random.Random) -> tuple[bytes, Keys]:
+    """Return records of what is said, sometimes changed on their way, and the keys of the end that opens them."""
+    with closing(Sealer(NEAR_KEYS[0])) as sealer:
+        records = sealer.seal(said, rng.choice((1, 100, 5000, MAX_RECORD)))
+        if rng.random() < 0.1:
+            records += sealer.record(rng.randbytes(rng.choice((0, MAX_RECORD, MAX_RECORD + 1))))
+    return mutated(records, rng) if rng.random() < 0.1 else records, FAR_KEYS
 
 
 def _lane_frame(rng: random.Random, number: int) -> bytes:
@@ -273,6 +284,7 @@ async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: 
 
 TARGETS: Final[dict[str, Target]] = {
     "lanes": fuzz_lanes,
+    "sealed lanes": lambda frames, seed: fuzz_lanes(frames, seed, sealed=True),
     "lane handles": fuzz_lane_handles,
     "lane greetings": fuzz_lane_greetings,
 }

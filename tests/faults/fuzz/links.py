@@ -7,7 +7,9 @@ import secrets
 import select
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,6 +19,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.handshake import NewLink
 from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
+from llm_datadist._links.renewal import Renewal
 from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
@@ -29,12 +32,14 @@ from tests.faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from llm_datadist._links.credentials import Credentials
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
+    from llm_datadist._links.seal import Seal
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.datadist import LLMDataDist
 
-__all__ = ["fuzz_answers", "fuzz_handlers", "join"]
+__all__ = ["Session", "fuzz_answers", "fuzz_handlers", "join", "judge", "say"]
 
 _STRANGER: Final = 666
 
@@ -42,12 +47,15 @@ _STRANGER: Final = 666
 # --- the dispatcher and its handlers ---------------------------------------------------------------------------------
 
 
-def fuzz_handlers(frames: int, seed: int, *, rca: bool = False) -> Verdicts:
-    """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim."""
+def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | None = None) -> Verdicts:
+    """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim.
+
+    ``speak`` says what each peer has to say, in place of :func:`_speak`.
+    """
     forge = Forge(seed, LINK, wrong=0.02)
     odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
-    name = "handlers, RCA" if rca else "handlers"
-    with Stage(rca=rca) as stage, trial(name, seed) as verdicts, _counting(stage, verdicts):
+    name = "sealed handlers" if speak else "handlers, RCA" if rca else "handlers"
+    with Stage(rca=rca) as stage, trial(name, seed) as verdicts, _counting(stage, verdicts) as taken:
         session = 0
         while verdicts.judged < frames:
             if session % 100 == 0:
@@ -58,32 +66,63 @@ def fuzz_handlers(frames: int, seed: int, *, rca: bool = False) -> Verdicts:
             said = [forge.frame() for _ in range(1 << forge.rng.randrange(7))]
             if session % 3 == 0:
                 said.append(odd.frame())
-            _speak(stage, b"".join(said), verdicts, session)
+            taken.clear()
+            if speak is None:
+                _speak(stage, b"".join(said), verdicts, session)
+            else:
+                speak(Session(stage, session, verdicts, taken), said)
         _hoard(stage, verdicts)
         stage.settled()
     return verdicts
 
 
+@dataclass(frozen=True)
+class Session:
+    """One peer of the stage: its number, and what the victim's dispatcher takes of it."""
+
+    stage: Stage
+    number: int
+    verdicts: Verdicts
+    taken: list[Message]
+
+
+Speak = Callable[[Session, list[bytes]], None]
+
+
 @contextmanager
-def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[None]:
-    """Count what the victim's dispatcher took; the friend's own messages are not counted."""
+def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[list[Message]]:
+    """Count what the victim's dispatcher took, and yield the list of it; the friend's messages are not counted."""
     links: Any = stage.engine.links
+    taken: list[Message] = []
     dispatch = links._dispatch
 
     def counted(link: Link, message: Message) -> None:
-        dispatch(link, message)
-        if link.peer.cluster_id == _STRANGER:
+        counts = link.peer.cluster_id == _STRANGER
+        if counts:  # now: a handler may end the link, which the peer sees before the handler returns
+            taken.append(message)
+        try:
+            dispatch(link, message)
+        except BaseException:
+            if counts:
+                taken.pop()
+            raise
+        if counts:
             verdicts.take(message)
 
     links._dispatch = counted
     try:
-        yield
+        yield taken
     finally:
         del links._dispatch
 
 
-def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
-    """Make a link of the victim out of a socket, as its listener does after a handshake."""
+def join(
+    stage: Stage, sock: socket.socket, sequence: int, seal: Seal | None = None, believed: Credentials | None = None
+) -> Link:
+    """Make a link of the victim out of a socket, as its listener does after a handshake.
+
+    ``seal`` is what all bytes go through, ``believed`` what it was made of.
+    """
     engine = stage.engine
 
     def install() -> Link:
@@ -91,8 +130,14 @@ def join(stage: Stage, sock: socket.socket, sequence: int) -> Link:
         peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
         with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), own), None, "inproc")) as opening:
             lanes = engine.links._endpoint.lanes
+            renewal = None
+            if believed is not None:
+                renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
             connection = opening.open(lanes, lanes.open(), writable=own.writable)
-            engine.links.install(NewLink(peer, connection, opening.choice, LinkOrigin(False, 0, sequence), sock, b""))
+            origin = LinkOrigin(False, 0, sequence)
+            engine.links.install(
+                NewLink(peer, connection, opening.choice, origin, sock, b"", seal=seal, renewal=renewal)
+            )
         return engine.links.get(_STRANGER)
 
     return engine._control.call(install)
@@ -103,14 +148,21 @@ def _speak(stage: Stage, data: bytes, verdicts: Verdicts, sequence: int) -> None
     ours, theirs = socket.socketpair()
     with ours:
         link = join(stage, theirs, sequence)
-        _say(ours, data)
+        say(ours, data)
         drain(ours)
+    judge(link, verdicts)
+
+
+def judge(link: Link, verdicts: Verdicts) -> None:
+    """Count why a link has ended, unless its peer has just gone."""
     reason = link.channel.reason if link.channel is not None else ""
-    if "closed the connection" not in reason and "broke" not in reason:
+    if "tampered" in reason or reason.startswith("not authenticated again"):
+        verdicts.refuse("AuthFailed")
+    elif "closed the connection" not in reason and "broke" not in reason:
         verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
 
 
-def _say(sock: socket.socket, data: bytes) -> None:
+def say(sock: socket.socket, data: bytes) -> None:
     """Send everything, taking the answers meanwhile, then end our half."""
     sock.setblocking(False)
     rest, limit = memoryview(data), time.monotonic() + PATIENCE_SECONDS
@@ -136,7 +188,7 @@ def _hoard(stage: Stage, verdicts: Verdicts) -> None:
     with ours:
         link = join(stage, theirs, 1 << 40)
         ours.setblocking(False)
-        _say(ours, (FRAME_HEADER.pack(len(payload)) + payload) * (MAX_PINS_PER_PEER + 500))
+        say(ours, (FRAME_HEADER.pack(len(payload)) + payload) * (MAX_PINS_PER_PEER + 500))
         drain(ours)
     if verdicts.accepted["Resolve"] < MAX_PINS_PER_PEER:
         raise Finding(f"{link!r} ended before it had asked for {MAX_PINS_PER_PEER} pins")

@@ -44,7 +44,7 @@ _POOL: Final = '{"memory_size": 4194304, "page_shift": 12}'
 
 
 class Stage:
-    """A victim that listens, and a friend of it that pulls. A context manager.
+    """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both.
 
     Attributes:
         victim: What is fed.
@@ -53,10 +53,11 @@ class Stage:
         paged: A blocks cache of the friend.
     """
 
-    def __init__(self, *, rca: bool = False) -> None:
+    def __init__(self, *, rca: bool = False, extra: dict[str, str] | None = None) -> None:
         self.victim = LLMDataDist(LLMRole.PROMPT, VICTIM)
         self.friend = LLMDataDist(LLMRole.DECODER, FRIEND)
         self._rca = rca
+        self._extra = extra or {}
         self._pulls = 0
         self.published: list[Cache] = []
 
@@ -64,8 +65,8 @@ class Stage:
         with ExitStack() as undo:
             undo.callback(self.friend.finalize)
             undo.callback(self.victim.finalize)
-            self.victim.init(_options(self._rca, "127.0.0.1:0"))
-            self.friend.init(_options(self._rca, None))
+            self.victim.init(_options(self._rca, "127.0.0.1:0") | self._extra)
+            self.friend.init(_options(self._rca, None) | self._extra)
             self._source = self.victim.cache_manager.allocate_blocks_cache(_DESC, BlocksCacheKey(VICTIM, 77))
             self.paged = self.friend.cache_manager.allocate_blocks_cache(_DESC)
             self._row = self.friend.cache_manager.allocate_cache(_DESC)
@@ -76,15 +77,28 @@ class Stage:
     def __exit__(self, *exc_info: object) -> None:
         self._undo.close()
 
-    def link(self) -> None:
-        """Link the friend to the victim, unless it is."""
-        info = LLMClusterInfo()
-        info.remote_cluster_id = VICTIM
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info("127.0.0.1", self.port)
-        code, _ = self.friend.link_clusters([info], 10_000)
+    def link(self, port: int | None = None) -> None:
+        """Link the friend to the victim, unless it is, at another port if there is one."""
+        code, _ = self.friend.link_clusters([self._info(port or self.port)], 10_000)
         if code not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
             raise Finding(f"the friend cannot link: {code}")
+
+    def unlink(self) -> None:
+        """End the link of the friend at both ends, if there is one."""
+        self.friend.unlink_clusters([self._info(self.port)], 10_000, True)
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while self.victim.statistics().links or self.friend.statistics().links:
+            if time.monotonic() > limit:
+                raise Finding("an unlinked peer stays")
+            self.victim.unlink_clusters([self._info(0, FRIEND)], 10_000, True)
+            time.sleep(0.001)
+
+    def _info(self, port: int, cluster_id: int = VICTIM) -> LLMClusterInfo:
+        info = LLMClusterInfo()
+        info.remote_cluster_id = cluster_id
+        info.append_local_ip_info("127.0.0.1", 0)
+        info.append_remote_ip_info("127.0.0.1", port)
+        return info
 
     @property
     def engine(self) -> Engine:
@@ -120,15 +134,25 @@ class Stage:
         expected[:, [0, 3]] = source[:, [1, 6]]
         _same(self.paged, expected)
         published = self.victim.cache_manager.allocate_cache(_DESC, [_KEY])
-        source, expected = _filled(published, self._pulls + 1), _filled(self._row, self._pulls + 2)
-        by_id = CacheKeyByIdAndIndex(VICTIM, published.cache_id, 0)
-        manager.pull_cache(by_id if self._rca else _KEY, self._row, 5)
-        expected[:, 5] = source[:, 0]
-        _same(self._row, expected)
-        self.victim.cache_manager.remove_cache_key(_KEY)
-        self.victim.cache_manager.deallocate_cache(published)
+        try:
+            source, expected = _filled(published, self._pulls + 1), _filled(self._row, self._pulls + 2)
+            by_id = CacheKeyByIdAndIndex(VICTIM, published.cache_id, 0)
+            manager.pull_cache(by_id if self._rca else _KEY, self._row, 5)
+            expected[:, 5] = source[:, 0]
+            _same(self._row, expected)
+        finally:
+            self.victim.cache_manager.remove_cache_key(_KEY)
+            self.victim.cache_manager.deallocate_cache(published)
         self.victim.check_integrity()
         self.friend.check_integrity()
+
+    def push(self) -> None:
+        """The friend pushes, and every byte of the destination is compared."""
+        self._pulls += 1
+        source, expected = _filled(self.paged, self._pulls), _filled(self._source, self._pulls + 1_000_000)
+        self.friend.cache_manager.push_blocks(BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
+        expected[:, [7, 4]] = source[:, [2, 5]]
+        _same(self._source, expected)
 
     def settled(self) -> None:
         """Wait until only the friend is linked and no pin is held; then :meth:`look`."""

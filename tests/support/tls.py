@@ -1,0 +1,115 @@
+"""TLS 1.3 records by hand: what a stream of them means, and what an end that has the keys could write."""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from typing import TYPE_CHECKING, Final
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+__all__ = ["ALERT", "DATA", "HANDSHAKE", "HEADER", "RecordWriter", "logged_secret", "meaning", "records_of"]
+
+HEADER: Final = struct.Struct(">BHH")
+CHANGE_CIPHER, ALERT, HANDSHAKE, DATA = 20, 21, 22, 23
+_VERSION: Final = 0x0303
+_TAG_BYTES: Final = 16
+
+
+def records_of(stream: bytes) -> list[bytes]:
+    """Return the records of a stream, cut by their lengths; the last one may be cut off."""
+    found, at = [], 0
+    while at < len(stream):
+        size = HEADER.size
+        if at + size <= len(stream):
+            size += HEADER.unpack_from(stream, at)[2]
+        found.append(stream[at : at + size])
+        at += size
+    return found
+
+
+def meaning(stream: bytes) -> bytes:
+    """Return the stream without what TLS 1.3 tells every end to ignore, and authenticates nowhere.
+
+    This is the version of a record in plain text, how its bytes are cut into records, and records "change cipher spec".
+    """
+    found = b""
+    for record in records_of(stream):
+        if record[:1] == bytes([HANDSHAKE]):
+            found += record[HEADER.size :]
+        elif record[:1] != bytes([CHANGE_CIPHER]) or record[HEADER.size :] != b"\1":
+            found += record
+    return found
+
+
+def logged_secret(log: Path, label: str) -> bytes:
+    """Return the last secret of that label in a key log, as ``SSLContext.keylog_filename`` writes it."""
+    lines = [line.split() for line in log.read_text("ascii").splitlines()]
+    return bytes.fromhex(next(line[2] for line in reversed(lines) if line[0] == label))
+
+
+class RecordWriter:
+    """Writes one direction of a session with TLS_AES_256_GCM_SHA384, from its traffic secret; checks nothing."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._begin(secret)
+
+    def record(self, content: bytes, kind: int = DATA, padding: int = 0) -> bytes:
+        """Return one record, also of a kind or a length that none may have."""
+        inner = content + bytes([kind]) + bytes(padding)
+        header = HEADER.pack(DATA, _VERSION, (len(inner) + _TAG_BYTES) & 0xFFFF)
+        nonce = (self._iv ^ self._count).to_bytes(12, "big")
+        self._count += 1
+        return header + self._cipher.encrypt(nonce, inner, header)
+
+    def update(self, asks: int) -> bytes:
+        """Return a record that changes the key, and change it."""
+        said = self.record(bytes([24, 0, 0, 1, asks]), HANDSHAKE)
+        self._begin(_derived(self._secret, b"traffic upd", 48))
+        return said
+
+    def odd(self, frames: bytes, rng: random.Random) -> bytes:
+        """Return records of all kinds around frames, which they may or may not let through."""
+        said = b"".join(self._one(frames, rng) for _ in range(rng.randrange(1, 7)))
+        return said + self.record(frames)
+
+    def _one(self, frames: bytes, rng: random.Random) -> bytes:
+        match rng.randrange(10):
+            case 0:
+                return b"".join(self.update(rng.choice((0, 1, 1))) for _ in range(rng.choice((1, 1, 2, 40, 3000))))
+            case 1:
+                return self.record(bytes([24, 0, 0, 1, rng.choice((0, 1, 2, 255))]), HANDSHAKE)
+            case 2:  # a message of a handshake that is over, sometimes cut off
+                message = bytes([rng.choice((0, 1, 2, 4, 8, 11, 13, 20, 24, 254))])
+                body = rng.randbytes(rng.choice((0, 1, 40, 300)))
+                length = len(body) if rng.random() < 0.7 else rng.randrange(1 << 24)
+                return self.record(message + length.to_bytes(3, "big") + body, HANDSHAKE)
+            case 3:  # an alert: one that is ignored, or any
+                return self.record(rng.choice((b"\1\x5a", rng.randbytes(2), rng.randbytes(3))), ALERT)
+            case 8:  # the end of the session, and more
+                return self.record(b"\1\0", ALERT) + b"".join(self.record(bytes(1 << 14)) for _ in range(8))
+            case 4:
+                return b"".join(self.record(b"") for _ in range(rng.choice((1, 31, 64))))
+            case 5:
+                return self.record(frames[:1000], DATA, padding=rng.choice((1, 1000, 15_000)))
+            case 6:
+                return self.record(rng.randbytes(rng.choice((1 << 14, (1 << 14) + 1, 17_000))))
+            case 7:
+                return self.record(rng.randbytes(rng.randrange(40)), rng.choice((0, 20, 24, 255)))
+        return b"".join(self.record(bytes(1 << 14)) for _ in range(rng.choice((1, 16))))
+
+    def _begin(self, secret: bytes) -> None:
+        self._secret, self._count = secret, 0
+        self._cipher = AESGCM(_derived(secret, b"key", 32))
+        self._iv = int.from_bytes(_derived(secret, b"iv", 12), "big")
+
+
+def _derived(secret: bytes, label: bytes, size: int) -> bytes:
+    """HKDF-Expand-Label of RFC 8446 with SHA-384, for one block."""
+    label = b"tls13 " + label
+    info = struct.pack(">HB", size, len(label)) + label + b"\0"
+    return hmac.digest(secret, info + b"\1", "sha384")[:size]
