@@ -92,7 +92,8 @@ class LinkStatistics:
         private_transport: What moves the peer's registered memory outside its pools; None: nothing can.
         verified_bytes: Bytes of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
         sealed: Both ends have authenticated each other, and all that leaves this host is encrypted.
-        authenticated_seconds: Seconds since they did so last, see ``llm.MaxLinkAge``; None where they did not.
+        authenticated_at: When they did so last, in seconds since the epoch, see ``llm.MaxLinkAge``; None where they
+            did not.
     """
 
     remote_cluster_id: int
@@ -107,7 +108,7 @@ class LinkStatistics:
     resolved: int
     verified_bytes: int = 0
     sealed: bool = False
-    authenticated_seconds: float | None = None
+    authenticated_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,7 +471,7 @@ class Link:
             resolved=len(self.caches.kept),
             verified_bytes=self._verified_bytes,
             sealed=self.renewal is not None,
-            authenticated_seconds=None if self.renewal is None else time.monotonic() - self.renewal.last,
+            authenticated_at=None if self.renewal is None else self.renewal.at,
         )
 
     def check_integrity(self) -> None:

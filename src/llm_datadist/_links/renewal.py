@@ -44,6 +44,7 @@ class Renewal:
         self._check = check
         self._secret = secret
         self._names = (_INITIATOR, _TARGET) if dialled else (_TARGET, _INITIATOR)
+        self.at = time.time()  # for people, and for the heartbeat:
         self.last = time.monotonic()
         #: When this end asked, while it waits for the end of that handshake.
         self.asked: float | None = None
@@ -87,7 +88,7 @@ class Renewal:
         self._check(seal)
         if not hmac.compare_digest(proof, self._proof(self._names[1], b"answer" if asked_here else b"question")):
             raise AuthFailed("it has authenticated itself as another end than that of this link")
-        self.last = time.monotonic()
+        self.at, self.last = time.time(), time.monotonic()
 
     def _proof(self, end: bytes, part: bytes) -> bytes:
         # The end and the part: else an end could be shown what it has sent itself.
