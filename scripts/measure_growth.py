@@ -216,14 +216,15 @@ def link_timed(world: World, port: int) -> float:
 
 def pull_pool(world: World, blocks: int) -> float:
     """At the peer: pull every block of the owner once, in random order; return the seconds."""
-    order = np.random.default_rng(1).permutation(blocks)
+    order: Any = np.random.default_rng(1).permutation(blocks)
+    there: Any = np.arange(_LANDING_BLOCKS)
     cache, seconds = world.caches["kv"], 0.0
     (words,) = words_of(cache)
     heads = words.reshape(_LANDING_BLOCKS, -1)[:, 0]
     for start in range(0, blocks, _LANDING_BLOCKS):
         source = order[start : start + _LANDING_BLOCKS]
         begin = time.monotonic()
-        world.cm.pull_blocks(_KEY, cache, source, np.arange(len(source)))
+        world.cm.pull_blocks(_KEY, cache, source, there[: len(source)])
         seconds += time.monotonic() - begin
         assert np.array_equal(heads[: len(source)], source + 1), "wrong bytes"
     return seconds
