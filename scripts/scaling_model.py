@@ -21,7 +21,7 @@ SEGMENT_BYTES: Final = 14 + 20 + 32
 #: Bytes of the messages of a handshake without credentials, both directions, at most.
 HANDSHAKE_BYTES: Final = 1024
 #: What an idle link costs each of its processes over tcp and over shm, rounded up from the figures of docs/scaling.md.
-CPU_PERCENT: Final = 0.006
+CPU_PERCENT: Final = 0.007
 RSS_KIB: Final = {"tcp": 28, "shm": 18}
 DESCRIPTORS: Final = {"tcp": 6, "shm": 2}
 #: The default of ``llm.MaxLinks`` where the process may open 16,384 descriptors or more.
