@@ -55,25 +55,35 @@ class Peer:
         extra = {"llm.Transport": transport, **_PATIENT}
         self._end.init(make_config(mem_pool_cfg=None, host_mem_pool_cfg=None, extra=extra))
         self._owner = info(1, port)
-        if self._end.link_clusters([self._owner], 10_000) != SUCCESS:
-            raise RuntimeError(f"peer {number} cannot link")
         desc = CacheDesc(1, [1, block_bytes], DataType.DT_UINT8)
         self._mine = self._end.cache_manager.register_blocks_cache(desc, [self._words.ctypes.data])
+
+    def link(self) -> None:
+        """Link to the owner."""
+        if (codes := self._end.link_clusters([self._owner], 10_000)) != SUCCESS:
+            raise RuntimeError(f"peer {self._number} cannot link: {codes}")
+
+    def prepare(self) -> None:
+        """Pull once, so that the owner's cache is resolved."""
         self._pull_compared(0)
 
     def pull(self, begin: float, end: float) -> int:
         """Pull from ``begin`` to ``end`` (time.monotonic()); return how often."""
-        cm, mine, count, row = self._end.cache_manager, self._mine, 0, self._number
+        count = 0
         time.sleep(max(0.0, begin - time.monotonic()))
         while time.monotonic() < end:
             count += 1
-            row = (row + 1) % _ROWS
-            if count % _COMPARE_EACH:
-                cm.pull_blocks(_KEY, mine, [row], [0])
-            else:
-                self._pull_compared(row)
-        self._pull_compared(row)
+            self.pull_once(count)
+        self._pull_compared(self._number % _ROWS)
         return count
+
+    def pull_once(self, count: int) -> None:
+        """Pull the next block, for the time ``count`` says."""
+        row = (self._number + count) % _ROWS
+        if count % _COMPARE_EACH:
+            self._end.cache_manager.pull_blocks(_KEY, self._mine, [row], [0])
+        else:
+            self._pull_compared(row)
 
     def _pull_compared(self, row: int) -> None:
         self._words[:] = 0
@@ -97,6 +107,9 @@ def offer(world: World, block_bytes: int) -> None:
 def make_peers(world: World, numbers: list[int], port: int, transport: str, block_bytes: int) -> None:
     """At a process of peers: make and link them."""
     world.memory["peers"] = [Peer(number, port, transport, block_bytes) for number in numbers]
+    for peer in world.memory["peers"]:
+        peer.link()
+        peer.prepare()
 
 
 def close_peers(world: World) -> None:

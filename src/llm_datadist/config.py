@@ -153,10 +153,14 @@ def _integer(name: str, fields: dict[str, Any], field: str, default: int | None 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How many bytes a memory pool has, and what it rounds allocations up to: ``1 << page_shift`` bytes."""
+    """How many bytes a memory pool has, and what it rounds allocations up to: ``1 << page_shift`` bytes.
+
+    With ``huge_pages`` (extension) its memory consists of huge pages.
+    """
 
     memory_size: int
     page_shift: int = _DEFAULT_PAGE_SHIFT
+    huge_pages: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -172,11 +176,15 @@ class PoolOptions:
         fields = parse_json(name, check_type(name, text, str))
         if not isinstance(fields, dict):
             raise ParamError(f"{name}: {text[:200]!r} is no JSON object")
+        huge_pages = fields.get("huge_pages", False)
+        check_rule(type(huge_pages) is bool, f"{name}: huge_pages is {huge_pages!r}, true or false is needed")
         pool = cls(
-            _integer(name, fields, "memory_size"), _integer(name, fields, "page_shift", default=_DEFAULT_PAGE_SHIFT)
+            _integer(name, fields, "memory_size"),
+            _integer(name, fields, "page_shift", default=_DEFAULT_PAGE_SHIFT),
+            huge_pages,
         )
         pool.check(name, limit)
-        unknown = sorted(set(fields) - {"memory_size", "page_shift"})
+        unknown = sorted(set(fields) - {"memory_size", "page_shift", "huge_pages"})
         if unknown:
             logger.warning("%s: unknown fields ignored: %s", name, ", ".join(unknown))
         return pool

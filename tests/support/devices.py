@@ -19,12 +19,14 @@ class BrokenDevice(StagedDevice):
         self.broken = ""
         self._names: list[str] = []
 
-    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+    def allocate(
+        self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
+    ) -> Segment:
         """Fail at the third staging buffer."""
         self._names.append(name)
         if self.broken == "allocate" and self._names.count("swap-staging") == 3:
             raise OSError("device is lost")
-        return super().allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault)
+        return super().allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages)
 
     def _record(self, direction: Direction, nbytes: int) -> None:
         if self.broken == f"copy_{direction}":

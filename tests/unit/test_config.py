@@ -338,6 +338,7 @@ BAD_POOLS: list[tuple[object, tuple[str, ...]]] = [
     *[({"memory_size": 2**32, "page_shift": n}, ("page_shift", repr(n))) for n in (31, -1, 16.0, False, None)],
     ({"memory_size": GIB, "page_shift": 9}, ("page_shift", "9", "[10, 31)")),
     ({"memory_size": (2**32 - 1) << 10, "page_shift": 10}, ("memory_size", "pages")),
+    *[({"memory_size": 65536, "huge_pages": each}, ("huge_pages", repr(each))) for each in (1, 0, "true", None)],
 ]
 
 
@@ -350,11 +351,14 @@ def test_r11_pool_text_is_parsed_or_refused_naming_option_and_field_and_the_host
             (f'{{"memory_size": {GIB}, "page_shift": 10}}', GIB, 10),
             (f'{{"memory_size": {GIB}, "page_shift": 30}}', GIB, 30),
             (f'{{"memory_size": {20 * GIB}}}', 20 * GIB, 16),
+            ('{"memory_size": 65536, "huge_pages": false}', 65536, 16),
         ):
             options = parse(V2 | {key: text})
             parsed = {each: getattr(options, each) for each in POOLS.values()}
             assert parsed == dict.fromkeys(POOLS.values()) | {field: PoolOptions(size, shift)}
             assert PoolOptions(size, shift).page_bytes == 1 << shift
+        huge = getattr(parse(V2 | {key: json.dumps(SIZE | {"huge_pages": True})}), field)
+        assert huge == PoolOptions(65536, 16, huge_pages=True)
         refuse_texts(V2, key, ("", ("''", "JSON")), ("{", ("'{'", "JSON")), ("[" * 100_000, ("JSON",)))
         refuse_texts(V2, key, *[(json.dumps(value), parts) for value, parts in BAD_POOLS])
     refuse_texts(V2, "llm.HostMemPoolConfig", (over, (str(20 * GIB + 1), str(20 * GIB))))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 import warnings
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -445,6 +447,24 @@ def test_impossible_engines_and_lanes() -> None:
         engine.give_up(1)
     engine.drop_lane(1234)
     engine.close()
+
+
+def test_an_engine_takes_the_lanes_of_a_thousand_links_and_refuses_what_is_beyond() -> None:
+    most = 10 * 1024  # of each of so many links: MAX_LANES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < most + 512:
+        pytest.skip(f"this process may open {hard} descriptors at most")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    near, far = socket.socketpair()
+    try:
+        with near, far, closing(LaneEngine(1)) as engine:
+            lanes = [engine.add_lane(os.dup(near.fileno())) for _ in range(most)]
+            with pytest.raises(ParamError, match=f"at most {most} lanes"):
+                engine.add_lane(os.dup(near.fileno()))
+            engine.drop_lane(lanes[-1])
+            engine.add_lane(os.dup(near.fileno()))  # there is room again
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_started_job_is_forgotten_once_its_end_is_told() -> None:

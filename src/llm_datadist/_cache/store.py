@@ -91,6 +91,7 @@ class Pools:
                         pool.page_shift,
                         peers_may_write=options.remote_accessible,
                         prefault=options.pool_prefault,
+                        huge_pages=pool.huge_pages,
                     )
         except BaseException:
             self.close()

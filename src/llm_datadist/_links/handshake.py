@@ -72,7 +72,9 @@ if TYPE_CHECKING:
 
 GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
-_BACKLOG: Final = 128
+#: A dial that finds no room in it is lost, and comes again after a second. Hundreds of peers, with several lanes each,
+#: may dial at once; the kernel bounds it further (net.core.somaxconn).
+_BACKLOG: Final = 1024
 #: Strangers in the middle of a handshake; a further one takes the place of the oldest of those that have not sent a
 #: Hello, else of the oldest of all; first of those from its own address, of which there may be fewer.
 _MAX_GREETINGS: Final = 128
@@ -701,7 +703,8 @@ class Listener:
 
     async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
         try:
-            await frames.send(refused(error))
+            with suppress(OSError):  # what is told, and logged, is why
+                await frames.send(refused(error))
         finally:
             # Last, because it may close this listener, and every connection here with it.
             if self._admission is not None:

@@ -23,11 +23,14 @@ class Device(Protocol):
     def needs_staging(self) -> bool:
         """True if host memory reaches single blocks only through staging buffers on the device (interface R10)."""
 
-    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+    def allocate(
+        self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
+    ) -> Segment:
         """Return a new segment of ``nbytes`` bytes, owned by the caller.
 
         Raises:
             OutOfMemory: The device cannot provide it.
+            ParamError: It has no huge pages, or ``nbytes`` is no multiple of their size.
         """
 
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
@@ -46,9 +49,13 @@ class HostDevice:
     name = "host"
     needs_staging = False
 
-    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+    def allocate(
+        self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
+    ) -> Segment:
         """Return a new shared segment of zero bytes, owned by the caller; see :meth:`SharedSegment.create`."""
-        return SharedSegment.create(name, nbytes, peers_may_write=peers_may_write, prefault=prefault)
+        return SharedSegment.create(
+            name, nbytes, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages
+        )
 
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
         """Copy ``nbytes`` bytes, which may overlap, without the GIL."""

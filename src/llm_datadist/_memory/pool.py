@@ -175,7 +175,14 @@ class MemoryPool:
 
 
 def create_pool(
-    name: str, device: Device, nbytes: int, page_shift: int, *, peers_may_write: bool, prefault: bool
+    name: str,
+    device: Device,
+    nbytes: int,
+    page_shift: int,
+    *,
+    peers_may_write: bool,
+    prefault: bool,
+    huge_pages: bool = False,
 ) -> MemoryPool:
     """Create a pool on ``device``, or raise OutOfMemory if this process may not use that much (interface R11)."""
     _check_page(name, nbytes, page_shift)
@@ -192,7 +199,7 @@ def create_pool(
             free=free,
             largest_hole=free,
         )
-    segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault)
+    segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages)
     return MemoryPool(name, segment, page_shift)
 
 

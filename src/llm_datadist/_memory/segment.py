@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 
+from llm_datadist._memory import huge_pages as huge
 from llm_datadist._memory.unmap import unmap
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
@@ -104,18 +105,26 @@ class SharedSegment(Segment):
         self._fd = fd
 
     @classmethod
-    def create(cls, name: str, nbytes: int, *, peers_may_write: bool, prefault: bool = False) -> Self:
+    def create(
+        cls, name: str, nbytes: int, *, peers_may_write: bool, prefault: bool = False, huge_pages: bool = False
+    ) -> Self:
         """Create ``nbytes`` zero bytes that others can map.
 
-        Pages take memory when they are first used, with ``prefault`` now. Without ``peers_may_write`` it is sealed so
-        that only this mapping can ever write.
+        Pages take memory when they are first used, with ``prefault`` or ``huge_pages`` now. With ``huge_pages`` it
+        consists of huge pages only: ParamError, if this host has none for it. Without ``peers_may_write`` it is sealed
+        so that only this mapping can ever write.
         """
         if not 0 < nbytes <= sys.maxsize:
             raise ParamError(f"segment {name!r}: nbytes is {nbytes}, must be in [1, {sys.maxsize}]")
+        if huge_pages:
+            huge.check_size(name, nbytes)
         try:
             fd = _new_memfd(name)
             try:
-                mapping = _fill_memfd(fd, nbytes, peers_may_write=peers_may_write, prefault=prefault)
+                mapping = _map_memfd(name, fd, nbytes, prefault=prefault, huge_pages=huge_pages)
+                # After our own mapping: F_SEAL_FUTURE_WRITE refuses every later writable one.
+                more = 0 if peers_may_write else F_SEAL_FUTURE_WRITE
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL | more)
             except BaseException:
                 os.close(fd)
                 raise
@@ -199,17 +208,20 @@ def _new_memfd(name: str) -> int:
         return os.memfd_create(name, flags)
 
 
-def _fill_memfd(fd: int, nbytes: int, *, peers_may_write: bool, prefault: bool) -> Mapping:
+def _map_memfd(name: str, fd: int, nbytes: int, *, prefault: bool, huge_pages: bool) -> Mapping:
     os.ftruncate(fd, nbytes)
-    if prefault:
+    if prefault and not huge_pages:
         # Reserve first: a lack of memory is an error here, and would be a SIGBUS when the pages are touched below.
         os.posix_fallocate(fd, 0, nbytes)
     mapping = Mapping(fd, nbytes, writable=True)
+    if huge_pages:
+        try:
+            huge.populate(name, fd, mapping.address, nbytes)
+        except BaseException:
+            del mapping  # whoever keeps the error would keep the memory
+            raise
     if prefault:
         mapping.array()[:: mmap.PAGESIZE] = 0
-    # After our own mapping: F_SEAL_FUTURE_WRITE refuses every later writable one.
-    seals = _SIZE_SEALS | fcntl.F_SEAL_SEAL | (0 if peers_may_write else F_SEAL_FUTURE_WRITE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return mapping
 
 
@@ -234,7 +246,10 @@ def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t]
 _libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED: Final = 0x10
+_RESERVE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class AddressRange:
@@ -268,10 +283,35 @@ class Mapping(AddressRange):
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
-        if address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        if nbytes < huge.ALIGNMENT:
+            address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, fd)
+        else:
+            address = _map_aligned(fd, nbytes, protection)
         super().__init__(address, nbytes, writable=writable)
         # At exit the kernel unmaps; doing it earlier would pull memory from under other exit handlers.
         weakref.finalize(self, unmap, address, nbytes, sparse=sparse).atexit = False
+
+
+def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
+    """Map a descriptor at a multiple of the size of a huge page; not every kernel does so by itself."""
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    reserved = _mmap(None, size + huge.ALIGNMENT, 0, _RESERVE, -1)
+    address = -(-reserved // huge.ALIGNMENT) * huge.ALIGNMENT
+    try:
+        _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(reserved, size + huge.ALIGNMENT)
+        raise
+    if before := address - reserved:
+        _libc.munmap(reserved, before)
+    if after := huge.ALIGNMENT - before:
+        _libc.munmap(address + size, after)
+    return address
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)

@@ -25,7 +25,8 @@ namespace datadist {
 // The descriptors of all lanes of an engine. A forked child closes its copies from here without any lock.
 class FdTable {
 public:
-    static constexpr std::size_t capacity = 4096;
+    // What each of 1024 links may have (MAX_LANES in _transport/lanes.py); as a rule a link has half of it.
+    static constexpr std::size_t capacity = 10240;
 
     bool add(int fd) {
         for (auto& slot : slots_) {

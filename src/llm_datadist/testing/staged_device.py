@@ -64,7 +64,9 @@ class StagedDevice:
         with self._lock:
             return self._counts.get(direction, CopyCount())
 
-    def allocate(self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool) -> Segment:
+    def allocate(
+        self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
+    ) -> Segment:
         """Return a new shared segment, owned by the caller.
 
         Raises:
@@ -73,7 +75,9 @@ class StagedDevice:
         # One lock over check and allocation: two threads must not both pass the check.
         with self._lock:
             self._check_room(nbytes, name)
-            segment = self._host.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault)
+            segment = self._host.allocate(
+                nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages
+            )
             self._segments.add(segment)
             return segment
 

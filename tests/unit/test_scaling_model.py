@@ -1,0 +1,197 @@
+"""The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual and in real time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import socket
+import struct
+import threading
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from scripts import scaling_model as model
+
+from llm_datadist import BlocksCacheKey
+from llm_datadist._links import liveness
+from llm_datadist._links.link import Link, LinkOrigin, Peer
+from llm_datadist._links.liveness import Heartbeat
+from llm_datadist._links.messages import Beat, Message, Resolved, decode, frame
+from llm_datadist._native import steps
+from tests.faults.harness import holds_within
+from tests.support.ends import LocalEnd
+from tests.support.linking import SUCCESS, info, link, links_of
+from tests.support.moves import Spec, Use, call, make
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_BEATS = 3
+
+
+class VirtualTime:
+    """A clock, and the part of a control loop that heartbeats use."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._numbers = itertools.count()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self.loop = self
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), function))
+
+    def run_until(self, end: float) -> None:
+        while self._due and self._due[0][0] <= end:
+            self.now, _, function = heapq.heappop(self._due)
+            function()
+
+
+class Wire:
+    """The channel of one end of a link: counts the frames that it sends, and hands them to the other end."""
+
+    def __init__(self, counted: Counter[str]) -> None:
+        self._counted = counted
+        self.far: Link
+        self.reason = ""
+
+    def send(self, message: Message) -> None:
+        data = frame(message)
+        self._counted["messages"] += 1
+        self._counted["bytes"] += len(data)
+        assert decode(data[4:]) == message
+        self.far.heard()
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[tuple[int, int]]) -> Counter[str]:
+    """Let real heartbeats of so many instances run over such links for some virtual seconds; return what they sent."""
+    clock, counted = VirtualTime(), Counter[str]()
+    monkeypatch.setattr(liveness, "time", clock)
+    monkeypatch.setattr("llm_datadist._links.link.time", clock)
+    ends: list[list[Link]] = [[] for _ in range(instances)]
+    nothing = cast("Any", SimpleNamespace(connections=(), name="tcp", private=None, reason=""))
+    for one, other in linked:
+        pair = []
+        for mine, theirs in ((one, other), (other, one)):
+            peer = Peer(cluster_id=theirs, incarnation=theirs.to_bytes(16, "big"), pid=1, host="")
+            wire = Wire(counted)
+            each = Link(peer, nothing, nothing, LinkOrigin(dialled=mine == one, sequence=1, peer_sequence=1))
+            each.ready(cast("Any", wire))
+            ends[mine].append(each)
+            pair.append((wire, each))
+        (pair[0][0].far, pair[1][0].far) = pair[1][1], pair[0][1]
+
+    def lose(link: Link, reason: str) -> None:
+        raise AssertionError(f"{link} is lost: {reason}")
+
+    for number, its_links in enumerate(ends):
+        heart = Heartbeat(cast("Any", clock), partial(list, its_links), lose, 10.0, lambda now: None)
+        clock.now = 1000 + number / instances  # they do not beat at the same moment
+        heart.start()
+    clock.run_until(1001 + _BEATS - 1e-6)
+    return counted
+
+
+def every_pair(prompts: int, decoders: int) -> list[tuple[int, int]]:
+    return [(one, prompts + other) for one in range(prompts) for other in range(decoders)]
+
+
+@pytest.mark.parametrize(
+    ("fleet", "linked"),
+    [
+        (model.mesh(2), [(0, 1)]),
+        (model.mesh(24), [(one, other) for other in range(24) for one in range(other)]),
+        (model.pairs(3, 9), every_pair(3, 9)),
+        (model.cells(2, model.mesh(3)), [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)]),
+        (model.pairs(10, 990), every_pair(10, 990)),
+        (model.pairs(1, 9999), every_pair(1, 9999)),
+    ],
+    ids=["2", "mesh of 24", "3 and 9", "two cells", "1,000", "10,000"],
+)
+def test_what_heartbeats_send_in_virtual_time_is_what_the_model_says(
+    monkeypatch: pytest.MonkeyPatch, fleet: model.Fleet, linked: list[tuple[int, int]]
+) -> None:
+    assert (fleet.links, fleet.busiest) == (len(linked), max(Counter(end for pair in linked for end in pair).values()))
+    counted = simulate(monkeypatch, fleet.instances, linked)
+    assert counted["messages"] == _BEATS * fleet.beats_per_s
+    assert counted["bytes"] == _BEATS * fleet.beat_bytes_per_s(1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 255, 256, 65_535, 65_536, 86_400, 2**32 - 1, 2**32])
+def test_a_beat_has_as_many_bytes_as_the_model_says(count: int) -> None:
+    assert model.beat_bytes(count) == len(frame(Beat(count)))
+
+
+def test_a_mesh_of_real_instances_sends_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, sent = model.mesh(5), defaultdict[tuple[int, int], list[int]](list)
+
+    def watch(step: str, subject: object, *details: object) -> None:
+        if step == "send" and details and isinstance(details[0], Beat):
+            # An instance is known by its control thread.
+            sent[threading.get_ident(), details[0].count].append(len(frame(details[0])))
+
+    with ExitStack() as stack:
+        ends = [LocalEnd(f"end {number}") for number in range(fleet.instances)]
+        for number, end in enumerate(ends):
+            stack.callback(end.stop)
+            extra = {"llm.Transport": "tcp", "llm.PeerTimeout": "0.8"}
+            end.start("PROMPT", number + 1, listen_ip_info="127.0.0.1:0", extra=extra)
+            for other in ends[:number]:
+                assert end.do(link, [info(other.cluster_id, other.port)]) == SUCCESS
+        monkeypatch.setattr(steps, "watch", watch)
+        assert holds_within(lambda: len(list(sent)) >= fleet.instances * (_BEATS + 2), 60)
+        monkeypatch.setattr(steps, "watch", None)
+    hearts = {heart for heart, _ in sent}
+    assert len(hearts) == fleet.instances
+    inner = {heart: sorted(count for each, count in sent if each == heart)[1:-1] for heart in hearts}
+    for heart, counts in inner.items():
+        for count in counts:  # not the first and the last, which may have been seen in part
+            assert sent[heart, count] == [model.beat_bytes(count)] * fleet.busiest
+    each = [len(sent[heart, counts[0]]) for heart, counts in inner.items()]
+    assert sum(each) == fleet.beats_per_s * model.PERIOD_S
+
+
+def test_linking_and_resolving_stay_within_the_bytes_that_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[Resolved] = []
+
+    def watch(step: str, subject: object, *details: object) -> None:
+        if step == "send" and details and isinstance(details[0], Resolved):
+            resolved.append(details[0])
+
+    prompt, decoder = LocalEnd("prompt"), LocalEnd("decoder")
+    with ExitStack() as stack:
+        for number, end in enumerate((prompt, decoder), 1):
+            stack.callback(end.stop)
+            extra = {"llm.Transport": "inproc"}
+            end.start("PROMPT", number, listen_ip_info="127.0.0.1:0", extra=extra)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        channel = links_of(decoder.world).peek(1).channel
+        # Bytes acknowledged and received, of struct tcp_info in linux/tcp.h; beats may be among them.
+        there, back = struct.unpack_from(
+            "=QQ", channel._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 200), 120
+        )
+        assert 200 < there + back < model.HANDSHAKE_BYTES
+        monkeypatch.setattr(steps, "watch", watch)
+        for tensors in (2, 160):
+            for end in (prompt, decoder):
+                end.do(
+                    make, f"kv {tensors}", Spec(tensors, 4, 64, blocks=True, blocks_key=BlocksCacheKey(1, tensors)), 1
+                )
+            decoder.do(call, "pull_blocks", BlocksCacheKey(1, tensors), Use(f"kv {tensors}"), [1], [2])
+        monkeypatch.setattr(steps, "watch", None)
+    assert [len(each.offsets) // 8 for each in resolved] == [2, 160]
+    for each, tensors in zip(resolved, (2, 160), strict=True):
+        assert 12 * tensors < len(frame(each)) <= model.resolved_bytes(tensors)
+
+
+def test_the_page_has_the_table_of_the_model() -> None:
+    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    assert "\n".join(model.rows()) in page
