@@ -93,7 +93,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[t
         raise AssertionError(f"{link} is lost: {reason}")
 
     for number, its_links in enumerate(ends):
-        heart = Heartbeat(cast("Any", clock), partial(list, its_links), lose, 10.0, lambda now: None)
+        heart = Heartbeat(cast("Any", clock), partial(list, its_links), lose, 10.0, None, lambda now: None)
         clock.now = 1000 + number / instances  # they do not beat at the same moment
         heart.start()
     clock.run_until(1001 + _BEATS - 1e-6)
