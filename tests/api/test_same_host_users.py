@@ -6,6 +6,7 @@ import ctypes
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a
 
 
 def become(world: World, user: int) -> None:
+    np.random.default_rng()  # NumPy loads it late, and that user may not be allowed to read this checkout
     os.setgroups([])
     os.setresuid(user, user, user)
     # As if this user had started it: its own folder in /proc is its own.
