@@ -70,6 +70,8 @@ TLS_CA: Final = "llm.TlsCa"
 MAX_LINK_AGE: Final = "llm.MaxLinkAge"
 PEER_POLICY: Final = "llm.PeerPolicy"
 SAME_HOST_USERS: Final = "llm.SameHostUsers"
+NIXL_FALLBACK: Final = "llm.NixlFallback"
+NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
 """``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
@@ -89,7 +91,7 @@ NO_EFFECT: Final = frozenset(
 )
 """Options of the interface that are accepted and have no effect here; so is every ``llm.RefInput*``."""
 
-TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "tcp")
+TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "nixl", "tcp")
 """The values of ``llm.Transport``."""
 
 # The C++ interface spells two keys in its own way.
@@ -340,6 +342,8 @@ class Options:
         insecure: Links to other hosts may do without credentials.
         same_host_users: User ids, beside this process's own, whose processes on this host may map the pools.
         peer_policy: What each peer may do at this end; None: all that the other options allow.
+        nixl_fallback: Links over nixl that this end dials have data lanes too, and use them once NIXL has failed.
+        nixl_plaintext: Sealed links may use nixl, which sends KV bytes as they are.
     """
 
     role: LLMRole
@@ -368,6 +372,8 @@ class Options:
     insecure: bool = False
     same_host_users: frozenset[int] = frozenset()
     peer_policy: PeerPolicy | None = None
+    nixl_fallback: bool = False
+    nixl_plaintext: bool = False
 
     def check_reach(self, name: str, host: str) -> None:
         """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
@@ -426,6 +432,8 @@ class Options:
             insecure=insecure,
             same_host_users=_same_host_users(reader),
             peer_policy=_peer_policy(reader, believed=credentials is not None, insecure=insecure),
+            nixl_fallback=reader.flag(NIXL_FALLBACK, default=False),
+            nixl_plaintext=reader.flag(NIXL_PLAINTEXT, default=False),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()

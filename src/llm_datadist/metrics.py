@@ -94,6 +94,7 @@ class LinkStatistics:
         sealed: Both ends have authenticated each other, and all that leaves this host is encrypted.
         authenticated_at: When they did so last, in seconds since the epoch, see ``llm.MaxLinkAge``; None where they
             did not.
+        progress_seconds: CPU time of UCX's threads for this link, in seconds; 0 unless the transport is nixl.
     """
 
     remote_cluster_id: int
@@ -109,6 +110,7 @@ class LinkStatistics:
     verified_bytes: int = 0
     sealed: bool = False
     authenticated_at: float | None = None
+    progress_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

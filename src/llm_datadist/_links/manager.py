@@ -28,6 +28,7 @@ from llm_datadist._links.messages import (
     Linked,
     Located,
     Message,
+    NixlSaid,
     Ping,
     Pong,
     Resolved,
@@ -68,7 +69,7 @@ _UNLINK_MS: Final = 1000
 _CROSSING_POLL_MS: Final = 50
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
 _FINAL: Final = (Failed, UnlinkAck, Located, Verified)
-_ANSWERS: Final = (Resolved, Claimed, *_FINAL)
+_ANSWERS: Final = (Resolved, Claimed, NixlSaid, *_FINAL)
 _IGNORED: Final = (Beat, *_FINAL)
 
 

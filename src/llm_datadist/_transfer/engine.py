@@ -35,6 +35,7 @@ from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
+from llm_datadist._transfer.nixl import NixlTarget, nixl_endpoint
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
@@ -47,6 +48,7 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._cache.store import Storage
     from llm_datadist._links.link import Link
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
@@ -104,9 +106,12 @@ class Engine:
             undo.callback(lane_reconnector.close)
             self._target = Target(self.store, access)
             lane_threads = min(_MAX_LANE_THREADS, _native.usable_cpus())
-            self._lanes = Lanes(lane_threads, LaneTarget(self.store, access, lane_reconnector))
-            self.store.quiesce = self._lanes.quiesce
+            lane_target = LaneTarget(self.store, access, lane_reconnector)
+            self._lanes = Lanes(lane_threads, lane_target)
             undo.callback(self._lanes.close)
+            self._nixl = nixl_endpoint(options, self.store, lane_target)
+            undo.callback(self._nixl.shared.close)
+            self.store.quiesce = self._quiesce
             # Joined after the links have ended: that ends what the threads wait for.
             self.workers = Workers()
             undo.callback(self.workers.close)
@@ -132,6 +137,11 @@ class Engine:
         """Return the deadline of a call that begins now (``sync_kv_timeout``)."""
         return Deadline(self.options.sync_kv_timeout_ms)
 
+    def _quiesce(self, storage: Storage) -> None:
+        """Stop all use of memory by the data lanes and NIXL; the guards have been advanced before."""
+        self._lanes.quiesce(storage.tag)
+        self._nixl.shared.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
+
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # the control thread has stopped: grants end with the engine
             self._control.post(self._control.loop.call_at, when, function)
@@ -145,6 +155,8 @@ class Engine:
             messages.Release: self._target.on_release,
             messages.Consumed: self._target.on_consumed,
             messages.LanesLost: self._lane_reconnector.on_lanes_lost,
+            messages.NixlAsk: NixlTarget.on_ask,
+            messages.NixlSaid: NixlTarget.on_late_answer,
             messages.Verify: self._checksums.on_verify,
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
@@ -162,6 +174,7 @@ class Engine:
                 credentials=self._credentials,
                 check_reach=partial(options.check_reach, "link"),
                 rules=self._access,
+                nixl=self._nixl,
             ),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
