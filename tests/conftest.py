@@ -22,8 +22,7 @@ from tests.support.world import baseline, settled_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What the scenes of the interface run over: `make test-nixl` names another one.
-TRANSPORTS = tuple(os.environ.get("LLM_DATADIST_TEST_TRANSPORTS", "inproc,shm,tcp").split(","))
+TRANSPORTS = ("inproc", "shm", "tcp")
 
 # No test is about time: by default an example that takes 200 ms fails.
 settings.register_profile("untimed", deadline=None)

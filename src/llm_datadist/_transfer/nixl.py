@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llm_datadist._links.messages import NixlAsk, NixlSaid
 from llm_datadist._transport.connect import NixlEndpoint
 from llm_datadist._transport.nixl import Nixl, NixlConnection, give_back
-from llm_datadist._transport.nixl_agent import NOT_INSTALLED, fabric
+from llm_datadist._transport.nixl_agent import NOT_INSTALLED, fabric, usable
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError
 
@@ -58,7 +58,7 @@ def _say(link: Link, number: int, data: bytes) -> None:
 
 def nixl_endpoint(options: Options, store: CacheStore, target: LaneTarget) -> NixlEndpoint:
     """Return what this end offers of NIXL. Raises LLMException where it is asked for and cannot be had."""
-    why_not = _why_not(options)
+    why_not = _why_not(options) or (usable(fabric()) if options.transport == "nixl" else "")
     if why_not and options.transport == "nixl":
         raise LLMException(f"{TRANSPORT}=nixl: {why_not}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
     pools = [(segment.address, segment.nbytes) for segment in store.exports.regions.values()]

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _ELSEWHERE: Final = 1 << 62
 #: Bytes asked for at once: the owner serves one part after the other.
-_PART_BYTES: Final = 64 << 20
+_PART_BYTES: Final = 128 << 20
 #: Status of a request that needs the metadata of the receiver, which the sender there has forgotten.
 _UNKNOWN_RECEIVER: Final = 100
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

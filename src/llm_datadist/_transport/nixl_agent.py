@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import os
 import secrets
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,8 @@ _SHARED_MEMORY: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "c
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 #: A transfer is posted in parts: between two of them its deadline is looked at.
 _PART_BYTES: Final = 16 << 20
+#: One moves while the next is posted.
+_PARTS_ON_THEIR_WAY: Final = 2
 _PAUSE_SECONDS: Final = 50e-6
 #: Polls without a pause: a small transfer is over before.
 _QUICK_POLLS: Final = 50
@@ -87,6 +91,16 @@ def package_version() -> str:
 
 
 @cache
+def usable(fabric: str) -> str:
+    """Return why UCX cannot use a fabric; empty if it can. The first agent of a process takes half a second."""
+    try:
+        Agent(fabric, progress=False).end()
+    except (NixlFailed, LinkRefused) as error:
+        return str(error)
+    return ""
+
+
+@cache
 def fabric() -> str:
     """Return what UCX can use on this host: ``rdma``, ``tcp``, or "" where NIXL is not installed.
 
@@ -96,12 +110,9 @@ def fabric() -> str:
     if not installed():
         return ""
     if _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()):
-        try:
-            Agent("rdma", progress=False).end()
-        except NixlFailed as error:
-            logger.info("nixl uses tcp: there are RDMA devices, and UCX cannot use them: %s", error)
-        else:
+        if not (reason := usable("rdma")):
             return "rdma"
+        logger.info("nixl uses tcp: there are RDMA devices, and UCX cannot use them: %s", reason)
     return "tcp"
 
 
@@ -210,34 +221,49 @@ class Agent:
         """
         ends = np.cumsum(here[:, 1])
         peer, first = self.loaded.partition("/")[0], 0
-        while first < len(here):
-            begun = int(ends[first - 1]) if first else 0
-            last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
-            if stop():
-                return False
-            if not self._move_part(verb, here[first:last], there[first:last], peer, stop):
-                return False
-            progress.done = int(ends[last - 1])
-            first = last
+        posted: deque[tuple[Any, str, int]] = deque()
+        try:
+            while first < len(here) or posted:
+                if stop():
+                    return False
+                if first < len(here) and len(posted) < _PARTS_ON_THEIR_WAY:
+                    begun = int(ends[first - 1]) if first else 0
+                    last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
+                    handle, state = self._post(verb, here[first:last], there[first:last], peer)
+                    posted.append((handle, state, int(ends[last - 1])))
+                    first = last
+                    continue
+                handle, state, upto = posted[0]
+                if not self._wait(handle, state, stop):
+                    return False
+                posted.popleft()
+                self._release(handle)
+                progress.done = upto
+        finally:
+            for handle, _, _ in posted:
+                self._release(handle)
         return True
 
-    def _move_part(
-        self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str, stop: Callable[[], bool]
-    ) -> bool:
+    def _post(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> tuple[Any, str]:
         mine = self._call("get_xfer_descs", np.ascontiguousarray(here), "DRAM")
         theirs = self._call("get_xfer_descs", np.ascontiguousarray(there), "DRAM")
         handle = self._call("initialize_xfer", verb, mine, theirs, peer)
         try:
-            state, polls = self._call("transfer", handle), 0
-            while state == "PROC":
-                if stop():
-                    return False
-                polls += 1
-                if polls > _QUICK_POLLS:
-                    time.sleep(_PAUSE_SECONDS)
-                state = self._call("check_xfer_state", handle)
-        finally:
+            return handle, self._call("transfer", handle)
+        except BaseException:
             self._release(handle)
+            raise
+
+    def _wait(self, handle: Any, state: str, stop: Callable[[], bool]) -> bool:  # noqa: ANN401 (NIXL has no types)
+        """Return True once a posted part is done, False if it is to stop before."""
+        polls = 0
+        while state == "PROC":
+            if stop():
+                return False
+            polls += 1
+            if polls > _QUICK_POLLS:
+                time.sleep(_PAUSE_SECONDS)
+            state = self._call("check_xfer_state", handle)
         if state != "DONE":
             raise NixlFailed(f"a transfer ended in state {state}")
         return True
@@ -285,6 +311,8 @@ def _new_agent(name: str, transports: str, *, progress: bool) -> Any:  # noqa: A
         from nixl._api import nixl_thread_sync_t
     except ImportError as error:
         raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells stdout of each agent
     try:
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, backends=[], sync_mode=strict))
