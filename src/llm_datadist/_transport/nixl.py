@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -141,15 +142,11 @@ class Nixl:
         self.pools = pools
         self.fallback = fallback
         self._lock = threading.Lock()
-        self._connections: set[NixlConnection] = set()
+        self._connections: WeakSet[NixlConnection] = WeakSet()
 
     def add(self, connection: NixlConnection) -> None:
         with self._lock:
             self._connections.add(connection)
-
-    def discard(self, connection: NixlConnection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
         """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
@@ -271,10 +268,9 @@ class NixlConnection(Connection):
         self.nixl = nixl
         self.fallback = fallback
         self.reads = fabric == "rdma"  # a pull is a READ of this end, which UCX only emulates over tcp
-        self.link: object = None
         self.sender = _End(nixl, fabric, progress=False)
         self.receiver = _End(nixl, fabric, progress=True)
-        self.server = Server(self)
+        self.server = Server(nixl, self.sender, self.receiver)
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
@@ -283,8 +279,12 @@ class NixlConnection(Connection):
         super().__init__()
         nixl.add(self)
 
+    @property
+    def link(self) -> object:
+        return self.server.link
+
     def begin(self, link: object) -> None:
-        self.link = link
+        self.server.link = link
         if self.fallback is not None:
             self.fallback.begin(link)
 
@@ -363,7 +363,7 @@ class NixlConnection(Connection):
     def stopped(self, deadline: Deadline) -> bool:
         """Return True when a transfer of this connection is to stop; handlers of signals run."""
         deadline.next_turn()
-        return deadline.expired() or self._aborted
+        return time.monotonic_ns() >= deadline.expires_ns or self._aborted
 
 
 class _NixlTransfer:
@@ -550,8 +550,11 @@ class Server:
     waits for its end.
     """
 
-    def __init__(self, connection: NixlConnection) -> None:
-        self._connection = connection
+    def __init__(self, nixl: Nixl, sender: _End, receiver: _End) -> None:
+        self.link: object = None
+        self._nixl = nixl
+        self._sender = sender
+        self._receiver = receiver
         self._queue: SimpleQueue[_Served | Done | None] = SimpleQueue()
         self._replies: dict[int, Callable[[bytes], None]] = {}  # of Done, by move
         self._changed = threading.Condition(threading.Lock())  # protects all below
@@ -586,11 +589,10 @@ class Server:
         self._put(served)
 
     def _grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
-        connection = self._connection
-        handler, request = connection.nixl.handler, decode_request(ask.meta)
+        handler, request = self._nixl.handler, decode_request(ask.meta)
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
-        grant = (handler.on_write if ask.write else handler.on_read)(connection.link, request)
+        grant = (handler.on_write if ask.write else handler.on_read)(self.link, request)
         if request.extent != grant.tensors.extent:
             raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
         plan = grant.plan or request.plan
@@ -649,7 +651,7 @@ class Server:
                 elif item is not None:
                     self._serve(held, item)
             except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
-                logger.exception("nixl: a request of %s failed", self._connection.link)
+                logger.exception("nixl: a request of %s failed", self.link)
                 if isinstance(item, _Served):
                     self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
         self._end()
@@ -668,7 +670,7 @@ class Server:
 
     def _write(self, served: _Served) -> None:
         """Write what was asked for into the receiver of the peer, and answer."""
-        ask, plan, sender = served.ask, served.plan, self._connection.sender
+        ask, plan, sender = served.ask, served.plan, self._sender
         bases = served.grant.tensors.bases[plan.src_first : plan.src_first + plan.count]
         there = _numbers(ask.bases, plan.count, "bases"), _numbers(ask.offsets, len(plan.runs), "offsets")
         with sender.using(partial(self._turn, served)) as agent:
@@ -694,7 +696,7 @@ class Server:
 
     def _hold(self, held: dict[int, _Served], served: _Served) -> None:
         """Tell the peer where it may write, or read, and keep that memory until it is done."""
-        plan, tensors, receiver = served.plan, served.grant.tensors, self._connection.receiver
+        plan, tensors, receiver = served.plan, served.grant.tensors, self._receiver
         first = plan.dst_first if served.ask.write else plan.src_first
         bases = tensors.bases[first : first + plan.count]
         with receiver.using(partial(self._turn, served)) as agent:
@@ -729,12 +731,12 @@ class Server:
 
     def _drop(self, served: _Served) -> None:
         """Make sure that the peer does not write any more, then forget the request."""
-        self._connection.receiver.end(served.receiver)
+        self._receiver.end(served.receiver)
         self._let_go(served)
         self._forget(served)
 
     def _let_go(self, served: _Served) -> None:
-        receiver = self._connection.receiver
+        receiver = self._receiver
         with receiver._lock:
             receiver.users -= 1
 
@@ -760,13 +762,11 @@ class Server:
 
     def _end(self) -> None:
         """End both agents; nothing is touched any more."""
-        connection = self._connection
-        connection.sender.close()
-        connection.receiver.close()
+        self._sender.close()
+        self._receiver.close()
         with self._changed:
             self._served.clear()
             self._changed.notify_all()
-        connection.nixl.discard(connection)
 
 
 def _unchanged(served: _Served) -> bool:
