@@ -50,6 +50,9 @@ class SocketWire:
         self._waiting: dict[int, Future[bytes]] = {}
         self._sending = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="nixl-wire")
+
+    def start(self) -> None:
+        """Answer questions from now on."""
         self._reader.start()
 
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
@@ -136,6 +139,7 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]
     connection = SocketConnection(Nixl(wire, handler, pools), fabric(), regions, writable=writable)
     server.append(connection.server)
+    wire.start()
     return connection
 
 

@@ -343,14 +343,14 @@ class LanesLost(Message, frozen=True):
 
 
 class NixlAsk(Message, frozen=True):
-    """Initiator -> owner: a request of the transport nixl, passed through undecoded. Answered by :class:`NixlSaid`."""
+    """Either way: a request of the transport nixl, passed through undecoded. Answered by :class:`NixlSaid`, or not."""
 
     id: Id
     data: bytes
 
 
 class NixlSaid(Message, frozen=True):
-    """Owner -> initiator: the answer of the transport nixl, passed through undecoded."""
+    """Answer to :class:`NixlAsk`, passed through undecoded."""
 
     id: Id
     data: bytes

@@ -5,7 +5,8 @@ the owner, because UCX only emulates READ over tcp, or read by the initiator, ov
 initiator once the owner has told where. Each end of a link has agents of its own (:mod:`.nixl_agent` says why): a
 transfer that is given up costs the agent, and with it every late byte.
 
-Asked by the initiator, answered by the owner:
+When the link begins each end tells the other where its receiver is, so that they are connected before the first
+transfer. Later these are asked by the initiator and answered by the owner:
 
     pull      Ask(receiver of the initiator)  ->  Moved
     push      Ask  ->  Granted(receiver of the owner), then Done  ->  Moved
@@ -88,6 +89,12 @@ class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     good: bool
 
 
+class Meet(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    """Either end -> the other, when the link begins: where the receiver is. Has no answer."""
+
+    receiver: Address
+
+
 class Granted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """Owner -> initiator: there it is; ``bases`` and ``offsets`` as in :class:`Ask`."""
 
@@ -112,7 +119,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_ask_decoder: Final = msgspec.msgpack.Decoder(Ask | Done)
+_ask_decoder: Final = msgspec.msgpack.Decoder(Ask | Done | Meet)
 _answer_decoder: Final = msgspec.msgpack.Decoder(Granted | Moved | Refused)
 
 
@@ -284,7 +291,7 @@ class NixlConnection(Connection):
         return self.server.link
 
     def begin(self, link: object) -> None:
-        self.server.link = link
+        self.server.begin(link)
         if self.fallback is not None:
             self.fallback.begin(link)
 
@@ -542,6 +549,10 @@ class _Served:
     receiver: str = ""  # name of the agent that the peer writes to
 
 
+class _Meeting:
+    """What :meth:`Server.begin` has the thread do."""
+
+
 class Server:
     """Serves what the peer of one connection asks. Owns one thread, from the first request to the end.
 
@@ -555,12 +566,17 @@ class Server:
         self._nixl = nixl
         self._sender = sender
         self._receiver = receiver
-        self._queue: SimpleQueue[_Served | Done | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Served | Done | Meet | _Meeting | None] = SimpleQueue()
         self._replies: dict[int, Callable[[bytes], None]] = {}  # of Done, by move
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._served: dict[int, _Served] = {}
         self._thread: threading.Thread | None = None
         self._stopped = False
+
+    def begin(self, link: object) -> None:
+        """Make the agents, and let the peer know the receiver, in the thread."""
+        self.link = link
+        self._put(_Meeting())
 
     # Called on the control thread
 
@@ -572,6 +588,7 @@ class Server:
             raise ProtocolError(f"nixl: a request that is none: {error}") from error
         if isinstance(request, Done):
             self._replies[request.move] = reply
+        if not isinstance(request, Ask):
             self._put(request)
             return
         try:
@@ -599,7 +616,7 @@ class Server:
         check_plan(plan, grant.tensors, grant.tensors)
         return _Served(ask.move, plan, grant, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
-    def _put(self, item: _Served | Done) -> None:
+    def _put(self, item: _Served | Done | Meet | _Meeting) -> None:
         with self._changed:
             if self._stopped:
                 return
@@ -641,13 +658,15 @@ class Server:
     def _run(self) -> None:
         held: dict[int, _Served] = {}
         while not self._stopped:
-            item: _Served | Done | None = None
+            item: _Served | Done | Meet | _Meeting | None = None
             with suppress(Empty):
                 item = self._queue.get(timeout=_pause(held))
             try:
                 self._drop_overdue(held)
                 if isinstance(item, Done):
                     self._finish(held, item)
+                elif isinstance(item, (Meet, _Meeting)):
+                    self._meet(item)
                 elif item is not None:
                     self._serve(held, item)
             except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
@@ -655,6 +674,19 @@ class Server:
                 if isinstance(item, _Served):
                     self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
         self._end()
+
+    def _meet(self, item: Meet | _Meeting) -> None:
+        """Tell the peer of the receiver here, or learn of its receiver. A failure shows in the first transfer."""
+        try:
+            if isinstance(item, Meet):
+                with self._sender.using(self._turn) as agent:
+                    agent.load(item.receiver)
+                return
+            with self._receiver.using(self._turn) as agent:
+                receiver = agent.address("")
+            self._nixl.wire.tell(self.link, _encode(Meet(receiver)))
+        except (NixlFailed, LLMException) as error:
+            logger.info("nixl: the ends of %s are not connected yet: %s", self.link, error)
 
     def _serve(self, held: dict[int, _Served], served: _Served) -> None:
         if not _unchanged(served):
@@ -740,8 +772,8 @@ class Server:
         with receiver._lock:
             receiver.users -= 1
 
-    def _turn(self, served: _Served) -> float:
-        if self._gone(served):
+    def _turn(self, served: _Served | None = None) -> float:
+        if self._stopped if served is None else self._gone(served):
             raise NixlFailed("the time was over, or the memory was taken back")
         return 0.05
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import logging
 import os
 import secrets
 import threading
@@ -48,6 +47,9 @@ _PART_BYTES: Final = 16 << 20
 #: One moves while the next is posted.
 _PARTS_ON_THEIR_WAY: Final = 2
 _PAUSE_SECONDS: Final = 50e-6
+#: What a receiver's thread sleeps at most when nothing comes; what comes wakes it. With NIXL's own default, none, it
+#: takes a whole core.
+_SLEEP_MICROSECONDS: Final = 100_000
 #: Polls without a pause: a small transfer is over before.
 _QUICK_POLLS: Final = 50
 #: The threads that come with a new agent are told from others while no other agent is made.
@@ -159,7 +161,7 @@ class Agent:
         self._metadata: tuple[int, bytes] = (-1, b"")
         with _making:
             before = _threads()
-            self._nixl = _new_agent(self.name, ucx_transports(fabric), progress=progress)
+            self._nixl: _Bound | None = _Bound(self.name, ucx_transports(fabric), progress=progress)
             #: Ids of the threads that came with it.
             self.threads = _threads() - before
         if self._pools:
@@ -185,7 +187,7 @@ class Agent:
     def address(self, known: str) -> Address:
         """Return where this receiver is, without the metadata if the peer says that it knows them."""
         if self._metadata[0] != self.version:
-            self._metadata = (self.version, self._call("get_agent_metadata"))
+            self._metadata = (self.version, self._call(lambda nixl: nixl.agent.getLocalMD()))
         here = Address(self.name, self.version, self._metadata[1], package_version())
         return msgspec.structs.replace(here, metadata=b"") if known == here.known_as else here
 
@@ -196,7 +198,7 @@ class Agent:
         if not address.metadata:
             return False
         try:
-            name = self._call("add_remote_agent", address.metadata)
+            name = self._call(lambda nixl: nixl.agent.loadRemoteMD(address.metadata))
         except NixlFailed as error:
             raise NixlFailed(
                 f"{error}: the metadata of the peer, of NIXL {address.package}, mean nothing to NIXL "
@@ -221,7 +223,7 @@ class Agent:
         """
         ends = np.cumsum(here[:, 1])
         peer, first = self.loaded.partition("/")[0], 0
-        posted: deque[tuple[Any, str, int]] = deque()
+        posted: deque[tuple[int, Any, int]] = deque()
         try:
             while first < len(here) or posted:
                 if stop():
@@ -244,34 +246,32 @@ class Agent:
                 self._release(handle)
         return True
 
-    def _post(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> tuple[Any, str]:
-        mine = self._call("get_xfer_descs", np.ascontiguousarray(here), "DRAM")
-        theirs = self._call("get_xfer_descs", np.ascontiguousarray(there), "DRAM")
-        handle = self._call("initialize_xfer", verb, mine, theirs, peer)
+    def _post(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> tuple[int, Any]:
+        handle = self._call(lambda nixl: nixl.prepare(verb, here, there, peer))
         try:
-            return handle, self._call("transfer", handle)
+            return handle, self._call(lambda nixl: nixl.agent.postXferReq(handle, ""))
         except BaseException:
             self._release(handle)
             raise
 
-    def _wait(self, handle: Any, state: str, stop: Callable[[], bool]) -> bool:  # noqa: ANN401 (NIXL has no types)
+    def _wait(self, handle: int, state: Any, stop: Callable[[], bool]) -> bool:  # noqa: ANN401 (NIXL has no types)
         """Return True once a posted part is done, False if it is to stop before."""
-        polls = 0
-        while state == "PROC":
+        polls, nixl = 0, self._bound()
+        while state == nixl.in_progress:
             if stop():
                 return False
             polls += 1
             if polls > _QUICK_POLLS:
                 time.sleep(_PAUSE_SECONDS)
-            state = self._call("check_xfer_state", handle)
-        if state != "DONE":
-            raise NixlFailed(f"a transfer ended in state {state}")
+            state = self._call(lambda nixl: nixl.agent.getXferStatus(handle))
+        if state != nixl.success:
+            raise NixlFailed(f"a transfer ended as {state}")
         return True
 
-    def _release(self, handle: Any) -> None:  # noqa: ANN401 (NIXL has no types)
+    def _release(self, handle: int) -> None:
         """Give a handle back; where NIXL cannot while it moves bytes, the end of the agent does."""
         try:
-            self._call("release_xfer_handle", handle)
+            self._call(lambda nixl: nixl.agent.releaseXferReq(handle))
         except NixlFailed as error:
             logger.debug("nixl: a transfer in progress is released with its agent: %s", error)
 
@@ -284,42 +284,63 @@ class Agent:
         return sum(_cpu_seconds(thread) for thread in self.threads)
 
     def _register(self, spans: Iterable[tuple[int, int]]) -> None:
-        described = [(address, nbytes, 0, "") for address, nbytes in spans]
-        self._call("register_memory", described, "DRAM", backends=["UCX"])
+        self._call(lambda nixl: nixl.register([(address, nbytes, 0, "") for address, nbytes in spans]))
         self.version += 1
 
-    def _call(self, name: str, *arguments: object, **named: object) -> Any:  # noqa: ANN401 (NIXL has no types)
+    def _bound(self) -> _Bound:
         if self._nixl is None:
             raise NixlFailed("the agent has ended")
+        return self._nixl
+
+    def _call(self, call: Callable[[_Bound], Any]) -> Any:  # noqa: ANN401 (NIXL has no types)
+        nixl = self._bound()
         try:
-            return getattr(self._nixl, name)(*arguments, **named)
+            return call(nixl)
         except MemoryError:
             raise
         except Exception as error:
-            raise NixlFailed(f"{name}: {str(error) or type(error).__name__}") from error
+            raise NixlFailed(str(error) or type(error).__name__) from error
+
+
+class _Bound:
+    """NIXL's own agent, by its bindings: its Python class gives a thread that makes progress a whole core."""
+
+    def __init__(self, name: str, transports: str, *, progress: bool) -> None:
+        try:
+            from nixl import _bindings
+        except ImportError as error:
+            raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
+        try:
+            self._api = _bindings
+            self.success, self.in_progress = _bindings.NIXL_SUCCESS, _bindings.NIXL_IN_PROG
+            self._verbs = {"WRITE": _bindings.NIXL_WRITE, "READ": _bindings.NIXL_READ}
+            config = _bindings.nixlAgentConfig()
+            config.useProgThread, config.useListenThread = progress, False
+            config.pthrDelay = _SLEEP_MICROSECONDS
+            config.syncMode = _bindings.NIXL_THREAD_SYNC_STRICT
+            self.agent = _bindings.nixlAgent(name, config)
+            parameters, _ = self.agent.getPluginParams("UCX")
+            parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
+            self._ucx = [self.agent.createBackend("UCX", parameters)]
+        except Exception as error:
+            raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
+
+    def register(self, spans: list[tuple[int, int, int, str]]) -> None:
+        self.agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, spans), self._ucx)
+
+    def prepare(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> int:
+        """Return the handle of a transfer that is to be posted."""
+        mine, theirs = (
+            self._api.nixlXferDList(self._api.DRAM_SEG, np.ascontiguousarray(each)) for each in (here, there)
+        )
+        handle: int = self.agent.createXferReq(self._verbs[verb], mine, theirs, peer, "", self._ucx)
+        return handle
 
 
 def keep_for_ever(*objects: object) -> None:
     """Never destroy these: in a forked child the destructor of an agent would wait for threads of the parent."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-
-
-def _new_agent(name: str, transports: str, *, progress: bool) -> Any:  # noqa: ANN401 (NIXL has no types)
-    try:
-        from nixl import nixl_agent, nixl_agent_config
-        from nixl._api import nixl_thread_sync_t
-    except ImportError as error:
-        raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
-    if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells stdout of each agent
-    try:
-        strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, backends=[], sync_mode=strict))
-        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"})
-    except Exception as error:  # NIXL's own exceptions have no common base
-        raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
-    return agent
 
 
 def _threads() -> frozenset[int]:
