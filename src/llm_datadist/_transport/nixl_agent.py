@@ -79,7 +79,10 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 def installed() -> bool:
     """Return True if the package is there; it is not imported."""
-    return importlib.util.find_spec("nixl") is not None
+    try:
+        return importlib.util.find_spec("nixl") is not None
+    except ImportError:
+        return False
 
 
 def package_version() -> str:
