@@ -152,10 +152,16 @@ $(NIXL_VENV)/.installed: pyproject.toml $(NATIVE)
 	@$(NIXL_PIP) --no-deps $(BENCH_NIXL)
 	@touch $@
 
+# Scenes of the interface in which nixl stands in for tcp; those between hosts are the last.
+NIXL_STANDS_IN := $(foreach each,moves keys guards_api peer_death quarantine deadlines grant_claims parallel_moves \
+	checksums transfer_cache_async lifecycle_api,tests/api/test_$(each).py)
+SHARED_OUT := -n $(WORKERS) --maxprocesses 4 --dist loadfile
 test-nixl: export PYTHONDONTWRITEBYTECODE :=
 test-nixl: export LLM_DATADIST_NIXL := required
 test-nixl: $(NIXL_VENV)/.installed
-	@$(NIXL_BIN)/python -m pytest $(or $(TEST),-n $(WORKERS) --maxprocesses 4 --dist loadfile tests/nixl)
+	@$(NIXL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(NIXL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(NIXL_BIN)/python -m pytest $(foreach each,cut_off restarted slow_network,tests/hosts/test_$(each).py))
 
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)

@@ -34,7 +34,8 @@ def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
 
     Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it, again and
-    again. Where it has :data:`NIXL_VARIABLE`, nixl stands in for tcp.
+    again. Nixl stands in for what
+    :data:`NIXL_VARIABLE` names there: `tcp`, `auto` or both.
     """
     extra: dict[str, str] = settings.pop("extra", {})
     values: dict[str, Any] = {
@@ -50,8 +51,8 @@ def make_config(**settings: Any) -> dict[str, str]:
             setattr(config, name, value)
     secrets = os.environ.get(SECRETS_VARIABLE)
     secured = {"llm.AuthSecretFile": secrets, "llm.MaxLinkAge": "2"} if secrets else {}
-    if os.environ.get(NIXL_VARIABLE) and extra.get("llm.Transport") == "tcp":
-        extra = extra | {"llm.Transport": "nixl"}
+    if extra.get("llm.Transport", "auto") in os.environ.get(NIXL_VARIABLE, "").split(","):
+        extra = extra | {"llm.Transport": "nixl", "llm.NixlPlaintext": "1"}
     return config.generate_options() | secured | extra
 
 
