@@ -252,6 +252,19 @@ def _registered(world: World, peer: int) -> bool:
     return any(end._agent is not None and bool(end._agent._others) for end in (connection.sender, connection.receiver))
 
 
+def test_the_programs_logging_stays_as_it_was(tmp_path: Path) -> None:
+    """NIXL's package configures logging when it is imported, which closes every handler of the program."""
+    script = """
+import logging, sys
+logging.basicConfig(filename=sys.argv[1], filemode="w", level="INFO")
+from llm_datadist._transport.nixl_agent import fabric, usable
+assert usable(fabric()) == ""
+logging.warning("still here")
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=True, timeout=60)
+    assert "still here" in (tmp_path / "log").read_text()
+
+
 # Exits
 
 EXITS = """

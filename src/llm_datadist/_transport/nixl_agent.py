@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging.config
 import os
 import secrets
 import threading
@@ -305,14 +306,27 @@ class Agent:
             raise NixlFailed(str(error) or type(error).__name__) from error
 
 
+def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
+    """Return NIXL's bindings, and keep its package from configuring the logging of the whole program.
+
+    Its ``dictConfig`` at import closes all handlers that exist; one that was opened with mode "w" then logs nothing.
+    """
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        from nixl import _bindings
+    except ImportError as error:
+        raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
+    finally:
+        logging.config.dictConfig = configure
+    return _bindings
+
+
 class _Bound:
     """NIXL's own agent, by its bindings: its Python class gives a thread that makes progress a whole core."""
 
     def __init__(self, name: str, transports: str, *, progress: bool) -> None:
-        try:
-            from nixl import _bindings
-        except ImportError as error:
-            raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
+        _bindings = _import_bindings()
         try:
             self._api = _bindings
             self.success, self.in_progress = _bindings.NIXL_SUCCESS, _bindings.NIXL_IN_PROG
