@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask, Delivery
+    from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
     from llm_datadist.types.grant import Grant
@@ -397,12 +397,15 @@ def start_transfer(
         for config in given.configs:
             if config.src_layer_range is None:
                 config.src_layer_range = layers
-        job = TransferJob(engine.tasks.name(), deliveries, given.synchronizer, release, timeout_code)
+        call = engine.meters.call("transfer_cache_async", [each.cluster_id for each in deliveries])
+        job = TransferJob(engine.tasks.name(), deliveries, given.synchronizer, release, timeout_code, call)
         undo.pop_all()  # the job releases the source from now on
     return engine.tasks.start(job)
 
 
-def _delivery(engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int) -> Delivery:
+def _delivery(
+    engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int
+) -> KeyDelivery | AddressDelivery:
     """Return destination ``i``: a place at a peer, and the layers of the source that it gets."""
     config = given.configs[i]
     wanted = layers if config.src_layer_range is None else config.src_layer_range

@@ -61,7 +61,11 @@ class Engine:
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
         self.cluster_id = cluster_id
         self.options = options
-        self.meters = Meters()
+        self.meters, self._initiator_kind = Meters(), Initiator
+        if options.tracing:
+            from llm_datadist._transfer.tracing import TracedInitiator, TracedMeters
+
+            self.meters, self._initiator_kind = TracedMeters(), TracedInitiator
         self.alive = True
         try:
             self._build(device or HostDevice())
@@ -114,7 +118,7 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            self.initiator = Initiator(self.links, self._copy_pool, checksum=options.checksum)
+            self.initiator = self._initiator_kind(self.links, self._copy_pool, checksum=options.checksum)
             self.locator = Locator(self.links)
             self.claims = GrantClaims(self.links)
             undo.callback(self.tasks.stop)

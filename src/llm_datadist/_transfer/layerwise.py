@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 import time
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -22,6 +23,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, TransferOp
+from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
     from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset
     from llm_datadist._transfer.meters import Meters
+    from llm_datadist._transfer.tracing import Call
     from llm_datadist.types.layerwise import LayerSynchronizer
 
 TENSORS_PER_LAYER: Final = 2
@@ -73,7 +76,7 @@ class TransferJob:
     transfer runs; nothing is called under it.
 
     There is one delivery for each config. ``release`` gives the source's memory back; called once, at the end of the
-    job. ``timeout_code`` is the status of a time-out in this interface.
+    job. ``timeout_code`` is the status of a time-out in this interface. ``call`` learns how the job ends.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class TransferJob:
         synchronizer: LayerSynchronizer,
         release: Callable[[], None],
         timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
+        call: Uncounted | Call | None = None,
     ) -> None:
         self.name = name
+        self._call = call or Uncounted()
         self.timeout_code = timeout_code
         self.sent = 0  # layers so far, over all destinations
         self._deliveries = list(deliveries)
@@ -104,13 +109,16 @@ class TransferJob:
     def run(self) -> None:
         """Send layer after layer. Threads: the job's own."""
         self._thread = threading.current_thread()
-        try:
-            for layer in self._layers:
-                if not self._send_layer(layer):
-                    break
-        except BaseException as error:  # noqa: BLE001 (SystemExit in the user's code too must not look like success)
-            self._fail({}, error, "its thread died")
-        self._finish()
+        with self._call as call:
+            try:
+                for layer in self._layers:
+                    if not self._send_layer(layer):
+                        break
+            except BaseException as error:  # noqa: BLE001 (SystemExit in the user's code too must not look like success)
+                self._fail({}, error, "its thread died")
+            self._finish()
+            call.status, _, errors = self.results()
+            call.error = next((error for error in errors if error is not None), None)
 
     def _send_layer(self, layer: int) -> bool:
         """Wait for a layer, send it to its destinations; return False when the job is over."""
@@ -308,7 +316,7 @@ class Tasks:
 
     def start(self, job: TransferJob) -> CacheTask:
         """Run a job in its own thread; when it cannot, the job has ended."""
-        thread = threading.Thread(target=job.run, name=job.name, daemon=True)
+        thread = threading.Thread(target=copy_context().run, args=(job.run,), name=job.name, daemon=True)
         refusal: LLMException | None = None
         with self._lock:
             self._jobs = [each for each in self._jobs if not each[0].done or each[1].is_alive()]
@@ -387,6 +395,10 @@ class KeyDelivery:
     name: RemoteName
     layers: range
     dst_layers: range
+
+    @property
+    def cluster_id(self) -> int:
+        return self.name.cluster_id
 
     def send(self, layer: int) -> None:
         cut = self.source.cut

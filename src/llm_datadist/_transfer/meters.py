@@ -8,11 +8,15 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from llm_datadist._log import logger
 from llm_datadist._native import Meter, Timer
+from llm_datadist.errors import LLMStatusCode
 from llm_datadist.metrics import OperationStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Meters:
@@ -21,7 +25,7 @@ class Meters:
     def __init__(self) -> None:
         self._meters: dict[str, Meter] = {}
 
-    def span(self, name: str, detail: str = "", *args: object) -> Timer | _Logged:
+    def span(self, name: str, detail: str = "", *args: object) -> Timer | Logged:
         """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``.
 
         ``detail`` is a ``%``-format of ``args``, used only for the log.
@@ -30,7 +34,11 @@ class Meters:
         if meter is None:
             meter = self._meters.setdefault(name, Meter())
         timer = Timer(meter)
-        return _Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+        return Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+
+    def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
+        """Return a context manager around a call that is not counted; here it does nothing (see ``tracing.py``)."""
+        return Uncounted()
 
     def totals(self) -> tuple[OperationStatistics, ...]:
         return tuple(
@@ -49,7 +57,21 @@ def _user_level() -> int:
 
 
 @dataclass(slots=True)
-class _Logged:
+class Uncounted:
+    """A call that is not counted: where it returns a status, its block sets that."""
+
+    status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
+    error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Logged:
     """A span that also logs how the operation begins and ends, at the line of the user's code that called it."""
 
     _timer: Timer
