@@ -81,9 +81,12 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Cal
         decoder.do(traffic.link_to, traffic.GONE, prompt.do(traffic.begin_other))
         prompt.do(traffic.end_other)
 
+        losses = iter(range(3))  # a link that is lost again and again is dialled ever more seldom
+
         def work() -> None:
             decoder.do(traffic.work, rows, prompt.do(traffic.lend))
-            decoder.do(traffic.lose_link)
+            if next(losses, None) is not None:
+                decoder.do(traffic.lose_link)
 
         ports = [end.do(traffic.serve) for end in (prompt, decoder)]
         with prometheus(tmp_path_factory.mktemp("prometheus"), ports) as server:

@@ -5,7 +5,6 @@ Cluster 1 prefills, cluster 2 decodes. Functions run at an end (tests/support/en
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -15,8 +14,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMData
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError, TransferFailed
 from llm_datadist.prometheus import register
 from llm_datadist.types.grant import Grant
-from tests.support.linking import SUCCESS, link, lose
-from tests.support.linking import links as links_of
+from tests.support.linking import SUCCESS, link, link_number, lose
 from tests.support.moves import BLOCKS, Spec, make, wait_until
 from tests.support.world import World, cluster_info, make_config, small_pool
 
@@ -110,9 +108,6 @@ def _fails(kind: type[Exception], pull: Callable[[], None]) -> None:
 
 def lose_link(world: World) -> None:
     """Lose the link to the prefill process, and wait until it is back."""
+    before = link_number(world, 1)
     lose(world, 1)
-    wait_until(lambda: links_of(world).get(1) == "ready")
-
-
-def idle(_: World, seconds: float) -> None:
-    time.sleep(seconds)
+    wait_until(lambda: link_number(world, 1) > before)
