@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import subprocess
-import time
 import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +65,13 @@ class Server:
         values = [float(each["value"][1]) for each in self.get("query", query=query)["result"]]
         return [value for value in values if math.isfinite(value)]
 
+    def answers(self) -> bool:
+        try:
+            self.get("status/buildinfo")
+        except OSError:
+            return False
+        return True
+
     def targets_up(self) -> float:
         """Return how many targets answered when they were scraped last."""
         return sum(self.numbers("up"))
@@ -76,45 +81,22 @@ class Server:
 def prometheus(folder: Path, ports: list[int]) -> Iterator[Server]:
     """Run a Prometheus with the rules of deploy/ that scrapes these ports of 127.0.0.1; it writes into ``folder``."""
     targets = json.dumps([f"127.0.0.1:{port}" for port in ports])
-    config = folder / "prometheus.yml"
+    config, output = folder / "prometheus.yml", folder / "prometheus.log"
     config.write_text(_SCRAPING.format(rules=RULES, targets=targets))
-    process, server = _start(folder, config)
-    try:
-        wait_until(lambda: server.targets_up() == len(ports), _START_SECONDS)
-        yield server
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _start(folder: Path, config: Path) -> tuple[subprocess.Popen[bytes], Server]:
-    """Start on a free port; once more on another one where something else was quicker."""
-    deadline = time.monotonic() + _START_SECONDS
     while True:
-        port, word = free_port(), secrets.token_hex(8)
-        server = Server(f"http://127.0.0.1:{port}/{word}")
-        with (folder / "prometheus.log").open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    str(tool("prometheus")),
-                    f"--config.file={config}",
-                    f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{port}",
-                    f"--web.external-url=http://127.0.0.1:{port}/{word}",
-                ],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"GOMAXPROCS": "1"},
-            )
-        while process.poll() is None:
-            try:
-                server.get("status/buildinfo")
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return process, server
-            if time.monotonic() > deadline:
-                process.kill()
-                process.wait()
-        text = (folder / "prometheus.log").read_text()
-        assert "address already in use" in text, text[-2000:]
+        own, word = f"127.0.0.1:{free_port()}", secrets.token_hex(8)
+        command = [f"--web.listen-address={own}", f"--web.external-url=http://{own}/{word}"]
+        command += [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+        with output.open("wb") as log:
+            process = subprocess.Popen([str(tool("prometheus")), *command], stdout=log, stderr=log)
+        try:
+            server = Server(f"http://{own}/{word}")
+            wait_until(lambda: process.poll() is not None or server.answers(), _START_SECONDS)
+            if process.poll() is None:
+                wait_until(lambda: server.targets_up() == len(ports), _START_SECONDS)
+                yield server
+                return
+        finally:
+            process.terminate()
+            process.wait(30)
+        assert "address already in use" in output.read_text(), output.read_text()  # else once more on another port
