@@ -91,12 +91,19 @@ def prometheus(folder: Path, ports: list[int]) -> Iterator[Server]:
             process = subprocess.Popen([str(tool("prometheus")), *command], stdout=log, stderr=log)
         try:
             server = Server(f"http://{own}/{word}")
-            wait_until(lambda: process.poll() is not None or server.answers(), _START_SECONDS)
-            if process.poll() is None:
-                wait_until(lambda: server.targets_up() == len(ports), _START_SECONDS)
+            if _scrapes(process, server, len(ports)):
                 yield server
                 return
         finally:
             process.terminate()
             process.wait(30)
         assert "address already in use" in output.read_text(), output.read_text()  # else once more on another port
+
+
+def _scrapes(process: subprocess.Popen[bytes], server: Server, targets: int) -> bool:
+    """Wait until all targets are up; return False if the process ends before it answers."""
+    wait_until(lambda: process.poll() is not None or server.answers(), _START_SECONDS)
+    if process.poll() is not None:
+        return False
+    wait_until(lambda: server.targets_up() == targets, _START_SECONDS)
+    return True
