@@ -50,6 +50,7 @@ _POOL_GAUGES = (
     ("pool_capacity_bytes", "Size of a pool.", "capacity_bytes"),
     ("pool_used_bytes", "Allocated, in whole pages.", "used_bytes"),
     ("pool_largest_hole_bytes", "Largest free range.", "largest_hole_bytes"),
+    ("pool_quarantined_bytes", "Given back, but a foreign writer may still write it.", "quarantined_bytes"),
 )
 _LINK_COUNTERS = (
     ("link_read_bytes", "Bytes read from the peer.", "read_bytes"),
@@ -101,6 +102,7 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield gauge("unconsumed_bytes", "Bytes behind keys not pulled yet.", [], [([], waiting)])
     oldest = max((key.age_seconds for key in now.keys), default=0.0)
     yield gauge("oldest_key_seconds", "Age of the oldest key.", [], [([], oldest)])
+    yield gauge("lost_writers", "Peers without a link that have not ended a write.", [], [([], now.lost_writers)])
     yield gauge("pins", "Holds of peers on caches.", [], [([], now.pins)])
     grants = [([state], getattr(now.grants, state)) for state in ("active", "claimed", "waiting")]
     yield gauge("grants", "Grants given, claims of readers, and claims that wait for a grant.", ["state"], grants)
