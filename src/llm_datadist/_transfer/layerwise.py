@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
     from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset
     from llm_datadist._transfer.meters import Meters
-    from llm_datadist._transfer.tracing import Call
     from llm_datadist.types.layerwise import LayerSynchronizer
 
 TENSORS_PER_LAYER: Final = 2
@@ -86,7 +85,7 @@ class TransferJob:
         synchronizer: LayerSynchronizer,
         release: Callable[[], None],
         timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
-        call: Uncounted | Call | None = None,
+        call: Uncounted | None = None,
     ) -> None:
         self.name = name
         self._call = call or Uncounted()

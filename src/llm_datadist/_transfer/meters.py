@@ -58,7 +58,7 @@ def _user_level() -> int:
 
 @dataclass(slots=True)
 class Uncounted:
-    """A call that is not counted: where it returns a status, its block sets that."""
+    """A call that is not counted. One that returns a status sets it, and the error behind it."""
 
     status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
     error: BaseException | None = None
@@ -66,7 +66,7 @@ class Uncounted:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         pass
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._log import logger
 from llm_datadist._transfer.initiator import Initiator
-from llm_datadist._transfer.meters import Meters
+from llm_datadist._transfer.meters import Meters, Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, LLMStatusCode
 
@@ -45,20 +45,13 @@ _tracer: Final = trace.get_tracer("llm_datadist")
 _current: ContextVar[Call | None] = ContextVar("llm_datadist call", default=None)
 
 
-class Call:
-    """One public call with its span. Used by one thread.
-
-    Attributes:
-        nbytes: What it moved.
-        status: What it returned, where it returns a status and raises nothing.
-        error: Why that is no success, if it is known.
-    """
+class Call(Uncounted):
+    """One public call with its span. Used by one thread. ``nbytes``: what it moved; ``transport``: over what."""
 
     def __init__(self, name: str, peers: Iterable[int | None], blocks: int | None = None) -> None:
+        super().__init__()
         self.name = name
         self.nbytes = 0
-        self.status = LLMStatusCode.LLM_SUCCESS
-        self.error: BaseException | None = None
         self.transport: str | None = None
         known = [str(each) for each in peers if each is not None]  # text: uint64 is more than an attribute can hold
         self._attributes: dict[str, AttributeValue] = {_PREFIX + "operation": name}
@@ -119,7 +112,7 @@ class TracedMeters(Meters):
         blocks = args[-1] if detail.endswith(_BLOCKS) else None
         return Traced(timer, Call(name, peers, blocks if isinstance(blocks, int) else None), part=False)
 
-    def call(self, name: str, peers: Iterable[int | None] = ()) -> Call:  # type: ignore[override]  # as above
+    def call(self, name: str, peers: Iterable[int | None] = ()) -> Call:
         """Return the span of a call that is not counted."""
         return Call(name, peers)
 
