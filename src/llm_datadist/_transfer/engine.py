@@ -276,6 +276,8 @@ class Engine:
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
+            links_lost=self.links.lost,
+            reconnects=self.links.reconnected,
         )
 
     def check_integrity(self) -> None:
