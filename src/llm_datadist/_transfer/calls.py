@@ -242,7 +242,7 @@ def pull_row(
             src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
             return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what))
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span=span))
 
 
 def pull_blocks(
@@ -273,7 +273,9 @@ def pull_blocks(
                 return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
             return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, grant=grant))
+        span.nbytes = engine.initiator.run(
+            TransferOp(call.name, local, plan, deadline, call.what, grant=grant, span=span)
+        )
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
@@ -291,7 +293,7 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
             return geometry.plan_row(src, pair.remote, src_range, dst_range, size=src.stride, layers=layers)
 
         span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
+            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
         )
 
 
@@ -310,7 +312,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
             return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
 
         span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
+            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
         )
 
 

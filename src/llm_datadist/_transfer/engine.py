@@ -61,11 +61,11 @@ class Engine:
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
         self.cluster_id = cluster_id
         self.options = options
-        self.meters, self._initiator_kind = Meters(), Initiator
+        self.meters = Meters()
         if options.tracing:
-            from llm_datadist._transfer.tracing import TracedInitiator, TracedMeters
+            from llm_datadist._transfer.tracing import TracedMeters
 
-            self.meters, self._initiator_kind = TracedMeters(), TracedInitiator
+            self.meters = TracedMeters()
         self.alive = True
         try:
             self._build(device or HostDevice())
@@ -118,7 +118,7 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            self.initiator = self._initiator_kind(self.links, self._copy_pool, checksum=options.checksum)
+            self.initiator = Initiator(self.links, self._copy_pool, checksum=options.checksum)
             self.locator = Locator(self.links)
             self.claims = GrantClaims(self.links)
             undo.callback(self.tasks.stop)
@@ -280,6 +280,8 @@ class Engine:
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
+            links_lost=self.links.lost,
+            reconnects=self.links.reconnected,
         )
 
     def check_integrity(self) -> None:

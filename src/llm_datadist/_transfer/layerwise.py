@@ -22,7 +22,7 @@ from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, TransferOp
+from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, Span, TransferOp
 from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
@@ -380,9 +380,10 @@ class Source:
     timeout_ms: int  # of one layer to one destination
     destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
-    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline) -> int:
+    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Span) -> int:
         """Push a part, which consumes no key; return the bytes moved."""
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=self.destination_pin)
+        pin = self.destination_pin
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=pin, span=span)
         return self.initiator.run(op)
 
 
@@ -415,7 +416,7 @@ class KeyDelivery:
             return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
         with self.source.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms))
+            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms), span)
 
 
 @dataclass(slots=True)
@@ -436,12 +437,12 @@ class AddressDelivery:
         with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
             if self.located is not None:
                 try:
-                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
                     return
                 except (CacheNotFound, CacheMismatch):
                     pass  # the caches have changed since an earlier layer: look the addresses up again
             self.located = self._locate(deadline)
-            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
 
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
@@ -461,15 +462,17 @@ class AddressDelivery:
             )
         return now
 
-    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline) -> int:
+    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Span) -> int:
         """Push K and V, together if they are at one offset of neighbouring tensors."""
         first = layer * TENSORS_PER_LAYER
         key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
-            return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline)
-        return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
+            return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline, span)
+        return self._push_tensors(first, 1, key, deadline, span) + self._push_tensors(
+            first + 1, 1, value, deadline, span
+        )
 
-    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline) -> int:
+    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline, span: Span) -> int:
         cut = self.source.cut
 
         def plan(pair: CachePair) -> Plan:
@@ -479,4 +482,4 @@ class AddressDelivery:
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
         name = RemoteName(self.cluster_id, cache_id=to.cache_id)
-        return self.source.push(name, plan, deadline)
+        return self.source.push(name, plan, deadline, span)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._log import logger
-from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.meters import Meters, Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, LLMStatusCode
@@ -31,11 +30,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
-    from llm_datadist._links.link import Link
-    from llm_datadist._native import Plan, Timer
-    from llm_datadist._transfer.initiator import TransferOp
+    from llm_datadist._native import Timer
     from llm_datadist._transfer.meters import Logged
-    from llm_datadist._transfer.resolution import Resolution
 
 _PREFIX: Final = "llm_datadist."
 #: How the log's text of a call ends whose last argument is the number of its blocks.
@@ -52,7 +48,7 @@ class Call(Uncounted):
         super().__init__()
         self.name = name
         self.nbytes = 0
-        self.transport: str | None = None
+        self.transport = ""
         known = [str(each) for each in peers if each is not None]  # text: uint64 is more than an attribute can hold
         self._attributes: dict[str, AttributeValue] = {_PREFIX + "operation": name}
         if known:
@@ -90,7 +86,7 @@ class Call(Uncounted):
             return
         span.set_attribute(_PREFIX + "bytes", self.nbytes)
         span.set_attribute(_PREFIX + "status", self.status.name)
-        if self.transport is not None:
+        if self.transport:
             span.set_attribute(_PREFIX + "transport", self.transport)
         if self.status is LLMStatusCode.LLM_SUCCESS:
             return
@@ -117,16 +113,6 @@ class TracedMeters(Meters):
         return Call(name, peers)
 
 
-class TracedInitiator(Initiator):
-    """Says over what the bytes of a call move."""
-
-    def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
-        call = _current.get()
-        if call is not None:
-            call.transport = remote.tensors.connection.capabilities.name
-        return super()._copy(link, op, remote, plan)
-
-
 @dataclass(slots=True)
 class Traced:
     """An operation that is counted, in the span of its call."""
@@ -135,6 +121,7 @@ class Traced:
     _call: Call
     part: bool
     nbytes: int = 0
+    transport: str = ""
 
     def __enter__(self) -> Self:
         if not self.part:
@@ -143,9 +130,10 @@ class Traced:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._timer.nbytes = self.nbytes
+        self._timer.nbytes, self._timer.transport = self.nbytes, self.transport
         self._timer.__exit__(kind, error, traceback)
         self._call.nbytes += self.nbytes
+        self._call.transport = self.transport or self._call.transport
         if not self.part:
             self._call.__exit__(kind, error, traceback)
 
