@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl asan model faults bench compare lint docs clean
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy asan model faults bench compare lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in an environment of their own with NIXL"
+	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus that scrapes two processes"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
 	@echo "make clean  remove what the other words made"
 
@@ -68,6 +69,10 @@ $(VENV)/.torch: $(STAMP)
 
 test-torch: $(VENV)/.torch
 	@$(BIN)/python -m pytest tests/api/test_views.py
+
+test-deploy: $(STAMP)
+	@$(BIN)/python -m tests.support.debian prometheus usr/bin/prometheus
+	@$(BIN)/python -m pytest tests/deploy
 
 asan: $(STAMP)
 	@$(BIN)/python -m tests.native.sanitize

@@ -61,6 +61,7 @@ POOL_PREFAULT: Final = "llm.PoolPrefault"
 COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
+TRACING: Final = "llm.Tracing"
 MAX_LINKS: Final = "llm.MaxLinks"
 WRITE_BY_ADDRESS: Final = "llm.WriteByAddress"
 AUTH_SECRET: Final = "llm.AuthSecretFile"
@@ -337,6 +338,7 @@ class Options:
         write_by_address: Peers may ask which cache lies at an address, and then write it without RCA.
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
+        tracing: A span of OpenTelemetry for each call.
         credentials: Files by which links are authenticated and sealed; None: they are not.
         max_link_age: Seconds after which the ends of a link authenticate each other again; None: never.
         insecure: Links to other hosts may do without credentials.
@@ -365,6 +367,7 @@ class Options:
     copy_threads: int | None = None
     peer_timeout: float = 10.0
     checksum: bool = False
+    tracing: bool = False
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
@@ -426,6 +429,7 @@ class Options:
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
+            tracing=reader.flag(TRACING, default=False),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             credentials=credentials,
             max_link_age=_max_link_age(reader, believed=credentials is not None),

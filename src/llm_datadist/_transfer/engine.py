@@ -64,6 +64,10 @@ class Engine:
         self.cluster_id = cluster_id
         self.options = options
         self.meters = Meters()
+        if options.tracing:
+            from llm_datadist._transfer.tracing import TracedMeters
+
+            self.meters = TracedMeters()
         self.alive = True
         try:
             self._build(device or HostDevice())
@@ -289,6 +293,8 @@ class Engine:
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
+            links_lost=self.links.lost,
+            reconnects=self.links.reconnected,
         )
 
     def check_integrity(self) -> None:
