@@ -61,6 +61,7 @@ POOL_PREFAULT: Final = "llm.PoolPrefault"
 COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
+STATISTICS_PAGE: Final = "llm.StatisticsPage"
 MAX_LINKS: Final = "llm.MaxLinks"
 WRITE_BY_ADDRESS: Final = "llm.WriteByAddress"
 AUTH_SECRET: Final = "llm.AuthSecretFile"
@@ -335,6 +336,7 @@ class Options:
         write_by_address: Peers may ask which cache lies at an address, and then write it without RCA.
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
+        statistics_page: Publish the statistics to processes of the same user on this host.
         credentials: Files by which links are authenticated and sealed; None: they are not.
         max_link_age: Seconds after which the ends of a link authenticate each other again; None: never.
         insecure: Links to other hosts may do without credentials.
@@ -361,6 +363,7 @@ class Options:
     copy_threads: int | None = None
     peer_timeout: float = 10.0
     checksum: bool = False
+    statistics_page: bool = True
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
@@ -420,6 +423,7 @@ class Options:
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
+            statistics_page=reader.flag(STATISTICS_PAGE, default=True),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             credentials=credentials,
             max_link_age=_max_link_age(reader, believed=credentials is not None),
