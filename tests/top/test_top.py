@@ -139,7 +139,7 @@ def test_a_reader_never_sees_half_a_page(shm_pair: Pair) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        roles = set()
+        roles: set[str] = set()
         while len(roles) < 50:
             try:
                 found = read_page(page._fd)
