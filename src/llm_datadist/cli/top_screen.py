@@ -8,7 +8,7 @@ from textual.app import App
 from textual.widgets import DataTable, Footer, Static
 
 from llm_datadist._statistics_page import instances
-from llm_datadist.cli.top import LINK_COLUMNS, OPERATION_COLUMNS, Instance, link_rows, operation_rows, title
+from llm_datadist.cli.top_rows import LINK_COLUMNS, OPERATION_COLUMNS, Instance, link_rows, operation_rows, title
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
