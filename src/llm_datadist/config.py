@@ -62,6 +62,7 @@ COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
 TRACING: Final = "llm.Tracing"
+STATISTICS_PAGE: Final = "llm.StatisticsPage"
 MAX_LINKS: Final = "llm.MaxLinks"
 WRITE_BY_ADDRESS: Final = "llm.WriteByAddress"
 AUTH_SECRET: Final = "llm.AuthSecretFile"
@@ -339,6 +340,7 @@ class Options:
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
         tracing: A span of OpenTelemetry for each call.
+        statistics_page: Publish the statistics to processes of the same user on this host.
         credentials: Files by which links are authenticated and sealed; None: they are not.
         max_link_age: Seconds after which the ends of a link authenticate each other again; None: never.
         insecure: Links to other hosts may do without credentials.
@@ -368,6 +370,7 @@ class Options:
     peer_timeout: float = 10.0
     checksum: bool = False
     tracing: bool = False
+    statistics_page: bool = True
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
@@ -430,6 +433,7 @@ class Options:
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
             tracing=reader.flag(TRACING, default=False),
+            statistics_page=reader.flag(STATISTICS_PAGE, default=True),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             credentials=credentials,
             max_link_age=_max_link_age(reader, believed=credentials is not None),

@@ -27,6 +27,7 @@ from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
+from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
@@ -100,6 +101,9 @@ class Engine:
             self._swap = SwapEngine(device)
             undo.callback(self._swap.close)
             self.local = LocalCopies(self.store, self._swap, self._copy_pool)
+            self._page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
+            if self._page is not None:
+                undo.callback(self._page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
             self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
@@ -134,6 +138,9 @@ class Engine:
             self._control.call(self._lanes.start, self._control.loop)
             undo.callback(self._control.call, self._lanes.stop)
             self.links.start(listening)
+            if self._page is not None:
+                self._control.call(self._page.start, self._control.loop)
+                undo.callback(self._control.call, self._page.stop)
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address, self._credentials)
 
@@ -263,6 +270,8 @@ class Engine:
         """Mark the engine as dead in a forked child; its threads and locks are the parent's."""
         self.alive = False
         self.links.abandon()
+        if self._page is not None:
+            self._page.close()
         self._lanes.close()
 
     def _on_link_end(self, link: Link) -> None:
@@ -275,6 +284,9 @@ class Engine:
         self.store.apply(self.store.registry.expire(now))
         self.grants.expire_claims(now)
         self.store.sweep()
+
+    def _published(self) -> tuple[str, Statistics]:
+        return self.options.role.name, self.statistics()
 
     def statistics(self) -> Statistics:
         caches, keys, pins = self.store.registry.statistics()
