@@ -196,7 +196,8 @@ def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_froze
         "transfer_backend=None, enable_switch_role=False, link_total_time=120, link_retry_count=1, "
         "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
         "checksum=False, tracing=False, statistics_page=True, max_links=256, write_by_address=True, credentials=None, "
-        "max_link_age=None, insecure=False, same_host_users=frozenset(), peer_policy=None, nixl_fallback=False, nixl_plaintext=False)"
+        "max_link_age=None, insecure=False, same_host_users=frozenset(), peer_policy=None, nixl_fallback=False, "
+        "nixl_plaintext=False)"
     )
     assert given == DEVICE
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -451,7 +451,7 @@ def test_choose() -> None:
         ("inproc", None, LinkRefused, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
         ("shm", None, LinkRefused, "not shm: no such socket"),
         ("cma", "it runs as uid 5", LinkRefused, "'cma' cannot reach the peer: not cma: it runs as uid 5"),
-        ("rdma", None, ParamError, "known are inproc, shm, cma, tcp"),
+        ("rdma", None, ParamError, "known are inproc, shm, cma, nixl, tcp"),
     ):
         with pytest.raises(kind, match=text):
             choose(same_process=False, same_host=told, forced=forced, private=why)
