@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 project: Final = "open-datadist"
 author: Final = "the open-datadist contributors"
 html_title: Final = "open-datadist"
-html_theme: Final = "alabaster"
+html_theme: Final = "furo"
 extensions: Final = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
 exclude_patterns: Final = ["_build"]
 
