@@ -73,10 +73,15 @@ LLMDataDist(LLMRole.DECODER, 1).init({"ge.exec.deviceId": "0", "llm.EnableCacheM
     [
         (None, "", 0, ""),
         ("error", "", 0, ""),
-        ("info", "", 2, r"[\d-]+ [\d:,]+ \d+ INFO LLMDataDist\(.*\) initialised"),
+        ("info", "", 2, r"[\d-]+ [\d:,]+ \d+ INFO <LLMDataDist.*> initialised"),
         ("debug", "", 2, ".* initialised"),
         ("loud", "", 1, "LLM_DATADIST_LOG='loud' ignored: debug, info, warning or error"),
-        ("info", "import logging; logging.basicConfig(format='own %(message)s')", 2, r"own LLMDataDist.* initialised"),
+        (
+            "info",
+            "import logging; logging.basicConfig(format='own %(message)s')",
+            2,
+            r"own <LLMDataDist.*> initialised",
+        ),
     ],
 )
 def test_the_log_variable_has_the_log_written_to_standard_error_once(

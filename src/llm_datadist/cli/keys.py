@@ -70,8 +70,9 @@ def show(
 
 
 def _failed(error: Exception) -> typer.Exit:
-    missing = isinstance(error, ModuleNotFoundError)
-    text = f"needs {error.name}: pip install 'open-datadist[auth]'" if missing else str(error)
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError):
+        text = f"needs {error.name}: pip install 'open-datadist[auth]'"
     typer.echo(f"llm-datadist keys: {text}", err=True)
     return typer.Exit(2)
 
