@@ -110,9 +110,8 @@ class Side:
 
 def compare(what: str, unit: str, passes: int, turns: list[Callable[[], float]], *, share: bool = False) -> None:
     """Print what the second costs more than the first, or its share of the first."""
-    found = [tuple(turn() for turn in turns) for _ in steps(range(passes + 1), f"{what}, pass {{}}".format, "passes")][
-        1:
-    ]
+    rounds = steps(range(passes + 1), f"{what}, pass {{}}".format, "passes")
+    found = [tuple(turn() for turn in turns) for _ in rounds][1:]
     pairs = sorted(sealed / plain if share else sealed - plain for plain, sealed in found)
     plain, sealed = (statistics.median(column) for column in zip(*found, strict=True))
     low, high = pairs[len(pairs) // 4], pairs[-len(pairs) // 4 - 1]
