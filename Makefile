@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy asan model faults bench compare lint docs clean
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site asan model faults \
+	bench compare lint docs clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -18,6 +19,7 @@ help:
 	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"
 	@echo "make lint   ruff, mypy strict, the layers of imports"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
+	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in an environment of their own with NIXL"
@@ -186,6 +188,14 @@ docs: $(VENV)/.docs
 	@$(BIN)/python -m scripts.coverage
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
+
+$(VENV)/.site: $(VENV)/.docs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'selenium>=4.20'
+	@touch $@
+
+test-site: $(VENV)/.site
+	@$(BIN)/python -m tests.site.browser
+	@$(BIN)/python -m pytest tests/site
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \

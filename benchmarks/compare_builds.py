@@ -24,6 +24,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +33,7 @@ import msgspec
 from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Case, Request, cases_of
 from llm_datadist.bench.processes import Build, RunningSide
+from llm_datadist.bench.progress import steps
 from llm_datadist.bench.workload import Op
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     builds = (after if options.self else build_of(options.before), after)
     print(f"speed of {builds[1].python} in that of {builds[0].python}, {options.pairs} pairs a case, bytes verified")
     began, bad = time.monotonic(), 0
-    for name, case in chosen.items():
+    for name, case in steps(chosen.items(), itemgetter(0), "cases"):
         try:
             ratios = compare(case, builds, options.pairs)
         except (BenchError, OSError) as error:

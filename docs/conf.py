@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
 project: Final = "open-datadist"
 author: Final = "the open-datadist contributors"
+project_copyright: Final = author
 html_title: Final = "open-datadist"
-html_theme: Final = "alabaster"
+html_theme: Final = "furo"
+html_favicon: Final = "pictures/icon.svg"
+html_static_path: Final = ["_static"]
+html_css_files: Final = ["site.css"]
 extensions: Final = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
 exclude_patterns: Final = ["_build"]
+highlight_language: Final = "none"  # of fences that name no language
 
 # Links such as errors.md#the-tree need the headings' anchors.
 myst_heading_anchors: Final = 3

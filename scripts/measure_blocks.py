@@ -26,6 +26,7 @@ import numpy as np
 
 from llm_datadist._memory.segment import AddressRange
 from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, parse_blocks, plan_blocks
+from llm_datadist.bench.progress import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,7 +139,7 @@ def main() -> None:
     times = -(-_SPREAD * max(options.blocks) * options.block_bytes // nbytes)
     print(f"blocks of {options.block_bytes} bytes, one thread, nanoseconds a block, all bytes verified")
     print(f"{'blocks':>9}{'parse':>9}{'plan':>9}{'copy':>9}{'memcpy':>9}{'all / memcpy':>14}")
-    for count in options.blocks:
+    for count in steps(options.blocks, "{} blocks".format):
         with repeated(min(nbytes, _SPREAD * count * options.block_bytes), times) as base:
             passes = max(options.passes, min(100, 10_000 // count))
             blocks = Blocks(count, options.block_bytes, nbytes, base)

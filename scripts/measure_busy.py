@@ -27,6 +27,7 @@ from scripts.two_ends import two_ends
 from tests.support.ends import ChildEnd
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
+from llm_datadist.bench.progress import steps
 from llm_datadist.bench.worker import Busy
 from llm_datadist.views import tensor_views
 
@@ -159,7 +160,7 @@ def main() -> int:
             here.caches[name] = allocate(desc)
         # Where no process is busy, or only the third, threads do not wait for each other: one interval is enough.
         turns = [t for t in itertools.product(KINDS, PLACES, intervals) if t[1] in PLACES[1:3] or t[2] == intervals[0]]
-        for _, turn in itertools.product(range(options.rounds), turns):
+        for _, turn in steps(itertools.product(range(options.rounds), turns), lambda step: " ".join(map(str, step[1]))):
             bench.turn(*turn)
         _report(bench, intervals)
     return 0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 import os
 import re
 import statistics
@@ -40,6 +41,7 @@ from tests.support.linking import SUCCESS, info, link
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._memory.host import available_memory
+from llm_datadist.bench.progress import steps
 
 if TYPE_CHECKING:
     from tests.support.ends import ChildEnd
@@ -184,11 +186,11 @@ def idle(owner: ChildEnd, crowd: list[ChildEnd], seconds: float) -> tuple[int, i
 def links(options: argparse.Namespace) -> None:
     """Print a row for each transport and number of links."""
     print("transport links linked_s rss_kib descriptors idle_% peers_idle_% pulls/s fairness owner_us/pull load")
-    for count in options.links:
-        for transport in options.transport:
-            rounds = [measure_links(transport, count, options) for _ in range(options.rounds)]
-            row = [statistics.median(column) for column in zip(*map(astuple, rounds), strict=True)]
-            print(transport, count, *(f"{figure:.4g}" for figure in row), os.getloadavg()[0], flush=True)
+    rows = itertools.product(options.links, options.transport)
+    for count, transport in steps(rows, lambda row: f"{row[0]} links over {row[1]}", "rows"):
+        rounds = [measure_links(transport, count, options) for _ in range(options.rounds)]
+        row = [statistics.median(column) for column in zip(*map(astuple, rounds), strict=True)]
+        print(transport, count, *(f"{figure:.4g}" for figure in row), os.getloadavg()[0], flush=True)
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def measure_pool(gib: int, *, huge: bool, block_bytes: int) -> list[float]:
 def pools(options: argparse.Namespace) -> None:
     """Print a row for each size, with small and with huge pages."""
     print("GiB pages init_s link_s first_pass_s second_pass_s owner_VmPTE_KiB peer_VmPTE_KiB load")
-    for gib in options.gib:
+    for gib in steps(options.gib, "{} GiB".format, "sizes"):
         free, bound = available_memory()
         if free < gib * _GIB + _SPARE_BYTES:
             print(f"{gib} GiB left out: {free / _GIB:.1f} GiB can be had ({bound})", flush=True)

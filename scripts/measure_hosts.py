@@ -88,7 +88,7 @@ def main() -> int:
         )
     ]
     with hosts() as made, Reporter(sys.stderr) as reporter:
-        reporter.begin(cases)
+        reporter.take(cases)
         environment = {**os.environ, ENV_HOST: _ADDRESSES[Role.SOURCE], INSECURE_VARIABLE: "1"}
         build = Build(environment=environment, within=commands(made, share_cpus=options.share_cpus))
         results = run(cases, reporter, _TIMEOUT_S, build)

@@ -33,6 +33,7 @@ from llm_datadist import (
     LLMStatusCode,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.bench.progress import steps
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def main() -> int:
         compute_s = asked.compute_ms / 1e3 or sender.transfer(0) / asked.layers
         rounds = [
             (_alone(asked.layers, compute_s), sender.transfer(0), sender.transfer(compute_s))
-            for _ in range(asked.passes)
+            for _ in steps(range(asked.passes), "pass {}".format, "passes")
         ]
     compute, transfer, both = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratio = statistics.median(together / max(a, b) for a, b, together in rounds)

@@ -29,6 +29,7 @@ from tests.support.linking import SUCCESS, info
 from tests.support.world import make_config
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+from llm_datadist.bench.progress import steps
 
 if TYPE_CHECKING:
     from tests.support.ends import ChildEnd
@@ -200,11 +201,11 @@ def main() -> int:
             scene.signal(signal.SIGSTOP)
             print(f"{transport}: the owner is process {scene.pids[0]}", flush=True)
         turns: dict[str, list[Turn]] = {transport: [] for transport in scenes}
-        for _ in range(options.rounds):
-            for transport, scene in scenes.items():
-                scene.signal(signal.SIGCONT)
-                turns[transport].append(scene.turn(options.seconds))
-                scene.signal(signal.SIGSTOP)
+        for transport in steps([*scenes] * options.rounds, unit="turns"):
+            scene = scenes[transport]
+            scene.signal(signal.SIGCONT)
+            turns[transport].append(scene.turn(options.seconds))
+            scene.signal(signal.SIGSTOP)
         for transport, found in turns.items():
             one = sorted(found, key=lambda turn: turn.pulls_per_s)[len(found) // 2]
             print(

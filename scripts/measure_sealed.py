@@ -27,6 +27,7 @@ from tests.support.linking import SUCCESS, info, link, unlink
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._links.credentials import new_secret
+from llm_datadist.bench.progress import steps
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Side:
 
 def compare(what: str, unit: str, passes: int, turns: list[Callable[[], float]], *, share: bool = False) -> None:
     """Print what the second costs more than the first, or its share of the first."""
-    found = [tuple(turn() for turn in turns) for _ in range(passes + 1)][1:]
+    rounds = steps(range(passes + 1), f"{what}, pass {{}}".format, "passes")
+    found = [tuple(turn() for turn in turns) for _ in rounds][1:]
     pairs = sorted(sealed / plain if share else sealed - plain for plain, sealed in found)
     plain, sealed = (statistics.median(column) for column in zip(*found, strict=True))
     low, high = pairs[len(pairs) // 4], pairs[-len(pairs) // 4 - 1]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.ends import ChildEnd
 
+from llm_datadist.bench.progress import steps
 from llm_datadist.bench.sides.base import Facts, Role
 from llm_datadist.bench.sides.ours import KEY, Ours
 from llm_datadist.bench.workload import Op, Workload
@@ -79,7 +80,7 @@ class Puller(Ours):
 
 def _measure(source: ChildEnd, puller: Puller, passes: int) -> list[tuple[float, float, float, float]]:
     rows = []
-    for seed in range(passes + 1):
+    for seed in steps(range(passes + 1), "pass {}".format, "passes"):
         source.do(fill_source, seed)
         puller.poison()
         alone = statistics.median(puller.pull(0, 1) for _ in range(_ALONE))

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
 import subprocess
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 import llm_datadist
-from llm_datadist import config, cpp_api, errors
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, config, cpp_api, errors
 from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist.cache_manager import CacheManager
@@ -209,6 +210,50 @@ def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_th
     used = set(re.findall(r"LLMStatusCode\.(LLM_\w+)", code)) | defaults
     codes = {_code_spans(row[0])[0] for row in list(_rows(_section(DOCS / "errors.md", "Status codes"), 2))[1:]}
     assert used <= codes <= set(errors.LLMStatusCode.__members__)
+
+
+def _said() -> list[str]:
+    """Return every text of the library's code; what is filled in later is a line feed."""
+
+    def text(node: ast.AST) -> str | None:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text(part) or "\n" for part in node.values)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+    trees = [ast.parse(path.read_text()) for path in modules().values()]
+    return [said for tree in trees for node in ast.walk(tree) if (said := text(node))]
+
+
+def _quotes(fragment: str, said: list[str]) -> bool:
+    pattern = re.compile(re.escape(fragment).replace(r"\.\.\.", ".*"), re.DOTALL)
+    return any(pattern.search(text) for text in said)
+
+
+def test_the_page_of_failures_has_every_exception_and_quotes_what_the_code_says() -> None:
+    page = DOCS / "when-it-fails.md"
+    seen = [span for row in _rows(_text(page), 3) for span in _code_spans(row[0])]
+    classes = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    assert classes <= set(seen)
+    said = _said()
+    fragments = [span for span in seen if " " in span]
+    assert len(fragments) > 40
+    assert [fragment for fragment in fragments if not _quotes(fragment, said)] == []
+    assert not _quotes("cluster ... is not bound at all", said)
+
+
+def test_the_sizes_of_the_page_about_pools_are_those_that_a_pool_gives() -> None:
+    code: dict[str, Any] = {}
+    exec(next(text for text in _fences(DOCS / "howto-pools.md", "python") if "def pool_bytes" in text), code)
+    datadist = LLMDataDist(LLMRole.PROMPT, 1)
+    options = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0"}
+    datadist.init(options | {"llm.MemPoolConfig": '{"memory_size": 67108864}'})
+    for shape in ([4, 1024], [64, 16, 8, 128], [3, 40_000]):
+        desc = CacheDesc(3, shape, DataType.DT_FLOAT16)
+        cache = datadist.cache_manager.allocate_cache(desc)
+        (pool,) = datadist.statistics().pools
+        assert pool.used_bytes == code["pool_bytes"](desc)
+        datadist.cache_manager.deallocate_cache(cache)
+    datadist.finalize()
 
 
 def test_every_public_class_is_in_the_reference() -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from five_cases import ROLES, answer, offer_of, prompts
+from llm_datadist.bench.progress import steps
 from model import build
 from servers import CONNECTORS, Server, Servers
 
@@ -141,7 +142,7 @@ def _measure(
             if way.ask(prompt) != tokens:
                 raise RuntimeError(f"{way.name}: wrong tokens")
         way.stop()
-    for number in range(rounds):
+    for number in steps(range(rounds), "round {}".format, "rounds"):
         prompt, tokens = asked[number % len(asked)]
         for way in ways:
             way.resume()

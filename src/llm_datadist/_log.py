@@ -13,20 +13,42 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("LLM_DATADIST")
 
 LEVEL_VARIABLE: Final = "ASCEND_GLOBAL_LOG_LEVEL"
+#: Ours: it also has the log written to standard error.
+LOG_VARIABLE: Final = "LLM_DATADIST_LOG"
 
 _LEVELS: Final = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
+_NAMES: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def apply_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Set the logger's level from ``ASCEND_GLOBAL_LOG_LEVEL``; unset or empty leaves the level alone."""
-    value = environ.get(LEVEL_VARIABLE, "").strip()
-    if not value:
-        return
-    level = _LEVELS.get(value)
-    if level is None:
-        logger.warning("%s=%r ignored: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR", LEVEL_VARIABLE, value)
-        return
-    logger.setLevel(level)
+    """Set the logger's level from ``ASCEND_GLOBAL_LOG_LEVEL``; unset or empty leaves the level alone.
+
+    ``LLM_DATADIST_LOG`` counts instead where it is set. It also gives the logger a handler for standard error, which is
+    silent once the application has handlers of its own.
+    """
+    level = _level(environ, LEVEL_VARIABLE, _LEVELS, "0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR")
+    if level is not None:
+        logger.setLevel(level)
+    level = _level(environ, LOG_VARIABLE, _NAMES, "debug, info, warning or error")
+    if level is not None:
+        logger.setLevel(level)
+        logger.addHandler(_stderr())
+
+
+def _level(environ: Mapping[str, str], variable: str, levels: Mapping[str, int], known: str) -> int | None:
+    """Return the level that a variable names; None, with a warning where it names none."""
+    value = environ.get(variable, "").strip()
+    level = levels.get(value)
+    if value and level is None:
+        logger.warning("%s=%r ignored: %s", variable, value, known)
+    return level
+
+
+def _stderr() -> logging.Handler:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
+    return handler
 
 
 apply_environment()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.background import Call
@@ -212,7 +213,7 @@ def command(
     options = parser.parse_args(arguments)
     good = True
     say(head)
-    for transport in transports if options.transport == "all" else (options.transport,):
+    for transport in steps(transports if options.transport == "all" else (options.transport,)):
         for report in run(transport, options):
             good &= report.good
             say("\n    ".join([report.line(), *report.faults[:_SHOWN_FAULTS]]))

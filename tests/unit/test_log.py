@@ -6,11 +6,15 @@ What the import does to it: tests/test_public_api.py.
 from __future__ import annotations
 
 import logging
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 
 from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
-from llm_datadist._log import LEVEL_VARIABLE, apply_environment, logger
+from llm_datadist._log import LEVEL_VARIABLE, LOG_VARIABLE, apply_environment, logger
 from llm_datadist.utils import log
 
 pytestmark = pytest.mark.covers("apply_environment", "llm_datadist.utils.log")
@@ -55,3 +59,38 @@ def test_the_log_of_a_call_names_the_line_of_the_user(caplog: pytest.LogCaptureF
     spans = [each for each in caplog.records if " started " in each.getMessage() or " succeeded " in each.getMessage()]
     assert len(spans) == 6
     assert {each.pathname for each in spans} == {__file__}
+
+
+#: An LLMDataDist that logs at INFO, in a fresh interpreter; what is put before it is the application's.
+_PROGRAM = """
+from llm_datadist import LLMDataDist, LLMRole
+LLMDataDist(LLMRole.DECODER, 1).init({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "application", "lines", "first"),
+    [
+        (None, "", 0, ""),
+        ("error", "", 0, ""),
+        ("info", "", 2, r"[\d-]+ [\d:,]+ \d+ INFO <LLMDataDist.*> initialised"),
+        ("debug", "", 2, ".* initialised"),
+        ("loud", "", 1, "LLM_DATADIST_LOG='loud' ignored: debug, info, warning or error"),
+        (
+            "info",
+            "import logging; logging.basicConfig(format='own %(message)s')",
+            2,
+            r"own <LLMDataDist.*> initialised",
+        ),
+    ],
+)
+def test_the_log_variable_has_the_log_written_to_standard_error_once(
+    value: str | None, application: str, lines: int, first: str
+) -> None:
+    environment = {name: each for name, each in os.environ.items() if name not in (LOG_VARIABLE, LEVEL_VARIABLE)}
+    environment |= {} if value is None else {LOG_VARIABLE: value}
+    program = [sys.executable, "-c", application + _PROGRAM]
+    done = subprocess.run(program, check=True, capture_output=True, text=True, timeout=60, env=environment)
+    said = done.stderr.splitlines()
+    assert len(said) == lines, done.stderr
+    assert re.fullmatch(first, said[0] if said else "")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from llm_datadist.bench.cases import Case, size_text
+from llm_datadist.bench.progress import Progress
 from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
-    from typing import Self
 
     from llm_datadist.bench.rows import Row
     from llm_datadist.bench.suite import Floor
@@ -26,43 +23,23 @@ __all__ = ["Reporter", "show_floors", "show_rows"]
 _WIDTH: Final = 150
 
 
-class Reporter:
-    """Progress on standard error: a bar on a terminal, else a line for each case.
-
-    A context manager.
-    """
+class Reporter(Progress):
+    """Progress on standard error: a bar on a terminal, else a line for each case. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._terminal = stream.isatty()
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cases"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=self._console, disable=not self._terminal)
-        self._task = self._bar.add_task("checking what can run", total=None)
+        super().__init__(stream, "cases")
         self._cases: list[Case] = []
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def begin(self, cases: Sequence[Case]) -> None:
+    def take(self, cases: Sequence[Case]) -> None:
         """Take note of the cases that will run."""
         self._cases = list(cases)
-        self._bar.update(self._task, total=len(cases))
-
-    def say(self, text: str) -> None:
-        """Show one line."""
-        self._console.print(Text(text))
+        self.begin(len(cases))
 
     def progress(self, case: Case, side: str, done: int, total: int) -> None:
         """Move the bar by the part of the passes that is done."""
         number = self._cases.index(case)
-        self._bar.update(self._task, completed=number + done / total, description=f"{case.title}: {side}")
-        if not self._terminal and done == 0 and side == case.side:
+        self.show(number + done / total, f"{case.title}: {side}")
+        if not self.live and done == 0 and side == case.side:
             self.say(f"{number + 1} of {len(self._cases)}: {case.title}")
 
 

@@ -8,6 +8,7 @@ from typing import Final
 __all__ = ["main"]
 
 _USAGE_ERROR: Final = 2
+_INTERRUPTED: Final = 130
 _EXTRA: Final = {"typer", "rich", "textual"}
 
 
@@ -23,4 +24,6 @@ def main() -> int:
             raise
         print(f"llm-datadist needs {error.name}: pip install 'open-datadist[cli]'", file=sys.stderr)
         return _USAGE_ERROR
+    except KeyboardInterrupt:  # of the imports; commands answer it themselves
+        return _INTERRUPTED
     return run()

@@ -12,6 +12,7 @@ import typer
 from llm_datadist.cli.bench import bench
 from llm_datadist.cli.keys import keys
 from llm_datadist.cli.top import top
+from llm_datadist.cli.usage import Group, answer, examples
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
@@ -21,7 +22,8 @@ app = typer.Typer(
     name="llm-datadist",
     help="KV caches linked, published and moved between prefill and decode processes.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=Group,
+    epilog=examples("llm-datadist demo", "LLM_DATADIST_LOG=info llm-datadist demo", "llm-datadist bench --help"),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -29,11 +31,7 @@ app = typer.Typer(
 
 def run() -> int:
     """Run the command line and return the exit status."""
-    try:
-        app(prog_name="llm-datadist")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+    return answer(app, "llm-datadist")
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,7 +53,13 @@ def _common(
     pass
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "llm-datadist demo",
+        "llm-datadist demo --transport tcp --secure",
+        "llm-datadist demo --memory registered --json",
+    )
+)
 def demo(
     transport: Annotated[
         Transport, typer.Option(help="auto lets the library choose; inproc runs both roles in one process.")
@@ -73,6 +77,17 @@ def demo(
     raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json, secure=secure))
 
 
-app.command()(bench)
-app.command()(top)
+app.command(
+    epilog=examples(
+        "llm-datadist bench --json results.json --plot results.svg",
+        "llm-datadist bench pull --transport tcp --block-bytes 4096",
+        "llm-datadist bench latency --against ''",
+    )
+)(bench)
+app.command(
+    epilog=examples(
+        "llm-datadist top",
+        "llm-datadist top --once --json",
+    )
+)(top)
 app.add_typer(keys, name="keys")

@@ -126,7 +126,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path
         if not cases:
             reporter.say("nothing is left to run")
             return _USAGE_ERROR
-        reporter.begin(cases)
+        reporter.take(cases)
         results = run(cases, reporter, timeout)
     show_rows(results.rows, sys.stdout)
     if suite:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secrets
+from llm_datadist.cli.usage import examples
 from llm_datadist.errors import LLMException
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ _YEARS = 2
 _DAY = datetime.timedelta(days=1)
 
 
-@keys.command()
+@keys.command(
+    epilog=examples(
+        "llm-datadist keys new /etc/datadist/secrets",
+        "llm-datadist keys new ca --ca --cluster 1 --cluster 2",
+    )
+)
 def new(
     path: Annotated[Path, typer.Argument(help="File of secrets, or folder of a CA.", show_default=False)],
     name: Annotated[str, typer.Option("--id", help="Of the new secret; by default today's date.")] = "",
@@ -43,11 +49,11 @@ def new(
             _new_authority(path, cluster or ["*"])
         else:
             _new_secret(path, name or datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
-    except (OSError, LLMException) as error:
+    except (OSError, LLMException, ModuleNotFoundError) as error:
         raise _failed(error) from None
 
 
-@keys.command()
+@keys.command(epilog=examples("llm-datadist keys show /etc/datadist/secrets", "llm-datadist keys show ca/1.pem"))
 def show(
     path: Annotated[Path, typer.Argument(help="File of secrets, or a certificate in PEM.", show_default=False)],
 ) -> None:
@@ -59,12 +65,15 @@ def show(
         for place, secret in enumerate(read_secrets(path)):
             digest = hashlib.sha256(b"digest of a secret" + secret.value).hexdigest()[:16]
             print(f"{secret.id:20} digest {digest}  {'shown and believed' if place == 0 else 'believed'}")
-    except (OSError, ValueError, LLMException) as error:
+    except (OSError, ValueError, LLMException, ModuleNotFoundError) as error:
         raise _failed(error) from None
 
 
 def _failed(error: Exception) -> typer.Exit:
-    typer.echo(f"llm-datadist keys: {error}", err=True)
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError):
+        text = f"needs {error.name}: pip install 'open-datadist[auth]'"
+    typer.echo(f"llm-datadist keys: {text}", err=True)
     return typer.Exit(2)
 
 

@@ -80,6 +80,7 @@ class _RichReporter(Reporter):
             MofNCompleteColumn(),
             TextColumn("tokens"),
             console=self._console,
+            auto_refresh=False,  # no thread of this process runs beside the pull that is timed
         )
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._bars.start()
@@ -92,7 +93,7 @@ class _RichReporter(Reporter):
     def progress(self, role: str, what: str, done: int, total: int) -> None:
         if (role, what) not in self._tasks:
             self._tasks[role, what] = self._bars.add_task(what, total=total, role=role)
-        self._bars.update(self._tasks[role, what], completed=done)
+        self._bars.update(self._tasks[role, what], completed=done, refresh=True)
 
     def show(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         from rich.table import Table

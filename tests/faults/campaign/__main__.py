@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_datadist._links.credentials import new_secret
+from llm_datadist.bench.progress import Progress
 from tests.faults.campaign.epochs import TRANSPORTS
 from tests.faults.campaign.supervisor import Supervisor
 from tests.faults.harness import say
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         if options.secure:
             os.environ[SECRETS_VARIABLE] = str(new_secret(Path(folder) / "secrets", "campaign"))
-        supervisor = Supervisor(seed, tuple(options.transport or ()), Path(folder), say)
-        supervisor.run(options.seconds, options.epoch)
+        with Progress(sys.stdout, "seconds") as progress:
+            supervisor = Supervisor(seed, tuple(options.transport or ()), Path(folder), progress)
+            supervisor.run(options.seconds, options.epoch)
     report = supervisor.report
     say(f"\n{report.table()}\n\nseed {seed}: {'FAILED' if report.failed else 'passed'}")
     if options.json is not None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from llm_datadist.bench.progress import Progress
     from tests.faults.campaign.epochs import Epoch
     from tests.faults.campaign.schedule import Event
 
@@ -47,13 +48,14 @@ class Supervisor:
         seed: Everything but the interleaving and the ports follows from it.
         transports: Taken in turn.
         folder: Where workers write what they see.
+        progress: Where each epoch is told, and how far it is.
     """
 
-    def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
         self._seed = seed
         self._transports = transports or TRANSPORTS
         self._folder = folder
-        self._say = say
+        self._progress = progress
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)
         ports = _free_ports(SystemRandom())
@@ -65,19 +67,20 @@ class Supervisor:
         self._order = itertools.count()
         self._asked: Counter[int] = Counter()  # what each worker has not heard yet
         self.report = Report(folder)
-        self._told = time.monotonic()
+        self._began = self._told = time.monotonic()
         self._rested_ns = 0
 
     def run(self, seconds: float, epoch_seconds: float) -> None:
         """Run epochs until the time is over; the last one is finished."""
         end = time.monotonic() + seconds
+        self._progress.begin(round(seconds))
         try:
             for number in itertools.count():
                 left = end - time.monotonic()
                 if left <= epoch_seconds / 4:
                     break
                 epoch = plan_epoch(self._seed, number, self._transports)
-                self._say(str(epoch))
+                self._progress.say(str(epoch))
                 self.report.begin(epoch)
                 finished = False
                 try:
@@ -140,7 +143,7 @@ class Supervisor:
                     raise Lost(f"worker {hand.number} ended by itself with {code}")
             self._rubbish.tidy()
             self.report.recoveries.look()
-            self._progress()
+            self._tell_progress()
             time.sleep(_STEP_SECONDS)
 
     def _at(self, moment: float, action: Callable[[], None]) -> None:
@@ -314,7 +317,7 @@ class Supervisor:
         for hand in self._hands:
             hand.send(function, *arguments(hand))
         answers = [hand.collect() for hand in self._hands]
-        self._progress()
+        self._tell_progress()
         return answers
 
     def _start_over(self) -> None:
@@ -325,10 +328,11 @@ class Supervisor:
         for hand in self._hands:
             self._directory.reborn(hand.number)
 
-    def _progress(self) -> None:
+    def _tell_progress(self) -> None:
+        self._progress.show(round(time.monotonic() - self._began), "faults")
         if time.monotonic() - self._told > _PROGRESS_SECONDS:
             self._told = time.monotonic()
-            self._say(self.report.line())
+            self._progress.say(self.report.line())
 
 
 def _free_ports(rng: Random) -> list[int]:

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.bench.progress import Progress
 from tests.faults.fuzz import greetings, lanes, links, readers, sealed
 
 if TYPE_CHECKING:
@@ -43,14 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--target", choices=sorted(SHARES), help="only this one, with all frames")
     given = parser.parse_args(arguments)
-    total = 0
-    for name, target in TARGETS.items():
-        if given.target in (None, name):
+    total, chosen = 0, [given.target] if given.target else list(TARGETS)
+    with Progress(sys.stdout, "targets") as progress:
+        progress.begin(len(chosen))
+        for number, name in enumerate(chosen):
+            progress.show(number, name)
             frames = given.frames if given.target else int(given.frames * SHARES[name]) + 1
-            verdicts = target(frames, given.seed)
+            verdicts = TARGETS[name](frames, given.seed)
             total += verdicts.judged
-            sys.stdout.write(f"{verdicts}\n")
-            sys.stdout.flush()
+            progress.say(str(verdicts))
+            progress.show(number + 1, name)
     sys.stdout.write(f"{total} frames judged, no finding\n")
     return 0
 

@@ -1,0 +1,103 @@
+"""Progress of long work: a bar on a terminal, plain lines elsewhere. Needs rich for the bar."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from typing import TYPE_CHECKING, Final, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
+    from typing import Any, Self
+
+__all__ = ["Progress", "steps"]
+
+_T = TypeVar("_T")
+#: Between two drawings of the bar.
+_SECONDS: Final = 0.1
+
+
+class Progress:
+    """Lines, and a bar below them where the stream is a terminal. A context manager.
+
+    The bar is drawn inside of calls only. A thread that draws it would take time from what is measured.
+
+    Args:
+        stream: Where to; standard error as a rule, so that results can be redirected.
+        unit: What is counted.
+
+    Attributes:
+        live: There is a bar.
+    """
+
+    def __init__(self, stream: TextIO, unit: str = "") -> None:
+        self._stream = stream
+        self._drawn = 0.0
+        self._bar: Any = None
+        if stream.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+            self._bar = Bar(
+                *columns,
+                TextColumn(unit),
+                TimeElapsedColumn(),
+                console=Console(file=stream, highlight=False, soft_wrap=True),
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            self._task = self._bar.add_task("", total=None)
+        self.live: Final = self._bar is not None
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self._bar.stop()
+
+    def begin(self, total: float) -> None:
+        """Say how much there is to do."""
+        if self.live:
+            self._bar.update(self._task, total=total)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        if self.live:
+            self._bar.console.print(text, markup=False, emoji=False)
+        else:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def show(self, done: float, what: str) -> None:
+        """Move the bar to ``done``, and name what runs now. Nothing is shown without a terminal."""
+        if not self.live:
+            return
+        self._bar.update(self._task, completed=done, description=what)
+        if time.monotonic() - self._drawn >= _SECONDS or self._bar.finished:
+            self._bar.refresh()
+            self._drawn = time.monotonic()
+
+
+def steps(
+    items: Iterable[_T], name: Callable[[_T], object] = str, unit: str = "steps", stream: TextIO | None = None
+) -> Iterator[_T]:
+    """Yield the items; show on standard error which one of how many is in work: a bar, or a line for each."""
+    known = list(items)
+    with Progress(stream or sys.stderr, unit) as progress:
+        progress.begin(len(known))
+        for number, item in enumerate(known):
+            what = str(name(item))
+            if not progress.live:
+                progress.say(f"{number + 1} of {len(known)}: {what}")
+            progress.show(number, what)
+            yield item
+            progress.show(number + 1, what)

@@ -1,0 +1,60 @@
+"""What a user meets at the command line beside the commands: examples, one line for a mistake, the end by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final, cast
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["Group", "answer", "examples"]
+
+_FAILED: Final = 1
+_USAGE_ERROR: Final = 2
+_INTERRUPTED: Final = 130
+#: ClickException, the base of all mistakes in arguments. Newer typers bring a click of their own.
+_Mistake: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+
+
+class Group(TyperGroup):
+    """The commands. Ctrl-C ends each of them with one line and status 130."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's Context, whichever click it has
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("llm-datadist: interrupted", file=sys.stderr)
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help: commands to copy, a line each."""
+    return "\n".join(["\b", "Examples:", *(f"  {each}" for each in commands)])
+
+
+def answer(app: typer.Typer, name: str) -> int:
+    """Run a command line and return its exit status; a mistake of the user is one line on standard error."""
+    try:
+        status = app(prog_name=name, standalone_mode=False)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except _Mistake as mistake:
+        print(_line(mistake, name), file=sys.stderr)
+        return _USAGE_ERROR
+    except BrokenPipeError:
+        # What reads this output has ended; the interpreter must not complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    return status if isinstance(status, int) else 0
+
+
+def _line(mistake: typer.BadParameter, name: str) -> str:
+    """Return what was wrong and where to read on; the help itself where no command was named."""
+    text = mistake.format_message()
+    if "\n" in text:
+        return text
+    where = mistake.ctx.command_path if mistake.ctx is not None else name
+    return f"{where}: {text.removesuffix('.')} (try '{where} --help')"

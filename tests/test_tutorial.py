@@ -1,0 +1,122 @@
+"""The tutorial does what it says: its files, its commands in two terminals, and each line that they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import termios
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from tests.support.linking import free_port
+from tests.support.source import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+TEXT: Final = (ROOT / "docs" / "tutorial.md").read_text()
+#: A file, a session, a key that the reader presses, a line that appears meanwhile: in the page's order.
+_STEP: Final = re.compile(
+    r"^```python\n# (?P<file>\S+)\n(?P<code>.*?)^```|^```console\n(?P<session>.*?)^```"
+    r"|^(?P<enter>Press Enter in the first terminal)\.$|The first terminal now says\n`(?P<line>[^`]+)`",
+    re.MULTILINE | re.DOTALL,
+)
+_COMMAND: Final = re.compile(r"(first|second)\$ (.*)")
+
+
+class Terminal:
+    """A shell. What it is sent goes to the program that runs in it, line by line, as keys do. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._keys, keyboard = os.openpty()
+        mode = termios.tcgetattr(keyboard)
+        mode[3] &= ~termios.ECHO
+        termios.tcsetattr(keyboard, termios.TCSANOW, mode)
+        self._shell = subprocess.Popen(
+            ["bash"], stdin=keyboard, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        os.close(keyboard)
+        self.send(f"cd {ROOT} && . .venv/bin/activate && cd {folder}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._keys)  # ends what still reads from it
+        self._shell.communicate()
+
+    def send(self, line: str) -> None:
+        os.write(self._keys, f"{line}\n".encode())
+
+    def expect(self, line: str) -> None:
+        """Read one line and compare it; "..." stands for anything."""
+        assert self._shell.stdout is not None
+        said = self._shell.stdout.readline().removesuffix("\n")
+        assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".*"), said), f"{line!r} is promised, {said!r} was said"
+
+    def expect_nothing_more(self) -> None:
+        """The program has ended well, and said no more than what was read."""
+        self.send("echo status $?")
+        self.expect("status 0")
+
+
+def play(terminals: dict[str, Terminal], session: str) -> None:
+    """Type the commands of a session; compare what they print."""
+    name, busy = "", False
+    for line in session.splitlines():
+        if (typed := _COMMAND.fullmatch(line)) is not None:
+            name = typed[1]
+            terminals[name].send(typed[2])
+            busy = typed[2] == "python prompt.py"
+        else:
+            terminals[name].expect(line)
+    if not busy:
+        terminals[name].expect_nothing_more()
+
+
+def follow(text: str, folder: Path) -> int:
+    """Do what a text says, in its order; return the number of sessions."""
+    text, sessions = text.replace("26000", str(free_port())), 0
+    with Terminal(folder) as first, Terminal(folder) as second:
+        terminals = {"first": first, "second": second}
+        for step in _STEP.finditer(text):
+            if step["file"]:
+                (folder / step["file"]).write_text(step["code"])
+            elif step["session"]:
+                play(terminals, step["session"])
+                sessions += 1
+            elif step["line"]:
+                first.expect(step["line"])
+            else:
+                first.send("")
+                first.expect_nothing_more()
+    return sessions
+
+
+def test_the_set_up_is_a_target_and_makes_the_environment_that_the_page_activates() -> None:
+    install, rest = TEXT.partition("## The first pull")[::2]
+    assert re.findall(r"first\$ (.*)", install) == ["make install", ". .venv/bin/activate"]
+    assert "make install" not in rest
+    done = subprocess.run(["make", "install"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check = ". .venv/bin/activate && cd / && python -c 'import llm_datadist'"
+    subprocess.run(["bash", "-c", check], cwd=ROOT, check=True)
+
+
+def test_every_file_and_command_of_the_tutorial_works_in_two_terminals(tmp_path: Path) -> None:
+    text = TEXT.partition("## The first pull")[2]
+    assert follow(text, tmp_path) == len(re.findall("^```console", text, re.MULTILINE)) == 6
+
+
+def test_a_line_that_is_not_printed_as_promised_is_found(tmp_path: Path) -> None:
+    wrong = "```python\n# a.py\nprint(1)\nprint(2)\n```\n```console\nsecond$ python a.py\n1\n{}```\n"
+    assert follow(wrong.format("2\n"), tmp_path) == 1
+    for line in ("3\n", ""):
+        with pytest.raises(AssertionError, match="is promised"):
+            follow(wrong.format(line), tmp_path)
