@@ -11,6 +11,7 @@ import typer
 
 from llm_datadist.cli.bench import bench
 from llm_datadist.cli.keys import keys
+from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, answer, examples
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
@@ -83,4 +84,5 @@ app.command(
         "llm-datadist bench latency --against ''",
     )
 )(bench)
+app.command(epilog=examples("llm-datadist top", "llm-datadist top --once --json"))(top)
 app.add_typer(keys, name="keys")
