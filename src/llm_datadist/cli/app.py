@@ -84,10 +84,5 @@ app.command(
         "llm-datadist bench latency --against ''",
     )
 )(bench)
-app.command(
-    epilog=examples(
-        "llm-datadist top",
-        "llm-datadist top --once --json",
-    )
-)(top)
+app.command(epilog=examples("llm-datadist top", "llm-datadist top --once --json"))(top)
 app.add_typer(keys, name="keys")
