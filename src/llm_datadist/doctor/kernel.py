@@ -85,7 +85,7 @@ def yama() -> Finding:
     """Read the setting of Yama, which decides who reads the memory of a process that is not its child."""
     meaning = "above 0, unrelated processes of one user do not reach each other by cma; registered memory goes over tcp"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "none"
-    if scope in ("none", "0") or _has_ptrace_capability() and scope != "3":
+    if scope in ("none", "0") or (_has_ptrace_capability() and scope != "3"):
         return Finding("yama", State.OK, f"ptrace_scope {scope}", meaning)
     return Finding("yama", State.WARNING, f"ptrace_scope {scope}", meaning, "sysctl -w kernel.yama.ptrace_scope=0")
 

@@ -61,9 +61,7 @@ def overcommit() -> Finding:
     meaning = "with 2 the whole of a pool counts against the commit limit at init, which then fails earlier"
     if mode != "2":
         return Finding("overcommit", State.OK, f"vm.overcommit_memory {mode}", meaning)
-    return Finding(
-        "overcommit", State.WARNING, "vm.overcommit_memory 2", meaning, "sysctl -w vm.overcommit_memory=0"
-    )
+    return Finding("overcommit", State.WARNING, "vm.overcommit_memory 2", meaning, "sysctl -w vm.overcommit_memory=0")
 
 
 def cgroup_memory() -> Finding:

@@ -57,9 +57,7 @@ def vllm() -> Finding:
     meaning = "LLMDataDistConnector runs in it; its proxy needs aiohttp"
     value = ", ".join(found) or "not installed"
     if found and not installed("aiohttp"):
-        return Finding(
-            "vllm", State.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'"
-        )
+        return Finding("vllm", State.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'")
     return Finding("vllm", State.OK, value, meaning)
 
 
