@@ -12,27 +12,12 @@ import msgspec
 import pytest
 
 from llm_datadist.doctor.finding import Finding
+from tests.support.seccomp import known
 from tests.support.source import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Of x86-64 and arm64.
-_CALLS: Final = {
-    "memfd_create": (319, 279),
-    "pidfd_open": (434, 434),
-    "process_vm_readv": (310, 270),
-}
-_FORBID: Final = """
-import ctypes, struct
-_filter = b"".join(struct.pack("HBBI", *each) for each in (
-    (0x20, 0, 0, 0), (0x15, 0, 1, {number}), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))
-_kept = ctypes.create_string_buffer(_filter)
-_program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(_kept)))
-_prctl = ctypes.CDLL(None).prctl
-_prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-assert _prctl(38, 1, 0, 0, 0) == 0 and _prctl(22, 2, ctypes.addressof(_program), 0, 0) == 0
-"""
 _CHECK: Final = """
 import sys, os, msgspec
 from llm_datadist.doctor import kernel, limits, peer, versions
@@ -45,9 +30,9 @@ sys.stdout.buffer.write(msgspec.json.encode(run_checks(checks)))
 
 def forbid(call: str) -> str:
     """Return Python that forbids a system call to its process by seccomp."""
-    if platform.machine() not in ("x86_64", "aarch64"):
+    if not known():
         pytest.skip(f"the numbers of system calls on {platform.machine()} are not known here")
-    return _FORBID.format(number=_CALLS[call][platform.machine() == "aarch64"])
+    return f"import errno; from tests.support.seccomp import fail; fail({call!r}, errno.EPERM)"
 
 
 def found(
@@ -62,7 +47,7 @@ def found(
     command = [sys.executable, "-c", code]
     if shell:
         command = ["sh", "-ec", f'{shell}\nexec "$@"', "sh", *command]
-    paths = os.pathsep.join(filter(None, [path, str(ROOT / "src")]))
+    paths = os.pathsep.join(filter(None, [path, str(ROOT / "src"), str(ROOT)]))
     done = subprocess.run(
         [*inside, *command], capture_output=True, env=os.environ | {"PYTHONPATH": paths}, timeout=60, check=False
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
 Found = dict[str, dict[str, str]]
-_ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def _two_ports() -> int:
