@@ -12,6 +12,7 @@ import typer
 from llm_datadist.cli.bench import bench
 from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
+from llm_datadist.cli.top import top
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
@@ -75,4 +76,5 @@ def demo(
 
 app.command()(bench)
 app.command()(doctor)
+app.command()(top)
 app.add_typer(keys, name="keys")
