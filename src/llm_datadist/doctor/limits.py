@@ -40,7 +40,7 @@ def memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     value = "RLIMIT_MEMLOCK " + ("unlimited" if unlimited else f"{soft} bytes")
-    meaning = "this library locks no memory; NIXL, with RDMA in the same process, locks what it registers"
+    meaning = "only NIXL locks memory: over RDMA, the pools that are registered with it"
     if unlimited or soft >= _LOCKED or not installed("nixl"):
         return Finding("memlock", State.OK, value, meaning)
     return Finding("memlock", State.WARNING, value, meaning, "ulimit -l unlimited (docker run --ulimit memlock=-1)")

@@ -187,7 +187,11 @@ def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int) -> I
 def _bandwidth(link: LinkStatistics, pulls: float, host: str, port: int) -> Finding:
     meaning = "pulls beside what the machine does without this library"
     try:
-        limit, of = (_memcpy(), "memcpy") if link.transport != "tcp" else (_stream(host, port + 1), "one socket stream")
+        limit, of = (
+            (_memcpy(), "memcpy")
+            if link.transport in ("shm", "cma")
+            else (_stream(host, port + 1), "one socket stream")
+        )
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
         return Finding("peer_bandwidth", State.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)

@@ -37,7 +37,12 @@ def library() -> Finding:
 def nixl() -> Finding:
     """Say which NIXL is installed."""
     value = ", ".join(installed("nixl")) or "not installed"
-    return Finding("nixl", State.OK, value, "not needed; bench and vLLM's own connector use it")
+    return Finding(
+        "nixl",
+        State.OK,
+        value,
+        "the transport nixl uses it, for RDMA between hosts; without it links between hosts are tcp",
+    )
 
 
 def cuda() -> Finding:
