@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import ParamError
+from llm_datadist.errors import LLMException, OutOfMemory, ParamError
 from tests.support.ends import ChildEnd
 from tests.support.huge import HUGE, given, mapped_huge, without_huge_pages
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show
+from tests.support.seccomp import fail, known
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
@@ -69,3 +71,31 @@ def test_init_fails_where_the_host_gives_none_and_leaves_nothing(option: str) ->
     end.close()
     assert code is LLMStatusCode.LLM_PARAM_INVALID
     assert ("'device'" if option == "mem_pool_cfg" else "'host'") in text
+
+
+def start_where_collapsing_fails(world: World, options: dict[str, str], code: int) -> tuple[type, str]:
+    fail("madvise", code, third=25)  # MADV_COLLAPSE
+    with pytest.raises(LLMException, match="huge") as failed:
+        world.start("DECODER", 2, options)
+    world.dd.init(make_config())
+    return failed.type, str(failed.value)
+
+
+@pytest.mark.skipif(not given() or not known(), reason="no huge pages here, or a machine whose calls are not known")
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (errno.EINVAL, ParamError),
+        (errno.EPERM, ParamError),
+        (errno.ENOMEM, OutOfMemory),
+        (errno.EMFILE, LLMException),
+        (errno.EIO, LLMException),
+    ],
+)
+def test_each_failure_of_the_kernel_has_a_type_and_is_named(code: int, expected: type) -> None:
+    end = ChildEnd("failing madvise")
+    raised, text = end.do(start_where_collapsing_fails, make_config(mem_pool_cfg=POOL), code)
+    end.stop()
+    end.close()
+    assert raised is expected
+    assert f"[Errno {code}]" in text

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from llm_datadist.errors import OutOfMemory, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError
 
 #: Of x86-64, and of arm64 with pages of 4 KiB. Mappings of this size or above begin at a multiple of it, because the
 #: kernel maps a huge page as one only there.
@@ -23,6 +23,8 @@ _MADV_COLLAPSE: Final = 25  # linux/mman.h; the stdlib does not name it
 _AT_ONCE: Final = 32  # huge pages of one system call, during which the caller cannot be interrupted
 _TRIES: Final = 16
 _SHORT: Final = frozenset({errno.ENOMEM, errno.EBUSY, errno.EAGAIN, errno.ENOSPC})
+#: The kernel's no to huge pages, by setting, by age or by a container's seccomp.
+_NOT_GIVEN: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -43,6 +45,7 @@ def populate(name: str, fd: int, address: int, nbytes: int) -> None:
     Raises:
         OutOfMemory: There is not enough memory in pieces of that size.
         ParamError: This host gives no huge pages to shared memory.
+        LLMException: The kernel failed otherwise (``LLM_FAILED``).
     """
     page = _page_bytes()
     for start in range(0, nbytes, _AT_ONCE * page):
@@ -53,8 +56,11 @@ def populate(name: str, fd: int, address: int, nbytes: int) -> None:
                 os.posix_fallocate(fd, offset, mmap.PAGESIZE)
             _collapse(address + start, end - start)
         except OSError as error:
-            if error.errno not in _SHORT:
+            if error.errno in _NOT_GIVEN:
                 raise _refusal(name, str(error)) from error
+            if error.errno not in _SHORT:
+                text = f"pool {name!r}: huge pages failed after {start} of {nbytes} bytes: {error}"
+                raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
             raise OutOfMemory(
                 f"pool {name!r}: no more huge pages after {start} of {nbytes} bytes ({error}); free memory is in "
                 "smaller pieces, or a limit of the cgroup is reached: free some, or leave huge_pages out",

@@ -10,6 +10,7 @@ import rich  # noqa: F401
 import typer
 
 from llm_datadist.cli.bench import bench
+from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, answer, examples
@@ -85,4 +86,11 @@ app.command(
     )
 )(bench)
 app.command(epilog=examples("llm-datadist top", "llm-datadist top --once --json"))(top)
+app.command(
+    epilog=examples(
+        "llm-datadist doctor",
+        "llm-datadist doctor --serve",
+        "llm-datadist doctor --peer 127.0.0.1:26000 --json",
+    )
+)(doctor)
 app.add_typer(keys, name="keys")

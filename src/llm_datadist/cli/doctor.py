@@ -1,0 +1,100 @@
+"""The command ``llm-datadist doctor``: its options, its table and its exit status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path  # noqa: TC003  typer reads the annotations
+from typing import Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+
+from llm_datadist.config import AUTH_SECRET
+from llm_datadist.doctor import kernel, limits, peer, versions
+from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
+from llm_datadist.doctor.serve import serving
+from llm_datadist.errors import LLMException
+
+__all__ = ["doctor"]
+
+_FAILED: Final = 2
+_PORT: Final = 26000
+_STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}
+
+
+def doctor(
+    peer_address: Annotated[
+        str | None, typer.Option("--peer", metavar="HOST:PORT", help="Examine the way to this peer, too.")
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Be the peer of another doctor, until interrupted.")] = False,
+    host: Annotated[str, typer.Option(help="With --serve: the address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="With --serve: the port; the one above it is used, too.")] = _PORT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+    secrets: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Authenticate the link by this file of secrets.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
+    ] = None,
+) -> None:
+    """Say what this host can do for the library, what each finding means, and the command that mends it.
+
+    The exit status is 0, 1 where there are warnings, 2 where there are problems.
+    """
+    given = dict(_pair(text) for text in option or [])
+    if secrets is not None:
+        given[AUTH_SECRET] = str(secrets)
+    if serve:
+        raise typer.Exit(_serve(host, port, given))
+    address = None if peer_address is None else _address(peer_address)
+    findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
+    if address is not None:
+        with Console(stderr=True).status("examining the peer") as status:
+            findings += peer.examine(*address, given, status.update)
+    _show_json(findings) if as_json else _show(findings)
+    raise typer.Exit(exit_code(findings))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
+    return key, value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise typer.BadParameter(f"--peer {text!r} is not of the form HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _serve(host: str, port: int, given: dict[str, str]) -> int:
+    ends = {signal.SIGINT, signal.SIGTERM}
+    if not 0 < port < (1 << 16) - 1:
+        raise typer.BadParameter(f"--port {port} is outside [1, 65534]")
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before threads are made, which have the same mask
+    try:
+        with serving(host, port, given):
+            print(f"serving at {host}:{port} and {port + 1}; interrupt to end", flush=True)
+            signal.sigwait(ends)
+    except (OSError, LLMException) as error:
+        print(f"llm-datadist doctor: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _show_json(findings: list[Finding]) -> None:
+    shown = {"exit_code": exit_code(findings), "findings": findings}
+    print(msgspec.json.encode(shown).decode())
+
+
+def _show(findings: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for each in findings:
+        console.print(f"{each.state:8}", style=_STYLES[each.state], end="")
+        console.print(f"{each.name}: {each.value}", markup=False)
+        if each.state is not State.OK:
+            console.print(f"        means: {each.meaning}\n        mend:  {each.mend}", markup=False)

@@ -1,0 +1,229 @@
+"""The way to a peer that runs ``doctor --serve``: a link to it, pulls over it, and what the raw machine does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from llm_datadist import LLMClusterInfo, LLMException, LLMRole
+from llm_datadist._deadline import Deadline
+from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, STREAM_BYTES, describe, make_end
+from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist import LLMDataDist
+    from llm_datadist.metrics import LinkStatistics
+
+__all__ = ["examine"]
+
+_LINK_MS: Final = 5000
+_SECONDS: Final = 5.0
+_CLOCK_MS: Final = 1000.0
+_TRIPS: Final = 50
+_PULLS: Final = 200
+_PASSES: Final = 5
+_SLOW: Final = 0.25
+
+
+def examine(host: str, port: int, given: dict[str, str], progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Yield findings about a peer; where it cannot be linked, the last one says why."""
+    progress("reaching the peer")
+    try:
+        socket.create_connection((host, port), timeout=_SECONDS).close()
+    except OSError as error:
+        yield _unreachable(f"{host}:{port}", port, error)
+        return
+    yield Finding("peer_reachable", State.OK, f"{host}:{port} accepts connections", "links can be made to it")
+    progress("asking its clock")
+    yield _clock(host, port)
+    progress("linking")
+    try:
+        # Another id than the peer's and than those of other doctors at the same peer.
+        end = make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given)
+    except LLMException as error:
+        mend = "correct the option that the text names, or the finding about memory above"
+        yield Finding("peer_link", State.PROBLEM, str(error), "no instance can be made here", mend)
+        return
+    try:
+        yield from _linked(end, host, port, progress)
+    finally:
+        end.finalize()
+
+
+def _unreachable(peer: str, port: int, error: OSError) -> Finding:
+    meaning = "no link can be made to the peer"
+    value = f"{peer}: {error.strerror or error}"
+    if isinstance(error, ConnectionRefusedError):
+        mend = f"start it there: llm-datadist doctor --serve --host ADDRESS --port {port}"
+    elif isinstance(error, socket.gaierror):
+        mend = f"correct the name, or add it: getent hosts {peer.rpartition(':')[0]}"
+    else:
+        mend = (
+            f"open the port in the firewalls between the hosts: nft add rule inet filter input tcp dport {port} accept"
+        )
+    return Finding("peer_reachable", State.PROBLEM, value, meaning, mend)
+
+
+def _clock(host: str, port: int) -> Finding:
+    """Compare the clocks by the fastest of some round trips, which also are the raw round trip."""
+    meaning = "certificates, and logs of the two ends side by side, need clocks that agree"
+    try:
+        trips = sorted(_round_trips(host, port + 1))
+    except OSError as error:
+        mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
+        return Finding("peer_clock", State.UNKNOWN, f"port {port + 1}: {error.strerror or error}", meaning, mend)
+    trip, ahead = trips[0][0], trips[0][1] / 1e6
+    middle = statistics.median(each[0] for each in trips)
+    value = f"{ahead:+.1f} ms, round trip {middle / 1000:.0f} us (fastest {trip / 1000:.0f} us)"
+    if abs(ahead) < _CLOCK_MS:
+        return Finding("peer_clock", State.OK, value, meaning)
+    return Finding("peer_clock", State.WARNING, value, meaning, "chronyc makestep (at the end that is wrong)")
+
+
+def _round_trips(host: str, port: int) -> Iterator[tuple[int, int]]:
+    """Yield nanoseconds of a round trip, and by how many the peer's clock is ahead."""
+    with socket.create_connection((host, port), timeout=_SECONDS) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_TRIPS):
+            before, start = time.time_ns(), time.perf_counter_ns()
+            sock.sendall(b"t")
+            data = b""
+            while len(data) < CLOCK.size:
+                more = sock.recv(CLOCK.size - len(data))
+                if not more:
+                    raise ConnectionResetError("it does not answer like doctor --serve")
+                data += more
+            trip = time.perf_counter_ns() - start
+            yield trip, CLOCK.unpack(data)[0] - before - trip // 2
+
+
+def _linked(end: LLMDataDist, host: str, port: int, progress: Callable[[str], None]) -> Iterator[Finding]:
+    cluster = LLMClusterInfo()
+    cluster.remote_cluster_id = CLUSTER
+    cluster.append_local_ip_info(host if ":" in host else "127.0.0.1", 0)
+    cluster.append_remote_ip_info(socket.gethostbyname(host) if ":" not in host else host, port)
+    failures: list[LLMException] = []
+    linking = end._linking([cluster], _LINK_MS, lambda _verb, _cluster, error: failures.append(error))
+    linking(Deadline(_LINK_MS))
+    if failures:
+        yield _not_linked(failures[0])
+        return
+    link = end.explain(CLUSTER)
+    yield Finding("peer_link", State.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it")
+    yield _authentication(link)
+    yield _transport(link)
+    yield _private_transport(link)
+    try:
+        progress("measuring pulls")
+        yield from _measured(end, link, host, port)
+    except LLMException as error:
+        mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
+        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
+    end.unlink_clusters([cluster], _LINK_MS)
+
+
+def _not_linked(error: LLMException) -> Finding:
+    text = str(error)
+    meaning = "the peer was reached, but there is no link to it"
+    if isinstance(error, AuthFailed) or "authenti" in text or "secret" in text:
+        mend = "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE"
+        return Finding("peer_authentication", State.PROBLEM, text, meaning, mend)
+    if isinstance(error, DeadlineExceeded):
+        mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
+    elif isinstance(error, ProtocolError) or "version" in text or "protocol" in text:
+        mend = "install the same version at both ends: pip install --upgrade open-datadist; let the port be doctor's"
+    else:
+        mend = "start it with the same options: llm-datadist doctor --serve --option KEY=VALUE"
+    return Finding("peer_link", State.PROBLEM, text, meaning, mend)
+
+
+def _authentication(link: LinkStatistics) -> Finding:
+    meaning = "without it, every process that reaches the port may read and write what is published"
+    if link.authenticated_at is not None:
+        return Finding("peer_authentication", State.OK, "both ends proved a secret or certificate", meaning)
+    mend = "llm-datadist keys new FILE; give it to both ends: --secrets FILE, in programs llm.AuthSecretFile"
+    return Finding("peer_authentication", State.WARNING, "not authenticated", meaning, mend)
+
+
+def _transport(link: LinkStatistics) -> Finding:
+    meaning = "moves what the peer exports; shm is the fastest between processes of one host, tcp reaches all"
+    value = f"{link.transport}: {link.reason}"
+    if link.transport != "tcp" or link.peer_host != socket.gethostname():
+        return Finding("peer_transport", State.OK, value, meaning)
+    mend = "same user and network namespace at both ends, no llm.Transport; or --option llm.SameHostUsers=UID"
+    return Finding("peer_transport", State.WARNING, value, meaning, mend)
+
+
+def _private_transport(link: LinkStatistics) -> Finding:
+    meaning = "moves memory that the peer registered outside its pools"
+    value = link.private_transport or "nothing reaches it"
+    if link.transport != "shm" or link.private_transport == "cma":
+        return Finding("peer_private_transport", State.OK, value, meaning)
+    mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
+    return Finding("peer_private_transport", State.WARNING, f"{value}: {link.reason}", meaning, mend)
+
+
+def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int) -> Iterator[Finding]:
+    """Pull one block many times, then all of them, and do the same without this library."""
+    manager = end.cache_manager
+    cache = manager.allocate_blocks_cache(describe())
+    everything = list(range(BLOCKS))
+    one = [_seconds(lambda: manager.pull_blocks(KEY, cache, [0], [0])) for _ in range(_PULLS)]
+    value = f"one block of {BLOCK_BYTES >> 10} KiB: median {statistics.median(one) * 1e6:.0f} us"
+    yield Finding("peer_latency", State.OK, value, "a pull of a cache that was resolved before takes no message")
+    passes = [_seconds(lambda: manager.pull_blocks(KEY, cache, everything, everything)) for _ in range(_PASSES)]
+    manager.deallocate_blocks_cache(cache)
+    yield _bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port)
+
+
+def _bandwidth(link: LinkStatistics, pulls: float, host: str, port: int) -> Finding:
+    meaning = "pulls beside what the machine does without this library"
+    try:
+        limit, of = (
+            (_memcpy(), "memcpy")
+            if link.transport in ("shm", "cma")
+            else (_stream(host, port + 1), "one socket stream")
+        )
+    except OSError as error:
+        mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
+        return Finding("peer_bandwidth", State.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)
+    value = f"pulls {pulls:.2f} GB/s, {of} {limit:.2f} GB/s"
+    if pulls >= _SLOW * limit:
+        return Finding("peer_bandwidth", State.OK, value, meaning)
+    mend = "look for load and few CPUs at both ends (top); then more threads: --option llm.CopyThreads=4"
+    return Finding("peer_bandwidth", State.WARNING, value, meaning, mend)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _memcpy() -> float:
+    """Return GB/s of copies in this thread."""
+    source, target = (np.ones(BLOCKS * BLOCK_BYTES, np.uint8) for _ in range(2))
+    passes = [_seconds(lambda: np.copyto(target, source)) for _ in range(_PASSES)]
+    return target.nbytes / statistics.median(passes) / 1e9
+
+
+def _stream(host: str, port: int) -> float:
+    """Return GB/s of one plain connection."""
+    buffer, left = bytearray(1 << 20), STREAM_BYTES
+    with socket.create_connection((host, port), timeout=_SECONDS) as sock:
+        start = time.perf_counter()
+        sock.sendall(b"s")
+        while left:
+            got = sock.recv_into(buffer)
+            if not got:
+                raise ConnectionResetError("the stream ended early")
+            left -= got
+        return STREAM_BYTES / (time.perf_counter() - start) / 1e9

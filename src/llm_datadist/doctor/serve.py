@@ -1,0 +1,86 @@
+"""The other end of ``doctor --peer``: an instance with a cache to pull from, and raw answers to compare it with.
+
+The raw answers come from the port above the instance's: the time for ``t``, ``STREAM_BYTES`` zeros for ``s``.
+"""
+
+from __future__ import annotations
+
+import socketserver
+import struct
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["BLOCKS", "BLOCK_BYTES", "CLOCK", "KEY", "STREAM_BYTES", "describe", "make_end", "serving"]
+
+CLUSTER: Final = 0xD0C70001
+KEY: Final = BlocksCacheKey(CLUSTER)
+BLOCKS: Final = 512
+BLOCK_BYTES: Final = 64 << 10
+STREAM_BYTES: Final = 64 << 20
+CLOCK: Final = struct.Struct("!q")
+_CHUNK: Final = bytes(1 << 20)
+_SECONDS: Final = 10.0
+
+
+def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str | None = None) -> LLMDataDist:
+    """Return an initialised instance with a pool for one cache; raise what ``init`` raises."""
+    config = LLMConfig()
+    config.device_id, config.enable_cache_manager = 0, True
+    config.mem_pool_cfg = f'{{"memory_size": {BLOCKS * BLOCK_BYTES}, "page_shift": 16}}'
+    if listen is not None:
+        config.listen_ip_info = listen
+    end = LLMDataDist(role, cluster_id)
+    end.init(config.generate_options() | given)
+    return end
+
+
+def describe() -> CacheDesc:
+    """Return the cache of both ends: one tensor of ``BLOCKS`` blocks of ``BLOCK_BYTES``."""
+    return CacheDesc(1, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8)
+
+
+@contextmanager
+def serving(host: str, port: int, given: dict[str, str]) -> Iterator[None]:
+    """Answer peers while the block runs. Raise OSError for a port that is taken, or what ``init`` raises."""
+    end = make_end(LLMRole.PROMPT, CLUSTER, given, f"{host}:{port}")
+    try:
+        cache = end.cache_manager.allocate_blocks_cache(describe(), KEY)
+        with _Raw((host, port + 1), _Answer) as raw:
+            thread = threading.Thread(target=raw.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                raw.shutdown()
+                thread.join()
+        end.cache_manager.deallocate_blocks_cache(cache)
+    finally:
+        end.finalize()
+
+
+class _Raw(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+
+class _Answer(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.settimeout(_SECONDS)
+        try:
+            while word := self.request.recv(1):
+                if word == b"t":
+                    self.request.sendall(CLOCK.pack(time.time_ns()))
+                elif word == b"s":
+                    for _ in range(STREAM_BYTES // len(_CHUNK)):
+                        self.request.sendall(_CHUNK)
+                else:
+                    return
+        except OSError:  # the peer went away; it says so itself
+            return

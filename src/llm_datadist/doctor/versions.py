@@ -1,0 +1,69 @@
+"""Which software is installed, by its metadata: nothing is imported."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Final
+
+from llm_datadist.doctor.finding import Finding, State
+
+__all__ = ["CHECKS", "installed"]
+
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+
+def installed(*prefixes: str) -> list[str]:
+    """Return ``name version`` of every distribution with one of these names, or with such a name and a suffix."""
+    found = set()
+    for each in distributions():
+        name = (each.name or "").lower().replace("_", "-")
+        if any(name == prefix or name.startswith(f"{prefix}-") for prefix in prefixes):
+            found.add(f"{name} {each.version}")
+    return sorted(found)
+
+
+def library() -> Finding:
+    """Say which version of this library runs."""
+    found = installed("open-datadist")
+    value = f"{', '.join(found) or 'run from its sources'}, Python {platform.python_version()}"
+    if len(found) < 2:
+        return Finding("library", State.OK, value, "both ends of a link need the same version of the protocol")
+    meaning = "several versions are on the path, and the first one is imported"
+    return Finding("library", State.WARNING, value, meaning, "pip uninstall open-datadist; pip install open-datadist")
+
+
+def nixl() -> Finding:
+    """Say which NIXL is installed."""
+    value = ", ".join(installed("nixl")) or "not installed"
+    return Finding(
+        "nixl",
+        State.OK,
+        value,
+        "the transport nixl uses it, for RDMA between hosts; without it links between hosts are tcp",
+    )
+
+
+def cuda() -> Finding:
+    """Say which CUDA runtime and driver are there, and warn of a runtime without a driver."""
+    runtime = installed("nvidia-cuda-runtime", *(f"nvidia-cuda-runtime-cu{number}" for number in (11, 12, 13)))
+    driver = _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "no driver"
+    meaning = "not needed: this library moves host memory; vLLM on a GPU needs runtime and driver"
+    value = f"{', '.join(runtime) or 'no runtime'}, {driver}"
+    if runtime and not _DRIVER.exists():
+        return Finding("cuda", State.WARNING, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
+    return Finding("cuda", State.OK, value, meaning)
+
+
+def vllm() -> Finding:
+    """Say which vLLM is installed, and whether its connector has what it needs."""
+    found = installed("vllm")
+    meaning = "LLMDataDistConnector runs in it; its proxy needs aiohttp"
+    value = ", ".join(found) or "not installed"
+    if found and not installed("aiohttp"):
+        return Finding("vllm", State.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'")
+    return Finding("vllm", State.OK, value, meaning)
+
+
+CHECKS: Final = (library, nixl, cuda, vllm)

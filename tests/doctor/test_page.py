@@ -1,0 +1,31 @@
+"""docs/doctor.md lists exactly the checks and the options of the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from llm_datadist.doctor import kernel, limits, peer, versions
+from tests.support.source import ROOT
+
+_PAGE = (ROOT / "docs" / "doctor.md").read_text()
+
+
+def test_the_table_lists_exactly_the_checks_of_the_code() -> None:
+    own = [each.__name__ for module in (kernel, limits, versions) for each in module.CHECKS]
+    far = dict.fromkeys(re.findall(r'Finding\(\s*"(peer_\w+)"', inspect.getsource(peer)))
+    table = _PAGE.partition("## Checks")[2]
+    shown = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+    assert shown[: len(own)] == own
+    assert sorted(shown[len(own) :]) == sorted(far) != []
+
+
+def test_the_page_lists_exactly_the_options_of_the_command() -> None:
+    typer = pytest.importorskip("typer", reason="the command needs the extra [cli]")
+    from llm_datadist.cli.app import app
+
+    command = typer.main.get_command(app).commands["doctor"]
+    known = {name for each in command.params for name in each.opts}
+    assert set(re.findall(r"^\| `(--\w+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}

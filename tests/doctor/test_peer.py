@@ -1,0 +1,209 @@
+"""Each finding about a peer, made real, by the command itself: two processes, one of them ``--serve``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist._links.credentials import new_secret
+from llm_datadist.doctor import peer
+from llm_datadist.doctor.finding import State
+from llm_datadist.doctor.serve import CLOCK, CLUSTER
+from llm_datadist.metrics import LinkStatistics
+from tests.doctor.hosts import forbid, needs
+from tests.support.ends import LocalEnd
+from tests.support.source import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytest.importorskip("typer", reason="the command needs the extra [cli]")
+Found = dict[str, dict[str, str]]
+_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+def _two_ports() -> int:
+    """Return a port that is free, and the one above it, too."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+@contextmanager
+def _served(*options: str) -> Iterator[int]:
+    port = _two_ports()
+    command = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", str(port), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_ENVIRONMENT) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith(f"serving at 127.0.0.1:{port}")
+            yield port
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def _doctor(
+    port: int, *options: str, host: str = "127.0.0.1", preparation: str = "", inside: tuple[str, ...] = ()
+) -> tuple[int, Found]:
+    """Run the command; return its exit status and its findings by name."""
+    code = f"{preparation}\nimport sys\nfrom llm_datadist.cli import main\nsys.exit(main())"
+    command = [*inside, sys.executable, "-c", code, "doctor", "--peer", f"{host}:{port}", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=_ENVIRONMENT, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["exit_code"] == done.returncode, done.stderr
+    return done.returncode, {each["name"]: each for each in shown["findings"]}
+
+
+def _is(finding: dict[str, str], state: State, value: str, mend: str) -> None:
+    assert finding["state"] == state, finding
+    assert value in finding["value"], finding
+    assert mend in finding["mend"], finding
+
+
+def test_good_peer_with_one_secret(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    new_secret(secrets, "one")
+    with _served("--secrets", str(secrets)) as port:
+        code, found = _doctor(port, "--secrets", str(secrets))
+    assert code < 2, found
+    for name in ("reachable", "clock", "link", "authentication", "latency"):
+        assert found[f"peer_{name}"]["state"] == "ok", found
+    assert found["peer_transport"]["value"].startswith("shm: ")
+    assert "GB/s, memcpy " in found["peer_bandwidth"]["value"]
+
+
+def test_closed_port() -> None:
+    code, found = _doctor(_two_ports())
+    assert code == 2
+    _is(found["peer_reachable"], State.PROBLEM, "Connection refused", "llm-datadist doctor --serve --host")
+
+
+def test_unknown_host() -> None:
+    code, found = _doctor(26000, host="nowhere.invalid", inside=needs("unshare", "-n"))  # where nothing is asked
+    assert code == 2
+    _is(found["peer_reachable"], State.PROBLEM, "nowhere.invalid", "getent hosts nowhere.invalid")
+
+
+def test_other_secret(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        new_secret(tmp_path / name, name)
+    with _served("--secrets", str(tmp_path / "there")) as port:
+        code, found = _doctor(port, "--secrets", str(tmp_path / "here"))
+        assert code == 2
+        _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
+        code, found = _doctor(port)
+        assert code == 2
+        _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
+
+
+def test_forced_tcp_and_no_secret() -> None:
+    with _served() as port:
+        code, found = _doctor(port, "--option", "llm.Transport=tcp")
+    assert code >= 1
+    _is(found["peer_transport"], State.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
+    _is(found["peer_authentication"], State.WARNING, "not authenticated", "--secrets FILE")
+    assert "one socket stream" in found["peer_bandwidth"]["value"]
+
+
+def test_cma_forbidden_by_seccomp() -> None:
+    with _served() as port:
+        _, found = _doctor(port, preparation=forbid("process_vm_readv"))
+    assert found["peer_transport"]["value"].startswith("shm: ")
+    _is(found["peer_private_transport"], State.WARNING, "not by cma", "--cap-add SYS_PTRACE")
+
+
+def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
+    end = LocalEnd("plain")
+    for cluster, name, value in ((CLUSTER, "peer_pull", ""), (CLUSTER + 1, "peer_link", "cluster")):
+        end.start("PROMPT", cluster, listen_ip_info="127.0.0.1:0")
+        assert end.port is not None
+        code, found = _doctor(end.port)
+        end.stop()
+        assert code == 2
+        _is(found["peer_clock"], State.UNKNOWN, f"port {end.port + 1}", "doctor --serve")
+        _is(found[name], State.PROBLEM, value, "doctor --serve")
+
+
+@pytest.mark.parametrize(
+    ("answer", "mend"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
+)
+def test_port_of_something_else(answer: bytes, mend: str) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(answer)
+            while self.request.recv(1 << 16):  # until the doctor gives up
+                pass
+
+    with _listening(Other) as port:
+        code, found = _doctor(port)
+    assert code == 2
+    _is(found["peer_link"], State.PROBLEM, "", mend)
+
+
+def test_clock_that_differs() -> None:
+    class Ahead(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(1):
+                self.request.sendall(CLOCK.pack(time.time_ns() + 3600 * 10**9))
+
+    with _listening(Ahead) as port:
+        finding = peer._clock("127.0.0.1", port - 1)
+    assert finding.state is State.WARNING
+    assert finding.value.startswith("+3600")
+    assert "chronyc makestep" in finding.mend
+
+
+def test_finding_of_pulls_that_took_for_ever() -> None:
+    link = LinkStatistics(CLUSTER, "ready", "shm", "cma", "", 1, "here", 0, 0, 0)
+    finding = peer._bandwidth(link, 0.0, "127.0.0.1", 1)
+    assert finding.state is State.WARNING
+    assert "llm.CopyThreads=4" in finding.mend
+
+
+def test_option_that_is_wrong() -> None:
+    with _served() as port:
+        code, found = _doctor(port, "--option", "llm.Transport=pigeon")
+    assert code == 2
+    _is(found["peer_link"], State.PROBLEM, "pigeon", "correct the option")
+
+
+def test_port_that_is_taken_ends_serve_with_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, env=_ENVIRONMENT, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llm-datadist doctor: ")
+    assert done.stderr.count("\n") == 1
+
+
+@contextmanager
+def _listening(handler: Any) -> Iterator[int]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
