@@ -6,6 +6,7 @@ Run by ``make wheels`` in an environment with the tools. It stops at the first t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from elftools.elf.elffile import ELFFile
 ROOT: Final = Path(__file__).parent.parent
 DIST: Final = ROOT / "dist"
 PROCESSORS: Final = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
-#: The glibc of this tag is that of cmake/zig.cmake.
-POLICY: Final = "manylinux_2_28"
+#: The newest glibc that a wheel may need: that of cmake/zig.cmake.
+GLIBC: Final = (2, 28)
 PYTHON: Final = f"{sys.version_info.major}{sys.version_info.minor}"
 
 
@@ -38,8 +39,9 @@ def main() -> None:
         source = Path(folder) / sdist.name.removesuffix(".tar.gz")
         for processor in PROCESSORS:
             wheel = _build(source, Path(folder) / processor, processor)
-            _run("auditwheel", "repair", "--plat", f"{POLICY}_{processor}", "--wheel-dir", str(DIST), str(wheel))
-            (wheel,) = DIST.glob(f"*{POLICY}_{processor}.whl")
+            # auto: it takes another processor's policy by no name. check() looks at the one that it found.
+            _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(DIST), str(wheel))
+            (wheel,) = DIST.glob(f"*_{processor}.whl")
             check(wheel, processor)
             print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
 
@@ -71,10 +73,13 @@ def _suffix(processor: str) -> str:
 
 
 def check(wheel: Path, processor: str) -> None:
-    """Exit with what is wrong with the wheel: its modules, their processor, or a library that they need.
+    """Exit with what is wrong with the wheel: its tag, its modules, their processor, or a library that they need.
 
-    auditwheel judges versions of symbols; it accepts modules whose name no interpreter of that processor looks for.
+    auditwheel makes the tag from the versions of symbols; it accepts modules whose name no interpreter looks for.
     """
+    tag = re.search(rf"-manylinux_(\d+)_(\d+)_{processor}\.whl$", wheel.name)
+    if tag is None or (int(tag[1]), int(tag[2])) > GLIBC:
+        sys.exit(f"{wheel.name} must run with glibc {GLIBC[0]}.{GLIBC[1]} of {processor}")
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if ".so" in name]
         if modules != [wanted := f"llm_datadist/_native/_native{_suffix(processor)}"]:
