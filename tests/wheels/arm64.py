@@ -65,19 +65,19 @@ def _qemu() -> Path:
         return Path(found)
     unpacked = BUILD / "qemu" / "usr" / "bin" / "qemu-aarch64-static"
     if not unpacked.exists():
-        _unpack("amd64", "qemu-user-static", BUILD / "qemu")
+        _unpack("amd64", ["qemu-user-static"], BUILD / "qemu")
     return unpacked
 
 
 def _root() -> Path:
     root = BUILD / "root"
     if not (root / "usr" / "bin" / "python3.11").exists():
-        _unpack("arm64", "python3.11", root)
+        _unpack("arm64", ["python3.11", "libstdc++6"], root)  # the library is numpy's
     return root
 
 
-def _unpack(architecture: str, package: str, root: Path) -> None:
-    """Unpack a Debian package and what it depends on into ``root``, whole or not at all."""
+def _unpack(architecture: str, packages: list[str], root: Path) -> None:
+    """Unpack Debian packages and what they depend on into ``root``, whole or not at all."""
     apt = BUILD / f"apt-{architecture}"
     archives, new = apt / "archives", root.with_suffix(".new")
     shutil.rmtree(new, ignore_errors=True)
@@ -97,7 +97,7 @@ def _unpack(architecture: str, package: str, root: Path) -> None:
     }
     get = ["apt-get", "-qq", "-y", *(f"-o{name}={value}" for name, value in settings.items())]
     subprocess.run([*get, "update"], check=True)
-    subprocess.run([*get, "install", "--download-only", "--no-install-recommends", package], check=True)
+    subprocess.run([*get, "install", "--download-only", "--no-install-recommends", *packages], check=True)
     for archive in archives.glob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", archive, new], check=True)
     new.rename(root)

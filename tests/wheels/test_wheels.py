@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 from typing import Final
 
@@ -62,8 +63,6 @@ def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) 
 
 
 def files(wheel: Path) -> set[str]:
-    import zipfile
-
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("llm_datadist")}
 
 
