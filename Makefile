@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm asan model faults bench compare lint docs wheels test-wheels clean
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy asan model faults bench compare lint docs wheels test-wheels clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -20,6 +20,8 @@ help:
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
+	@echo "make test-nixl  the tests of the transport nixl, in an environment of their own with NIXL"
+	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus that scrapes two processes"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
@@ -69,6 +71,10 @@ $(VENV)/.torch: $(STAMP)
 
 test-torch: $(VENV)/.torch
 	@$(BIN)/python -m pytest tests/api/test_views.py
+
+test-deploy: $(STAMP)
+	@$(BIN)/python -m tests.support.debian prometheus usr/bin/prometheus
+	@$(BIN)/python -m pytest tests/deploy
 
 asan: $(STAMP)
 	@$(BIN)/python -m tests.native.sanitize
@@ -140,6 +146,30 @@ example-vllm: $(VLLM_VENV)/.installed
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)
 
+# An environment of its own with NIXL, which the other tests do without. --no-deps, because NIXL declares a torch it never
+# imports, with gigabytes behind it.
+NIXL_VENV := .venv-nixl
+NIXL_BIN := $(NIXL_VENV)/bin
+NIXL_PIP := $(NIXL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+
+$(NIXL_VENV)/.installed: pyproject.toml $(NATIVE)
+	@test -x $(NIXL_BIN)/python || $(PYTHON) -m venv $(NIXL_VENV)
+	@echo "setting up $(NIXL_VENV) (once; again when pyproject.toml or the native code changes)"
+	@$(NIXL_PIP) -e '.[dev]'
+	@$(NIXL_PIP) --no-deps $(BENCH_NIXL)
+	@touch $@
+
+# Scenes of the interface in which nixl stands in for tcp; those between hosts are the last.
+NIXL_STANDS_IN := $(foreach each,moves keys guards_api peer_death quarantine deadlines grant_claims parallel_moves \
+	checksums transfer_cache_async lifecycle_api,tests/api/test_$(each).py)
+SHARED_OUT := -n $(WORKERS) --maxprocesses 4 --dist loadfile
+test-nixl: export PYTHONDONTWRITEBYTECODE :=
+test-nixl: export LLM_DATADIST_NIXL := required
+test-nixl: $(NIXL_VENV)/.installed
+	@$(NIXL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(NIXL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(NIXL_BIN)/python -m pytest $(foreach each,cut_off restarted slow_network,tests/hosts/test_$(each).py))
+
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
 
@@ -185,6 +215,6 @@ test-wheels: $(STAMP) wheels
 	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(WHEELS_VENV) $(HF_VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(BENCH_VENV) $(WHEELS_VENV) $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  src/llm_datadist/_native/*.so
 	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -468,7 +468,8 @@ class CacheManager(EngineUser):
         check_uint64("cluster_id", cluster_id)
         named, count = check_token(token), check_int("readers", readers)
         check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
-        return engine.claims.claim(cluster_id, named, count, engine.deadline())
+        with engine.meters.call("claim_grant", [cluster_id]):
+            return engine.claims.claim(cluster_id, named, count, engine.deadline())
 
     @staticmethod
     def _give_back(grant: Grant) -> None:

@@ -61,6 +61,8 @@ POOL_PREFAULT: Final = "llm.PoolPrefault"
 COPY_THREADS: Final = "llm.CopyThreads"
 PEER_TIMEOUT: Final = "llm.PeerTimeout"
 CHECKSUM: Final = "llm.Checksum"
+TRACING: Final = "llm.Tracing"
+STATISTICS_PAGE: Final = "llm.StatisticsPage"
 MAX_LINKS: Final = "llm.MaxLinks"
 WRITE_BY_ADDRESS: Final = "llm.WriteByAddress"
 AUTH_SECRET: Final = "llm.AuthSecretFile"
@@ -70,6 +72,8 @@ TLS_CA: Final = "llm.TlsCa"
 MAX_LINK_AGE: Final = "llm.MaxLinkAge"
 PEER_POLICY: Final = "llm.PeerPolicy"
 SAME_HOST_USERS: Final = "llm.SameHostUsers"
+NIXL_FALLBACK: Final = "llm.NixlFallback"
+NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
 """``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
@@ -89,7 +93,7 @@ NO_EFFECT: Final = frozenset(
 )
 """Options of the interface that are accepted and have no effect here; so is every ``llm.RefInput*``."""
 
-TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "tcp")
+TRANSPORTS: Final = ("auto", "inproc", "shm", "cma", "nixl", "tcp")
 """The values of ``llm.Transport``."""
 
 # The C++ interface spells two keys in its own way.
@@ -335,11 +339,15 @@ class Options:
         write_by_address: Peers may ask which cache lies at an address, and then write it without RCA.
         max_links: Links that peers may make to this end; half of them from one address.
         checksum: Compare both ends after every pull and push of this end; copies inside the process are not compared.
+        tracing: A span of OpenTelemetry for each call.
+        statistics_page: Publish the statistics to processes of the same user on this host.
         credentials: Files by which links are authenticated and sealed; None: they are not.
         max_link_age: Seconds after which the ends of a link authenticate each other again; None: never.
         insecure: Links to other hosts may do without credentials.
         same_host_users: User ids, beside this process's own, whose processes on this host may map the pools.
         peer_policy: What each peer may do at this end; None: all that the other options allow.
+        nixl_fallback: Links over nixl that this end dials have data lanes too, and use them once NIXL has failed.
+        nixl_plaintext: Sealed links may use nixl, which sends KV bytes as they are.
     """
 
     role: LLMRole
@@ -361,6 +369,8 @@ class Options:
     copy_threads: int | None = None
     peer_timeout: float = 10.0
     checksum: bool = False
+    tracing: bool = False
+    statistics_page: bool = True
     max_links: int = _MAX_LINKS
     write_by_address: bool = True
     credentials: CredentialFiles | None = None
@@ -368,6 +378,8 @@ class Options:
     insecure: bool = False
     same_host_users: frozenset[int] = frozenset()
     peer_policy: PeerPolicy | None = None
+    nixl_fallback: bool = False
+    nixl_plaintext: bool = False
 
     def check_reach(self, name: str, host: str) -> None:
         """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
@@ -420,12 +432,16 @@ class Options:
             copy_threads=reader.integer(COPY_THREADS, 1, _MAX_COPY_THREADS),
             peer_timeout=_peer_timeout(reader),
             checksum=reader.flag(CHECKSUM, default=False),
+            tracing=reader.flag(TRACING, default=False),
+            statistics_page=reader.flag(STATISTICS_PAGE, default=True),
             write_by_address=reader.flag(WRITE_BY_ADDRESS, default=True),
             credentials=credentials,
             max_link_age=_max_link_age(reader, believed=credentials is not None),
             insecure=insecure,
             same_host_users=_same_host_users(reader),
             peer_policy=_peer_policy(reader, believed=credentials is not None, insecure=insecure),
+            nixl_fallback=reader.flag(NIXL_FALLBACK, default=False),
+            nixl_plaintext=reader.flag(NIXL_PLAINTEXT, default=False),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()

@@ -235,18 +235,18 @@ class LLMDataDist:
             )
         mutual = engine.options.transfer_backend is not None
 
-        def link_each(deadline: Deadline) -> Statuses:
+        def link_each(deadline: Deadline, report: Report) -> Statuses:
             def link(cluster: LLMClusterInfo) -> None:
                 engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
 
             return _each(clusters, link, "link", report, deadline)
 
-        def link_all(deadline: Deadline) -> Statuses:
+        def link_all(deadline: Deadline, report: Report) -> Statuses:
             from llm_datadist._transfer import v1
 
-            return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline))
+            return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline, report))
 
-        return link_each if v2 else link_all
+        return _one_call(engine, "link_clusters", clusters, link_each if v2 else link_all, report)
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -295,7 +295,7 @@ class LLMDataDist:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
         forced, v2 = force or engine.options.transfer_backend is not None, engine.options.cache_manager
 
-        def unlink_each(deadline: Deadline) -> Statuses:
+        def unlink_each(deadline: Deadline, report: Report) -> Statuses:
             from llm_datadist._transfer import v1
 
             def unlink(cluster: LLMClusterInfo) -> None:
@@ -307,7 +307,7 @@ class LLMDataDist:
             overall, codes = _each(clusters, unlink, "unlink", report, deadline)
             return (overall, codes) if v2 else v1.unlink_result(codes)
 
-        return unlink_each
+        return _one_call(engine, "unlink_clusters", clusters, unlink_each, report)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
@@ -373,7 +373,8 @@ class LLMDataDist:
         check_rule(
             self._cluster_id in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}"
         )
-        return engine.open_communicator(comm_name, ranks, rank_table)
+        with engine.meters.call("link", [each for each in ranks if each != self._cluster_id]):
+            return engine.open_communicator(comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """Give a communicator up, also one that is still being prepared, or has failed.
@@ -392,7 +393,8 @@ class LLMDataDist:
         """
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
-        engine.links.communicators.close(number, engine.deadline())
+        with engine.meters.call("unlink"):
+            engine.links.communicators.close(number, engine.deadline())
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.
@@ -568,6 +570,8 @@ def _import_late(options: Options) -> None:
     names = ["_transfer.engine"] + (
         ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
     )
+    if options.tracing:
+        names.append("_transfer.tracing")
     try:
         for name in names:
             import_module(f"llm_datadist.{name}")
@@ -598,6 +602,23 @@ def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
         raise ParamError(f"cluster {cluster.remote_cluster_id} has {len(remotes)} remote ips: exactly one is needed")
     ip, port = remotes[0]
     return host_of(ip), port
+
+
+def _one_call(
+    engine: Engine, name: str, clusters: Clusters, work: Callable[[Deadline, Report], Statuses], report: Report
+) -> Pending:
+    def run(deadline: Deadline) -> Statuses:
+        with engine.meters.call(name, [each.remote_cluster_id for each in clusters]) as call:
+
+            def failed(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
+                call.error = error
+                report(verb, cluster, error)
+
+            statuses = work(deadline, failed)
+            call.status = statuses[0]
+        return statuses
+
+    return run
 
 
 def _each(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
+    "DURATION_BOUNDS",
     "CacheStatistics",
     "CommunicatorStatistics",
+    "DurationStatistics",
     "GrantStatistics",
     "KeyStatistics",
     "LinkStatistics",
@@ -15,18 +21,81 @@ __all__ = [
     "RedialStatistics",
     "Statistics",
     "SwapStatistics",
+    "quantile",
 ]
+
+
+DURATION_BOUNDS: Final = tuple((1 << bit) / 1e9 for bit in range(10, 35))
+"""Upper bounds of the buckets of durations, in seconds, each included: from 1.024 µs to 17.2 s, by powers of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class DurationStatistics:
+    """How long the operations of one kind took that one transport carried out, failed ones included.
+
+    Attributes:
+        transport: What moved the bytes; empty for operations inside this process, and for those that ended before a
+            transport was asked to move anything.
+        count: Operations.
+        nbytes: Bytes that they moved.
+        seconds: Time that they took together.
+        buckets: Operations by duration: ``buckets[i]`` took at most ``DURATION_BOUNDS[i]`` seconds and more than the
+            bound before; the last one, without a bound, took longer. Their sum is ``count``.
+    """
+
+    transport: str
+    count: int
+    nbytes: int
+    seconds: float
+    buckets: tuple[int, ...]
+
+    def quantile(self, share: float) -> float:
+        """Return the bound in seconds below which that share of the operations ended; see :func:`quantile`."""
+        return quantile(self.buckets, share)
+
+
+def quantile(buckets: Sequence[int], share: float) -> float:
+    """Return the upper bound, in seconds, of the bucket in which that share of the operations is reached.
+
+    At most twice the true value. It is 0.0 without operations, and ``inf`` beyond the last bound.
+    """
+    needed, seen = share * sum(buckets), 0
+    if not needed:
+        return 0.0
+    for bound, count in zip((*DURATION_BOUNDS, math.inf), buckets, strict=True):
+        seen += count
+        if seen >= needed:
+            return bound
+    return math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class OperationStatistics:
-    """Totals of one operation (``pull_blocks``, ``copy_cache``, ...) since init."""
+    """Totals of one operation (``pull_blocks``, ``copy_cache``, ...) since init.
+
+    Attributes:
+        name: The operation.
+        count: Operations that ended, failed ones included.
+        errors: Those that raised.
+        nbytes: Bytes that they moved.
+        seconds: Time that they took together.
+        failures: ``errors`` by the name of the exception's class.
+        transports: Durations and bytes, one entry for each transport. Their sums are the totals.
+    """
 
     name: str
     count: int
     errors: int
     nbytes: int
     seconds: float
+    failures: dict[str, int] = field(default_factory=dict)
+    transports: tuple[DurationStatistics, ...] = ()
+
+    def quantile(self, share: float) -> float:
+        """Return the bound in seconds below which that share of all operations ended; see :func:`quantile`."""
+        return quantile(
+            [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +163,7 @@ class LinkStatistics:
         sealed: Both ends have authenticated each other, and all that leaves this host is encrypted.
         authenticated_at: When they did so last, in seconds since the epoch, see ``llm.MaxLinkAge``; None where they
             did not.
+        progress_seconds: CPU time of UCX's threads for this link, in seconds; 0 unless the transport is nixl.
     """
 
     remote_cluster_id: int
@@ -109,6 +179,7 @@ class LinkStatistics:
     verified_bytes: int = 0
     sealed: bool = False
     authenticated_at: float | None = None
+    progress_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +231,10 @@ class Statistics:
         redials: Links that were lost and are being dialled again.
         communicators: What ``link()`` made and ``unlink()`` has not given up.
         operations: Totals per operation.
+        links_lost: Links that ended without being unlinked, by kind of reason: ``connection`` (broken or closed),
+            ``process_ended``, ``silent``, ``unauthenticated`` (not authenticated again in time), ``replaced`` (by a
+            newer link of the same peer).
+        reconnects: Lost links that this end has dialled again with success.
     """
 
     pools: tuple[Any, ...]
@@ -175,3 +250,5 @@ class Statistics:
     redials: tuple[RedialStatistics, ...]
     communicators: tuple[CommunicatorStatistics, ...]
     operations: tuple[OperationStatistics, ...]
+    links_lost: dict[str, int] = field(default_factory=dict)
+    reconnects: int = 0

@@ -10,12 +10,14 @@ exports nothing.
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from llm_datadist.errors import LLMException, LLMStatusCode, NotInitialized
+from llm_datadist.metrics import DURATION_BOUNDS
 
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import REGISTRY, Collector
 except ImportError as error:
     raise LLMException(
@@ -93,6 +95,11 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     counter, gauge = partial(family, CounterMetricFamily), partial(family, GaugeMetricFamily)
     for name, text, field in _OPERATION_COUNTERS:
         yield counter(name, text, ["operation"], [([each.name], getattr(each, field)) for each in now.operations])
+    yield _durations(now, cluster)
+    moved = [([each.name, by.transport], by.nbytes) for each in now.operations for by in each.transports]
+    yield counter("transport_bytes", "Bytes moved by operation and transport.", ["operation", "transport"], moved)
+    failures = [([each.name, kind], count) for each in now.operations for kind, count in each.failures.items()]
+    yield counter("operation_failures", "Operations that raised, by exception.", ["operation", "kind"], failures)
     for name, text, field in _POOL_GAUGES:
         yield gauge(name, text, ["pool"], [([pool.name], getattr(pool, field)) for pool in now.pools])
     caches = [([state], getattr(now.caches, state)) for state in ("live", "deferred", "draining")]
@@ -101,6 +108,7 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield gauge("unconsumed_bytes", "Bytes behind keys not pulled yet.", [], [([], waiting)])
     oldest = max((key.age_seconds for key in now.keys), default=0.0)
     yield gauge("oldest_key_seconds", "Age of the oldest key.", [], [([], oldest)])
+    yield gauge("lost_writers", "Peers without a link that have not ended a write.", [], [([], now.lost_writers)])
     yield gauge("pins", "Holds of peers on caches.", [], [([], now.pins)])
     grants = [([state], getattr(now.grants, state)) for state in ("active", "claimed", "waiting")]
     yield gauge("grants", "Grants given, claims of readers, and claims that wait for a grant.", ["state"], grants)
@@ -111,5 +119,25 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield gauge("link_up", "1 while operations may use the link.", ["peer", "transport"], up)
     for name, text, field in _LINK_COUNTERS:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
+    yield counter(
+        "links_lost", "Links that were not unlinked.", ["kind"], [([k], n) for k, n in now.links_lost.items()]
+    )
+    yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
+    yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])
     redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]
     yield gauge("redial_attempts", "Tries to get a lost link back.", ["peer"], redials)
+
+
+def _durations(now: Statistics, cluster: str) -> HistogramMetricFamily:
+    """Return the histogram of durations; Prometheus counts each operation in all buckets that it fits."""
+    bounds = [*map(repr, DURATION_BOUNDS), "+Inf"]
+    made = HistogramMetricFamily(
+        _PREFIX + "operation_duration_seconds",
+        "Durations of operations, failed ones included.",
+        labels=["cluster", "operation", "transport"],
+    )
+    for each in now.operations:
+        for by in each.transports:
+            buckets = list(zip(bounds, map(float, accumulate(by.buckets)), strict=True))
+            made.add_metric([cluster, each.name, by.transport], buckets, by.seconds)
+    return made

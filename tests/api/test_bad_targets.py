@@ -75,6 +75,7 @@ def welcome(**changes: Any) -> wire.Welcome:
         cookie=b"c" * 16,
         nonce=bytes(16),
         lane_share=b"",
+        fabric="",
         proof=b"",
         transport=None,
         lane_token=b"t" * 16,

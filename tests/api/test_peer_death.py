@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import signal
-import socket
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +20,18 @@ from tests.support import linking
 from tests.support.background import begin_there, result_there
 from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials, unlink
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    bytes_move_both_ways,
+    info,
+    link,
+    link_number,
+    links,
+    lose,
+    redials,
+    unlink,
+)
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
 from tests.support.strangers import silent_port
@@ -330,13 +340,6 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> Non
     wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
     assert decoder.do(links) == {1: "ready"}
     assert decoder.do(link_number, 1) == number, "the same link all along"
-
-
-def lose(world: World, peer: int) -> None:
-    """Cut the control connection, as a network would: neither end meant it."""
-    channel = linking.links_of(world).get(peer).channel
-    with suppress(OSError):  # it may just have been lost
-        channel._socket.shutdown(socket.SHUT_RDWR)
 
 
 def redials_no_more(end: End) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llm_datadist import CacheKey
+from llm_datadist import BlocksCacheKey, CacheKey
+from llm_datadist.errors import CacheNotFound
 from llm_datadist.prometheus import register
 from tests.support.linking import finalize
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
+    from llm_datadist.metrics import OperationStatistics
     from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.world import World
@@ -44,6 +47,9 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     moved = 3 * 1024 * 2
     assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
     assert decoder['llm_datadist_operation_bytes_total{cluster="2",operation="pull_blocks"}'] == moved
+    labels = 'cluster="2",operation="pull_blocks",transport="shm"'
+    assert decoder[f"llm_datadist_operation_duration_seconds_count{{{labels}}}"] == 1
+    assert decoder[f"llm_datadist_transport_bytes_total{{{labels}}}"] == moved
     assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
     assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
     assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
@@ -53,4 +59,44 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     assert redials not in decoder
     shm_pair.prompt.do(finalize)  # its process lives, so there is hope
     wait_until(lambda: _numbers(shm_pair.decoder).get(redials, 0) >= 1)
+    lost = [value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name]
+    assert sum(lost) == 1
     assert shm_pair.decoder.do(_scrape, True) == ""
+
+
+def _operations(world: World) -> tuple[OperationStatistics, ...]:
+    return world.dd.statistics().operations
+
+
+def test_histograms_and_failures_equal_what_was_done(shm_pair: Pair) -> None:
+    shm_pair.start()
+    spec = Spec(tensors=2, rows=4, stride=1024, blocks=True)
+    shm_pair.prompt.do(make, "blocks", replace(spec, blocks_key=BLOCKS), 1)
+    shm_pair.decoder.do(make, "kv", spec, 2)
+    for _ in range(5):
+        shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1], [1, 2])
+    shm_pair.decoder.do(call, "copy_blocks", Use("kv"), {1: [3]})
+    with pytest.raises(CacheNotFound):
+        shm_pair.decoder.do(call, "pull_blocks", BlocksCacheKey(1, 99), Use("kv"), [0], [1])
+    found = {each.name: each for each in shm_pair.decoder.do(_operations)}
+    pulls = found["pull_blocks"]
+    assert (pulls.count, pulls.errors, pulls.failures) == (6, 1, {"CacheNotFound": 1})
+    by = {each.transport: (each.count, each.nbytes) for each in pulls.transports}
+    assert by == {"shm": (5, 5 * 2 * 2 * 1024), "": (1, 0)}
+    assert [each.transport for each in found["copy_blocks"].transports] == [""]
+    for each in found.values():
+        assert sum(sum(by.buckets) for by in each.transports) == each.count
+        assert sum(by.nbytes for by in each.transports) == each.nbytes
+        assert sum(by.seconds for by in each.transports) == pytest.approx(each.seconds)
+    numbers = _numbers(shm_pair.decoder)
+    pulled = 'cluster="2",operation="pull_blocks"'
+    assert (
+        numbers['llm_datadist_operation_failures_total{cluster="2",kind="CacheNotFound",operation="pull_blocks"}'] == 1
+    )
+    assert (
+        numbers[
+            'llm_datadist_operation_duration_seconds_bucket{cluster="2",le="+Inf",operation="pull_blocks",transport="shm"}'
+        ]
+        == 5
+    )
+    assert numbers[f"llm_datadist_operations_total{{{pulled}}}"] == 6

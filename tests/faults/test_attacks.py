@@ -76,6 +76,7 @@ def _welcome(hello: Hello, incarnation: bytes, **changes: Any) -> Welcome:
         "transport": None,
         "nonce": bytes(16),
         "lane_share": b"",
+        "fabric": "",
         "rendezvous": "@llm-datadist-x",
         "lane_token": bytes(16),
         "proof": secrets.token_bytes(32),

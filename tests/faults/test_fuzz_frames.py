@@ -75,7 +75,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
         "UnlinkCancel": 0.01,
         "Verify": 0.01,
     },
-    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "UnlinkRequest": 0.01},
+    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "UnlinkRequest": 0.005},
     "answers": {"Resolved": 0.02, "pull": 0.0001},
     "greetings": {"Welcome": 0.02},
     "dials": {"Welcome": 0.05, "Linked": 0.01},
@@ -91,9 +91,10 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
 #: Targets that are fed with messages, and those of which each kind must have been taken.
 ALL_TAKEN: Final = {
     "parser": forges.LINK.keys() | forges.HANDSHAKE.keys(),
-    "handlers": forges.LINK.keys() - {"authenticate", "authenticated"},
-    "handlers, RCA": forges.LINK.keys() - {"authenticate", "authenticated"},
-    "sealed handlers": forges.LINK.keys() - {"authenticated"},  # of which none is an answer to what was asked
+    # These links have neither authentication nor NIXL, and nothing was asked that could be answered so.
+    "handlers": forges.LINK.keys() - {"authenticate", "authenticated", "nixlask"},
+    "handlers, RCA": forges.LINK.keys() - {"authenticate", "authenticated", "nixlask"},
+    "sealed handlers": forges.LINK.keys() - {"authenticated", "nixlask"},
 }
 #: Targets whose messages a forge spoils; the others only have their bytes changed.
 SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed dials"}

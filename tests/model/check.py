@@ -6,7 +6,6 @@ Relacy runs each model, which must pass, and each model without one of its steps
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from scripts import check_citations
 
 from tests.native.drivers import NATIVE, ROOT, Unsupported, compiler
+from tests.support import debian
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,25 +107,12 @@ def _plain(text: str) -> str:
 
 
 def _relacy() -> Path:
-    """Return the folder that holds Relacy's: the system's, or that of the Debian package, unpacked in build/."""
+    """Return the folder that holds Relacy's."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    unpacked = BUILD / "relacy"
-    for folder in (Path("/usr/include"), unpacked / "usr" / "include"):
-        if (folder / "relacy" / "relacy.hpp").exists():
-            return folder
-    get, update = (
-        ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", "relacy-dev"],
-        ["apt-get", "-qq", "update"],
-    )
     try:
-        if subprocess.run(get, cwd=BUILD, check=False).returncode != 0 and os.geteuid() == 0:
-            subprocess.run(update, check=True)  # a new container has no lists of packages
-            subprocess.run(get, cwd=BUILD, check=True)
-        (package,) = BUILD.glob("relacy-dev_*.deb")
-        subprocess.run(["dpkg", "-x", package, unpacked], check=True)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        raise Unsupported(f"no Relacy Race Detector: install the Debian package relacy-dev ({error})") from error
-    return unpacked / "usr" / "include"
+        return debian.get("relacy-dev", "usr/include/relacy/relacy.hpp").parent.parent
+    except OSError as error:
+        raise Unsupported(f"no Relacy Race Detector: {error}") from error
 
 
 if __name__ == "__main__":

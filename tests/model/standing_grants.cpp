@@ -124,7 +124,7 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
     void owner() {
         // apply (_cache/store.py): `self._guards.void(guard)`
         if (kept(2)) advance();
-        // apply (_cache/store.py): `self.quiesce(entry.storage.tag)`
+        // apply (_cache/store.py): `self.quiesce(entry.storage)`
         if (kept(1)) quiesce();
         // apply (_cache/store.py): `self._quarantine.free(allocation, busy)`
         bytes($) = 2;

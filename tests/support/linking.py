@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -75,6 +76,13 @@ def link_number(world: World, peer: int) -> int:
     """Return the number of the link, which a later one exceeds; 0 where there is none that can be used."""
     there = links_of(world).peek(peer)
     return 0 if there is None or not there.usable else int(there.origin.sequence)
+
+
+def lose(world: World, peer: int) -> None:
+    """Cut the control connection, as a network would: neither end meant it."""
+    channel = links_of(world).get(peer).channel
+    with suppress(OSError):  # it may just have been lost
+        channel._socket.shutdown(socket.SHUT_RDWR)
 
 
 def not_linked(end: End, peer: int, *parts: str) -> str:

@@ -113,11 +113,11 @@ def forget(world: World, name: str) -> None:
 
 
 def picture(world: World) -> Any:
-    """Return ``statistics()`` without what changes by itself (ages, redials) or is meant to (operations), checked."""
+    """Return ``statistics()`` without what changes by itself (ages, lost links) or is meant to, checked."""
     world.dd.check_integrity()
     statistics = world.dd.statistics()
     keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
-    return replace(statistics, keys=keys, operations=(), redials=())
+    return replace(statistics, keys=keys, operations=(), redials=(), links_lost={}, reconnects=0)
 
 
 def asked(before: Any) -> Any:

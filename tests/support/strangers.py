@@ -43,6 +43,7 @@ def hello_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: o
         transport=None,
         nonce=bytes(16),
         lane_share=b"",
+        fabric="",
     )
     return msgspec.structs.replace(good, **changes)
 

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
+NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
 
 
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
 
     Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it, again and
-    again.
+    again. Nixl stands in for what
+    :data:`NIXL_VARIABLE` names there: `tcp`, `auto` or both.
     """
     extra: dict[str, str] = settings.pop("extra", {})
     values: dict[str, Any] = {
@@ -49,6 +51,8 @@ def make_config(**settings: Any) -> dict[str, str]:
             setattr(config, name, value)
     secrets = os.environ.get(SECRETS_VARIABLE)
     secured = {"llm.AuthSecretFile": secrets, "llm.MaxLinkAge": "2"} if secrets else {}
+    if extra.get("llm.Transport", "auto") in os.environ.get(NIXL_VARIABLE, "").split(","):
+        extra = extra | {"llm.Transport": "nixl", "llm.NixlPlaintext": "1"}
     return config.generate_options() | secured | extra
 
 

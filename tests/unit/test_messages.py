@@ -53,7 +53,7 @@ def test_all_kinds_are_decoded_and_every_field_up_to_its_limit() -> None:
     assert set(KINDS.values()) == {*Message.__subclasses__(), *Greeting.__subclasses__()} - {Greeting}
     id, u64, same = 2**63 - 1, 2**64 - 1, bytes(16)
     communicator = CommunicatorId("x" * 127, [(u64, 2**32 - 1)] * 4, same, same)
-    greeting = u64, u64, same, True, id, "x" * 4096, same, "x" * 64, same, b"x" * 32
+    greeting = u64, u64, same, True, id, "x" * 4096, same, "x" * 64, same, b"x" * 32, "x" * 64
     for message in (Hello(*greeting, u64, True, same, communicator), Resolve(id, True, (-id, u64, u64), -id, id, id)):
         assert decode(encode(message)) == message
 
@@ -99,6 +99,6 @@ def test_the_preamble_tells_a_version_and_a_hello_holds_nothing_that_is_not_anno
     # Read as a frame header by a peer that expects one, it announces more than a frame may have.
     assert FRAME_HEADER.unpack(CONTROL_PREAMBLE[:4])[0] > FRAME_LIMIT
     assert " ".join(Hello.__struct_fields__) == (
-        "version cluster_id incarnation remote_accessible pid host cookie transport nonce lane_share wanted "
-        "reconnects token communicator"
+        "version cluster_id incarnation remote_accessible pid host cookie transport nonce lane_share fabric "
+        "wanted reconnects token communicator"
     )

@@ -128,7 +128,7 @@ class OldLink:
 def test_a_peer_is_asked_once_and_lost_if_it_does_not_answer(credentials: Credentials) -> None:
     lost: list[str] = []
     control = cast("ControlLoop", None)
-    beat = Heartbeat(control, list, lambda _, why: lost.append(why), 5.0, 60.0, lambda _: None)
+    beat = Heartbeat(control, list, lambda _, why, kind: lost.append(f"{kind}: {why}"), 5.0, 60.0, lambda _: None)
     link = OldLink(of_link(credentials, dialled=True))
     renewal = link.renewal
     renewal.last = 1000.0
@@ -138,4 +138,4 @@ def test_a_peer_is_asked_once_and_lost_if_it_does_not_answer(credentials: Creden
     assert not isinstance(link.sent[0], Beat)
     assert not lost
     beat._renew(link, renewal, 60.0, 1065.1)  # type: ignore[arg-type]
-    assert lost == ["not authenticated again within 5.0 s"]
+    assert lost == ["unauthenticated: not authenticated again within 5.0 s"]

@@ -428,10 +428,11 @@ def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(soc
 def test_choose() -> None:
     peer = object.__new__(PeerMemory)
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
-    told, cma = LinkRefused("no such socket"), {"private": None}
+    told = LinkRefused("no such socket")
+    cma: dict[str, Any] = {"private": None}
     mapped = "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
     chosen: list[
-        tuple[bool, PeerMemory | LinkError | None, str | None, dict[str, None], tuple[str, str | None], str]
+        tuple[bool, PeerMemory | LinkError | None, str | None, dict[str, Any], tuple[str, str | None], str]
     ] = [
         (True, None, None, {}, ("inproc", "inproc"), "the peer is in this process"),
         (False, peer, None, {}, ("shm", "tcp"), mapped + "memory by tcp, not by cma: nobody tried"),
@@ -450,7 +451,7 @@ def test_choose() -> None:
         ("inproc", None, LinkRefused, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
         ("shm", None, LinkRefused, "not shm: no such socket"),
         ("cma", "it runs as uid 5", LinkRefused, "'cma' cannot reach the peer: not cma: it runs as uid 5"),
-        ("rdma", None, ParamError, "known are inproc, shm, cma, tcp"),
+        ("rdma", None, ParamError, "known are inproc, shm, cma, nixl, tcp"),
     ):
         with pytest.raises(kind, match=text):
             choose(same_process=False, same_host=told, forced=forced, private=why)

@@ -89,8 +89,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[t
             pair.append((wire, each))
         (pair[0][0].far, pair[1][0].far) = pair[1][1], pair[0][1]
 
-    def lose(link: Link, reason: str) -> None:
-        raise AssertionError(f"{link} is lost: {reason}")
+    def lose(link: Link, reason: str, kind: str) -> None:
+        raise AssertionError(f"{link} is lost, {kind}: {reason}")
 
     for number, its_links in enumerate(ends):
         heart = Heartbeat(cast("Any", clock), partial(list, its_links), lose, 10.0, None, lambda now: None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llm_datadist._native import Meter, Timer, UseGate
+from llm_datadist._native import FIRST_DURATION_BIT, LAST_DURATION_BIT, Meter, OperationMeter, Timer, UseGate
+from llm_datadist.metrics import DURATION_BOUNDS, quantile
 
 
 def test_an_open_gate_lets_all_in_and_a_shut_one_none_and_the_last_one_out_knows() -> None:
@@ -53,14 +55,52 @@ def test_a_meter_adds_up_and_a_timer_counts_its_block_once_also_when_it_fails() 
     meter.add(10)
     meter.add(5, 0.5, failed=True)
     assert (meter.count, meter.errors, meter.nbytes, meter.seconds) == (2, 1, 15, 0.5)
-    meter = Meter()
-    with Timer(meter) as timer:
+    measured = OperationMeter()
+    with Timer(measured) as timer:
         timer.nbytes = 7
-        assert meter.count == 0
-    assert (meter.count, meter.errors, meter.nbytes) == (1, 0, 7)
-    assert meter.seconds == timer.seconds > 0
-    with pytest.raises(KeyError, match="mine"), Timer(meter):
+        assert measured.count == 0
+    assert (measured.count, measured.errors, measured.nbytes) == (1, 0, 7)
+    assert measured.seconds == timer.seconds > 0
+    with pytest.raises(KeyError, match="mine"), Timer(measured):
         raise KeyError("mine")
-    assert (meter.count, meter.errors, meter.nbytes) == (2, 1, 7)
+    assert (measured.count, measured.errors, measured.nbytes) == (2, 1, 7)
     with pytest.raises((TypeError, RuntimeError)):
         Timer("meter")  # type: ignore[arg-type]
+
+
+def test_a_timer_adds_to_one_bucket_of_its_transport_and_to_the_failures_of_its_exception() -> None:
+    meter = OperationMeter()
+    for transport in ("shm", "tcp", "".join(["s", "hm"])):  # the last one is another object
+        with Timer(meter) as timer:
+            timer.nbytes, timer.transport = 8, transport
+    for error in (KeyError, ValueError, KeyError):
+        with pytest.raises(error), Timer(meter):
+            raise error
+    found = {name: (nbytes, sum(buckets)) for name, nbytes, _, buckets in meter.transports}
+    assert found == {"shm": (16, 2), "tcp": (8, 1), "": (0, 3)}
+    assert sum(seconds for _, _, seconds, _ in meter.transports) == pytest.approx(meter.seconds)
+    assert meter.failures == {"KeyError": 2, "ValueError": 1}
+    sizes = {len(buckets) for *_, buckets in meter.transports}
+    assert sizes == {len(DURATION_BOUNDS) + 1}
+    assert DURATION_BOUNDS[0] == 2**FIRST_DURATION_BIT / 1e9
+    assert DURATION_BOUNDS[-1] == 2**LAST_DURATION_BIT / 1e9
+
+
+def test_the_bucket_of_one_operation_is_that_of_its_duration() -> None:
+    for _ in range(200):
+        meter = OperationMeter()
+        with Timer(meter) as timer:
+            pass
+        ((_, _, seconds, buckets),) = meter.transports
+        at = buckets.index(1)
+        assert seconds == timer.seconds <= DURATION_BOUNDS[at]
+        assert at == 0 or seconds > DURATION_BOUNDS[at - 1]
+
+
+def test_a_quantile_is_the_bound_of_the_bucket_where_it_is_reached() -> None:
+    buckets = [0] * (len(DURATION_BOUNDS) + 1)
+    assert quantile(buckets, 0.5) == 0.0
+    buckets[3], buckets[5] = 98, 2
+    assert [quantile(buckets, share) for share in (0.5, 0.98, 0.99)] == [DURATION_BOUNDS[at] for at in (3, 3, 5)]
+    buckets[-1] = 900
+    assert quantile(buckets, 0.99) == math.inf

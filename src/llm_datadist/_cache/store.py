@@ -163,14 +163,14 @@ class Pools:
 class CacheStore:
     """All caches of one LLMDataDist.
 
-    ``quiesce`` ends all use of a storage by our own data lanes, by its tag; the owner of the lanes sets it.
+    ``quiesce`` ends all use of a storage by our own data lanes and NIXL; the engine sets it.
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
         self.registry = Registry()
         self.writers = WriteIntents()
         self.remote_accessible = options.remote_accessible
-        self.quiesce: Callable[[int], None] = lambda tag: None
+        self.quiesce: Callable[[Storage], None] = lambda storage: None
         self._patience_ms = options.sync_kv_timeout_ms
         self._quarantine = Quarantine(self.writers)
         self.pools = Pools(options, device, host)
@@ -280,7 +280,7 @@ class CacheStore:
         try:
             # Its successor in the same slot: there the writers are still found.
             guard = Guard(guard.slot, self._guards.advance(guard.slot))
-            self.quiesce(entry.storage.tag)
+            self.quiesce(entry.storage)
             hazards = self.writers.busy(guard.slot, readers=True)
             if not deadline.poll(lambda: not entry.uses.inside and not self.writers.pending(hazards)):
                 raise _still_used(entry, self.writers.pending(hazards), deadline)
@@ -297,7 +297,7 @@ class CacheStore:
         for guard in effects.retire:
             self._guards.release(guard.slot)
         for entry in effects.free:
-            self.quiesce(entry.storage.tag)
+            self.quiesce(entry.storage)
             allocation: Allocation | None = entry.storage.allocation
             if allocation is not None:
                 # A writer that is not found here announces itself later and meets the advanced guard. Readers count if

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import CommunicatorId, Message
     from llm_datadist._links.seal import Seal
     from llm_datadist._memory.exports import Exports
+    from llm_datadist._transport.connect import NixlEndpoint
     from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.lanes import LaneGroup, Lanes
     from llm_datadist._transport.samehost import SameHostListener
@@ -115,6 +116,7 @@ class Endpoint:
     credentials: Credentials | None = None  # without them links are neither authenticated nor sealed
     check_reach: Callable[[str], None] = lambda host: None  # raises ParamError for a host that is not to be dialled
     rules: PeerRules | None = None  # without them every peer may link, and is offered all exports
+    nixl: NixlEndpoint | None = None
 
     def offered_to(self, peer: Greeting) -> Exports | LinkRefused:
         """Return what the peer may map, or why it may map nothing."""
@@ -146,6 +148,7 @@ class Endpoint:
             "transport": self.transport,
             "cookie": self.exports.guards.cookie,
             "nonce": secrets.token_bytes(16),
+            "fabric": "" if self.nixl is None else self.nixl.fabric,
             "lane_share": b"" if self.credentials is None else secrets.token_bytes(SHARE_BYTES),
         }
 
@@ -156,8 +159,8 @@ class Endpoint:
 
         ``here`` is what that end exports, if it has proven that it lives in this process.
         """
-        identity = PeerIdentity(theirs.incarnation, theirs.cookie, here)
-        return ConnectionBuilder(identity, memory, agree(self.transport, theirs.transport))
+        identity = PeerIdentity(theirs.incarnation, theirs.cookie, here, theirs.fabric)
+        return ConnectionBuilder(identity, memory, agree(self.transport, theirs.transport), self.nixl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -786,6 +789,7 @@ class Listener:
             if theirs.transport != mine.name:
                 there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
                 raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
+            used = builder.uses(group)
             connection = builder.open(lanes, group, writable=self._endpoint.exports.writable)
         try:
             by_communicator = hello.communicator is not None
@@ -809,7 +813,7 @@ class Listener:
         except BaseException:
             connection.close()
             raise
-        if not builder.wants_lanes:
+        if not used:
             lanes.shut(group)
 
 

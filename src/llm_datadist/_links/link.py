@@ -463,7 +463,7 @@ class Link:
             state=self._machine.state.value,
             transport=self.choice.name,
             private_transport=self.choice.private,
-            reason=self.choice.reason,
+            reason=self.choice.reason + self.connection.shared.remark,
             peer_pid=self.peer.pid,
             peer_host=self.peer.host,
             read_bytes=sum(each.bytes_read for each in self.connection.connections),
@@ -472,6 +472,7 @@ class Link:
             verified_bytes=self._verified_bytes,
             sealed=self.renewal is not None,
             authenticated_at=None if self.renewal is None else self.renewal.at,
+            progress_seconds=self.connection.shared.progress_seconds(),
         )
 
     def check_integrity(self) -> None:

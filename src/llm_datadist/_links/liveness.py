@@ -34,7 +34,7 @@ class Heartbeat:
 
     _control: ControlLoop
     _links: Callable[[], list[Link]]
-    _lose: Callable[[Link, str], None]  # called after so many seconds without what must come:
+    _lose: Callable[[Link, str, str], None]  # called after so many seconds without what must come:
     _peer_timeout: float
     _max_link_age: float | None  # seconds after which the peer of a sealed link has to authenticate itself again
     _on_tick: Callable[[float], None]  # called at every beat with the monotonic time
@@ -70,9 +70,9 @@ class Heartbeat:
     def _beat(self, link: Link, now: float) -> None:
         silence = now - link.last_heard
         if any(each.peer_ended() for each in link.connection.connections):
-            self._lose(link, "its process has ended")
+            self._lose(link, "its process has ended", "process_ended")
         elif silence > self._peer_timeout:
-            self._lose(link, f"silent for {silence:.1f} s")
+            self._lose(link, f"silent for {silence:.1f} s", "silent")
         else:
             if silence > _SUSPECT_SECONDS and link.silent():
                 logger.warning("%s has been silent for %.1f s", link.peer, silence)
@@ -87,13 +87,13 @@ class Heartbeat:
         if renewal.asked is None and now - renewal.last >= max_age:
             link.send(renewal.ask(now))
         elif renewal.asked is not None and now - renewal.asked > self._peer_timeout:
-            self._lose(link, f"not authenticated again within {self._peer_timeout} s")
+            self._lose(link, f"not authenticated again within {self._peer_timeout} s", "unauthenticated")
 
 
 class LinkConflicts:
     """Links that stand in the way of new ones: their peers must answer a ping."""
 
-    def __init__(self, table: LinkTable, lose: Callable[[Link, str], None]) -> None:
+    def __init__(self, table: LinkTable, lose: Callable[[Link, str, str], None]) -> None:
         self._table = table
         self._lose = lose
 
@@ -111,7 +111,7 @@ class LinkConflicts:
         """End a link whose peer did not answer; raise DeadlineExceeded if it had too little time for that."""
         deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
         if link.usable:
-            self._lose(link, reason)
+            self._lose(link, reason, "replaced")
 
     async def give_way(self, peer: Peer, *, proven: bool) -> None:
         """Return once no other process of the cluster of ``peer`` is linked.
@@ -133,4 +133,4 @@ class LinkConflicts:
                 raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
             await asyncio.sleep(0.01)
         if self._table.conflict(peer, proven=proven) is old:
-            self._lose(old, f"silent while {peer} took its place")
+            self._lose(old, f"silent while {peer} took its place", "replaced")

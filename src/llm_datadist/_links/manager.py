@@ -28,6 +28,7 @@ from llm_datadist._links.messages import (
     Linked,
     Located,
     Message,
+    NixlSaid,
     Ping,
     Pong,
     Resolved,
@@ -39,7 +40,7 @@ from llm_datadist._links.messages import (
 from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger
-from llm_datadist._native import steps
+from llm_datadist._native import Meter, steps
 from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
     AlreadyLinked,
@@ -68,7 +69,7 @@ _UNLINK_MS: Final = 1000
 _CROSSING_POLL_MS: Final = 50
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
 _FINAL: Final = (Failed, UnlinkAck, Located, Verified)
-_ANSWERS: Final = (Resolved, Claimed, *_FINAL)
+_ANSWERS: Final = (Resolved, Claimed, NixlSaid, *_FINAL)
 _IGNORED: Final = (Beat, *_FINAL)
 
 
@@ -112,6 +113,7 @@ class LinkManager:
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
         lose = partial(self.end, lost=True)
+        self._lost: dict[str, Meter] = {}  # by kind of reason
         self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
         self._heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, max_link_age, hooks.on_tick)
@@ -217,6 +219,16 @@ class LinkManager:
 
     def reconnects(self) -> tuple[RedialStatistics, ...]:
         return self._reconnector.statistics()
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Links that ended without being unlinked, by kind of reason."""
+        return {kind: meter.count for kind, meter in self._lost.copy().items()}
+
+    @property
+    def reconnected(self) -> int:
+        """Lost links that this end has dialled again with success."""
+        return self._reconnector.succeeded
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
@@ -398,7 +410,7 @@ class LinkManager:
         if origin.greetings:
             link.ping()
         if old is not None:
-            self.end(old, "replaced by a newer link", lost=True)
+            self.end(old, "replaced by a newer link", "replaced", lost=True)
         who = "to" if origin.dialled else "by"
         logger.info("linked %s %s over %s: %s", who, link.peer, link.choice.name, link.choice.reason)
 
@@ -452,7 +464,7 @@ class LinkManager:
         try:
             yield link.renewal
         except AuthFailed as error:
-            self.end(link, f"not authenticated again: {error}", lost=True)
+            self.end(link, f"not authenticated again: {error}", "unauthenticated", lost=True)
 
     def _on_unlink_cancel(self, link: Link, _: UnlinkCancel) -> None:
         link.cancel_unlink(of_peer=True)
@@ -507,8 +519,8 @@ class LinkManager:
             self._table.touch()
             raise
 
-    def end(self, link: Link, reason: str, *, lost: bool) -> None:
-        """End a link at once: operations that run on it fail."""
+    def end(self, link: Link, reason: str, kind: str = "connection", *, lost: bool) -> None:
+        """End a link at once: operations that run on it fail. ``kind`` is of the reason, for ``links_lost``."""
         expected = not lost or link.state is LinkState.DRAINING
         # Begun before the link is gone: an unlink that finds no link must find the reconnect.
         in_table = self._table.get(link.peer.cluster_id) is link
@@ -517,6 +529,8 @@ class LinkManager:
         if link.end(reason, lost=lost):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
+            if not expected:
+                self._lost.setdefault(kind, Meter()).add(0)
             self._on_end(link)
             self.communicators.lost(link.peer.cluster_id)
         elif reconnect is not None:

@@ -23,7 +23,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
@@ -86,6 +86,7 @@ class Greeting(Message, frozen=True):
     ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page. ``transport`` is the
     one that its ``llm.Transport`` asks for, if any. ``nonce`` makes the proofs of this handshake good for no other.
     ``lane_share`` is this end's half of the secret that seals the data lanes; empty where the connection is not sealed.
+    ``fabric`` is what its NIXL can use, empty where it has none or does not allow it.
     """
 
     version: int
@@ -98,6 +99,7 @@ class Greeting(Message, frozen=True):
     transport: Name | None
     nonce: Identity16
     lane_share: Maybe32
+    fabric: Name
 
 
 class Hello(Greeting, frozen=True):
@@ -340,6 +342,20 @@ class LanesLost(Message, frozen=True):
     """Target of the dial -> initiator of it: the data lanes are silent, and dropped here. Dial others."""
 
 
+class NixlAsk(Message, frozen=True):
+    """Either way: a request of the transport nixl, passed through undecoded. Answered by :class:`NixlSaid`, or not."""
+
+    id: Id
+    data: bytes
+
+
+class NixlSaid(Message, frozen=True):
+    """Answer to :class:`NixlAsk`, passed through undecoded."""
+
+    id: Id
+    data: bytes
+
+
 class Claim(Message, frozen=True):
     """Reader -> owner of blocks: give me the grant of this token. Answered by :class:`Claimed` or :class:`Failed`.
 
@@ -372,7 +388,20 @@ class ClaimEnded(Message, frozen=True):
 
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | UnlinkAck | UnlinkCancel
-_TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified | LanesLost
+_TRANSFER = (
+    Resolve
+    | Resolved
+    | Failed
+    | Release
+    | Consumed
+    | Locate
+    | Located
+    | Verify
+    | Verified
+    | LanesLost
+    | NixlAsk
+    | NixlSaid
+)
 _GRANTS = Claim | Claimed | ClaimEnded
 _ANY = _HANDSHAKE | _LINK | _TRANSFER | _GRANTS
 #: Returns the payload of a frame.

@@ -280,6 +280,7 @@ class Reconnector(RetryQueue[Reconnect]):
         super().__init__("llm-datadist-redial", 1, self._attempt)
         self._dial_once = dial
         self._linked = linked
+        self.succeeded = 0
         #: Clusters that were reconnected with success: the delay that this had taken, and when it was.
         self._made: dict[int, tuple[float, float]] = {}
 
@@ -343,6 +344,7 @@ class Reconnector(RetryQueue[Reconnect]):
             if final and not reconnect.cancelled:
                 logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, error)
             return not final
+        self.succeeded += 1
         self._made[reconnect.peer.cluster_id] = (reconnect.delay, time.monotonic())
         return False
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from llm_datadist._native import _native
 from llm_datadist._native._native import (
+    FIRST_DURATION_BIT,
+    LAST_DURATION_BIT,
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
     BlockList,
@@ -18,6 +20,7 @@ from llm_datadist._native._native import (
     CopyPool,
     GuardSet,
     Meter,
+    OperationMeter,
     Plan,
     ProcessMemory,
     SocketInput,

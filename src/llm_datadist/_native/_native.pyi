@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +71,37 @@ class Meter:
     @property
     def seconds(self) -> float: ...
 
+FIRST_DURATION_BIT: Final[int]
+LAST_DURATION_BIT: Final[int]
+
+@final
+class OperationMeter:
+    """What a :class:`Timer` adds to: totals, durations by transport, failures by exception. Any thread."""
+
+    def __init__(self) -> None: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed operations by the name of the exception's class."""
+    @property
+    def transports(self) -> list[tuple[str, int, float, tuple[int, ...]]]:
+        """For each transport its name, bytes, seconds, and operations by duration."""
+
 @final
 class Timer:
     """Adds its with block to a meter as one operation of :attr:`nbytes` bytes. Used by one thread."""
 
     nbytes: int
+    transport: str  # what moves the bytes; empty where no transport does
 
-    def __init__(self, meter: Meter) -> None: ...
+    def __init__(self, meter: OperationMeter) -> None: ...
     @property
     def seconds(self) -> float:
         """Duration of the block, once it has ended."""

@@ -40,6 +40,29 @@ private:
     std::int64_t inside_ = 0;
 };
 
+// Durations: bucket i holds those above 2^(i+9) ns and up to 2^(i+10) ns, the first all up to 2^10 ns, the last the rest.
+struct Durations {
+    static constexpr int first_bit = 10;
+    static constexpr int last_bit = 34;
+    static constexpr int size = last_bit - first_bit + 2;
+
+    static int bucket(std::int64_t nanoseconds) noexcept {
+        if (nanoseconds <= std::int64_t{1} << first_bit) return 0;
+        const int bits = 64 - __builtin_clzll(static_cast<unsigned long long>(nanoseconds - 1));
+        return (bits < last_bit + 1 ? bits : last_bit + 1) - first_bit;
+    }
+
+    void add(std::int64_t moved, std::int64_t nanoseconds, double duration) noexcept {
+        ++buckets[bucket(nanoseconds)];
+        nbytes += moved;
+        seconds += duration;
+    }
+
+    std::int64_t buckets[size] = {};
+    std::int64_t nbytes = 0;
+    double seconds = 0;
+};
+
 // What one kind of operation came to so far. Called with the interpreter lock.
 class Meter {
 public:

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <utility>
+#include <vector>
 
 #include "use_gate.hpp"
 
@@ -12,26 +13,69 @@ namespace datadist {
 
 namespace nb = nanobind;
 
+// A meter that also keeps durations for each transport, and failures by the name of their exception.
+class OperationMeter : public Meter {
+public:
+    void record(nb::handle transport, std::int64_t moved, std::int64_t nanoseconds, double duration, nb::handle kind) {
+        add(moved, duration, !kind.is_none());
+        of(transport).add(moved, nanoseconds, duration);
+        if (!kind.is_none()) {
+            const nb::object name = kind.attr("__name__");
+            failures[name] = failures.contains(name) ? nb::object(failures[name] + nb::int_(1)) : nb::int_(1);
+        }
+    }
+
+    // A list of (transport, bytes, seconds, buckets).
+    nb::list transports() const {
+        nb::list all;
+        for (const auto& [transport, durations] : durations_) {
+            nb::list buckets;
+            for (const std::int64_t count : durations.buckets) buckets.append(count);
+            all.append(nb::make_tuple(transport, durations.nbytes, durations.seconds, nb::tuple(buckets)));
+        }
+        return all;
+    }
+
+    nb::dict failures;
+
+private:
+    // Names of transports are literals, so nearly always the same object.
+    Durations& of(nb::handle transport) {
+        for (auto& [name, durations] : durations_) {
+            if (name.is(transport)) return durations;
+        }
+        for (auto& [name, durations] : durations_) {
+            if (name.equal(transport)) return durations;
+        }
+        return durations_.emplace_back(nb::borrow(transport), Durations{}).second;
+    }
+
+    std::vector<std::pair<nb::object, Durations>> durations_;
+};
+
 // Adds one operation to a meter: from __enter__ to __exit__. Used by one thread.
 class Timer {
 public:
-    explicit Timer(nb::object meter) : meter_(std::move(meter)), counts_(nb::cast<Meter*>(meter_)) {}
+    explicit Timer(nb::object meter) : meter_(std::move(meter)), counts_(nb::cast<OperationMeter*>(meter_)) {}
 
     void start() noexcept { start_ = Clock::now(); }
 
-    void stop(bool failed) noexcept {
-        seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-        counts_->add(nbytes, seconds, failed);
+    void stop(nb::handle kind) {
+        const auto took = Clock::now() - start_;
+        seconds = std::chrono::duration<double>(took).count();
+        const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
+        counts_->record(transport, nbytes, nanoseconds, seconds, kind);
     }
 
     std::int64_t nbytes = 0;
     double seconds = 0;
+    nb::object transport = nb::str("");
 
 private:
     using Clock = std::chrono::steady_clock;
 
     nb::object meter_;  // keeps the next line's
-    Meter* counts_;
+    OperationMeter* counts_;
     Clock::time_point start_{};
 };
 
@@ -60,10 +104,26 @@ inline void bind_counts(nb::module_& m) {
         .def_prop_ro("nbytes", &Meter::nbytes)
         .def_prop_ro("seconds", &Meter::seconds);
 
+    nb::class_<OperationMeter>(m, "OperationMeter", nb::is_final(),
+                               "What a Timer adds to: totals, durations by transport, failures by exception.")
+        .def(nb::init<>())
+        .def_prop_ro("count", &OperationMeter::count)
+        .def_prop_ro("errors", &OperationMeter::errors)
+        .def_prop_ro("nbytes", &OperationMeter::nbytes)
+        .def_prop_ro("seconds", &OperationMeter::seconds)
+        .def_prop_ro("failures", [](const OperationMeter& meter) { return meter.failures.attr("copy")(); },
+                     "Failed operations by the name of the exception's class.")
+        .def_prop_ro("transports", &OperationMeter::transports,
+                     "For each transport its name, bytes, seconds, and operations by duration.");
+
+    m.attr("FIRST_DURATION_BIT") = Durations::first_bit;
+    m.attr("LAST_DURATION_BIT") = Durations::last_bit;
+
     nb::class_<Timer>(m, "Timer", nb::is_final(),
                       "Adds the block it is around to a meter, with the bytes that `nbytes` was set to.")
         .def(nb::init<nb::object>(), "meter"_a)
         .def_rw("nbytes", &Timer::nbytes)
+        .def_rw("transport", &Timer::transport, "What moves the bytes; empty where no transport does.")
         .def_ro("seconds", &Timer::seconds, "How long the block took, once it has ended.")
         .def("__enter__",
              [](nb::handle self) {
@@ -71,7 +131,7 @@ inline void bind_counts(nb::module_& m) {
                  return nb::borrow(self);
              })
         .def(
-            "__exit__", [](Timer& timer, nb::handle kind, nb::handle, nb::handle) { timer.stop(!kind.is_none()); },
+            "__exit__", [](Timer& timer, nb::handle kind, nb::handle, nb::handle) { timer.stop(kind); },
             "kind"_a.none(), "error"_a.none(), "trace"_a.none());
 }
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask, Delivery
+    from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
     from llm_datadist.types.grant import Grant
@@ -242,7 +242,7 @@ def pull_row(
             src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
             return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what))
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span=span))
 
 
 def pull_blocks(
@@ -273,7 +273,9 @@ def pull_blocks(
                 return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
             return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, grant=grant))
+        span.nbytes = engine.initiator.run(
+            TransferOp(call.name, local, plan, deadline, call.what, grant=grant, span=span)
+        )
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
@@ -291,7 +293,7 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
             return geometry.plan_row(src, pair.remote, src_range, dst_range, size=src.stride, layers=layers)
 
         span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
+            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
         )
 
 
@@ -310,7 +312,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
             return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
 
         span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True)
+            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
         )
 
 
@@ -397,12 +399,15 @@ def start_transfer(
         for config in given.configs:
             if config.src_layer_range is None:
                 config.src_layer_range = layers
-        job = TransferJob(engine.tasks.name(), deliveries, given.synchronizer, release, timeout_code)
+        call = engine.meters.call("transfer_cache_async", [each.cluster_id for each in deliveries])
+        job = TransferJob(engine.tasks.name(), deliveries, given.synchronizer, release, timeout_code, call)
         undo.pop_all()  # the job releases the source from now on
     return engine.tasks.start(job)
 
 
-def _delivery(engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int) -> Delivery:
+def _delivery(
+    engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int
+) -> KeyDelivery | AddressDelivery:
     """Return destination ``i``: a place at a peer, and the layers of the source that it gets."""
     config = given.configs[i]
     wanted = layers if config.src_layer_range is None else config.src_layer_range

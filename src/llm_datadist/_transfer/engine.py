@@ -27,6 +27,7 @@ from llm_datadist._links.manager import LinkHooks, LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
+from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.addresses import LocateServer, Locator
 from llm_datadist._transfer.checksum import ChecksumServer
@@ -35,6 +36,7 @@ from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
+from llm_datadist._transfer.nixl import NixlTarget, nixl_endpoint
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
@@ -47,6 +49,7 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._cache.store import Storage
     from llm_datadist._links.link import Link
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
@@ -62,6 +65,10 @@ class Engine:
         self.cluster_id = cluster_id
         self.options = options
         self.meters = Meters()
+        if options.tracing:
+            from llm_datadist._transfer.tracing import TracedMeters
+
+            self.meters = TracedMeters()
         self.alive = True
         try:
             self._build(device or HostDevice())
@@ -94,6 +101,9 @@ class Engine:
             self._swap = SwapEngine(device)
             undo.callback(self._swap.close)
             self.local = LocalCopies(self.store, self._swap, self._copy_pool)
+            self._page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
+            if self._page is not None:
+                undo.callback(self._page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
             self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
@@ -104,9 +114,12 @@ class Engine:
             undo.callback(lane_reconnector.close)
             self._target = Target(self.store, access)
             lane_threads = min(_MAX_LANE_THREADS, _native.usable_cpus())
-            self._lanes = Lanes(lane_threads, LaneTarget(self.store, access, lane_reconnector))
-            self.store.quiesce = self._lanes.quiesce
+            lane_target = LaneTarget(self.store, access, lane_reconnector)
+            self._lanes = Lanes(lane_threads, lane_target)
             undo.callback(self._lanes.close)
+            self._nixl = nixl_endpoint(options, self.store, lane_target)
+            undo.callback(self._nixl.shared.close)
+            self.store.quiesce = self._quiesce
             # Joined after the links have ended: that ends what the threads wait for.
             self.workers = Workers()
             undo.callback(self.workers.close)
@@ -125,12 +138,20 @@ class Engine:
             self._control.call(self._lanes.start, self._control.loop)
             undo.callback(self._control.call, self._lanes.stop)
             self.links.start(listening)
+            if self._page is not None:
+                self._control.call(self._page.start, self._control.loop)
+                undo.callback(self._control.call, self._page.stop)
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address, self._credentials)
 
     def deadline(self) -> Deadline:
         """Return the deadline of a call that begins now (``sync_kv_timeout``)."""
         return Deadline(self.options.sync_kv_timeout_ms)
+
+    def _quiesce(self, storage: Storage) -> None:
+        """Stop all use of memory by the data lanes and NIXL; the guards have been advanced before."""
+        self._lanes.quiesce(storage.tag)
+        self._nixl.shared.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # the control thread has stopped: grants end with the engine
@@ -145,6 +166,8 @@ class Engine:
             messages.Release: self._target.on_release,
             messages.Consumed: self._target.on_consumed,
             messages.LanesLost: self._lane_reconnector.on_lanes_lost,
+            messages.NixlAsk: NixlTarget.on_ask,
+            messages.NixlSaid: NixlTarget.on_late_answer,
             messages.Verify: self._checksums.on_verify,
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
@@ -162,6 +185,7 @@ class Engine:
                 credentials=self._credentials,
                 check_reach=partial(options.check_reach, "link"),
                 rules=self._access,
+                nixl=self._nixl,
             ),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
             socket_dir=options.shm_socket_dir,
@@ -246,6 +270,8 @@ class Engine:
         """Mark the engine as dead in a forked child; its threads and locks are the parent's."""
         self.alive = False
         self.links.abandon()
+        if self._page is not None:
+            self._page.close()
         self._lanes.close()
 
     def _on_link_end(self, link: Link) -> None:
@@ -258,6 +284,9 @@ class Engine:
         self.store.apply(self.store.registry.expire(now))
         self.grants.expire_claims(now)
         self.store.sweep()
+
+    def _published(self) -> tuple[str, Statistics]:
+        return self.options.role.name, self.statistics()
 
     def statistics(self) -> Statistics:
         caches, keys, pins = self.store.registry.statistics()
@@ -276,6 +305,8 @@ class Engine:
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
+            links_lost=self.links.lost,
+            reconnects=self.links.reconnected,
         )
 
     def check_integrity(self) -> None:

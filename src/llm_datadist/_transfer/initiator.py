@@ -7,7 +7,7 @@ are untouched; a failed transfer consumes no key.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -48,6 +48,12 @@ _ATTEMPTS: Final = 4
 _ANSWER_MS: Final = 200
 #: Answers kept per link.
 _MAX_KEPT: Final = 65536
+
+
+class Span(Protocol):
+    """What measures an operation, see :meth:`Meters.span`."""
+
+    transport: str
 
 
 class DestinationPin(msgspec.Struct, eq=False):
@@ -94,6 +100,7 @@ class TransferOp(msgspec.Struct, eq=False):
     consumes: bool = False  # True if a complete push consumes the key of the remote row (interface R5)
     grant: Grant | None = None  # a pull succeeds only while this grant holds too
     destination_pin: DestinationPin | None = None  # where the earlier parts of a push in parts went
+    span: Span | None = None  # learns which transport moves the bytes
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"
@@ -209,6 +216,8 @@ class Initiator:
         """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""
         connection = remote.tensors.connection
         move = connection.write if op.push else connection.read
+        if op.span is not None:
+            op.span.transport = connection.capabilities.name
         if connection.suspects_lanes:
             _judge_lanes(link, connection, op.deadline)
         try:

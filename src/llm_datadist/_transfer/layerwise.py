@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 import time
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -21,7 +22,8 @@ from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, TransferOp
+from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, Span, TransferOp
+from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
@@ -73,7 +75,7 @@ class TransferJob:
     transfer runs; nothing is called under it.
 
     There is one delivery for each config. ``release`` gives the source's memory back; called once, at the end of the
-    job. ``timeout_code`` is the status of a time-out in this interface.
+    job. ``timeout_code`` is the status of a time-out in this interface. ``call`` learns how the job ends.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class TransferJob:
         synchronizer: LayerSynchronizer,
         release: Callable[[], None],
         timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
+        call: Uncounted | None = None,
     ) -> None:
         self.name = name
+        self._call = call or Uncounted()
         self.timeout_code = timeout_code
         self.sent = 0  # layers so far, over all destinations
         self._deliveries = list(deliveries)
@@ -104,13 +108,16 @@ class TransferJob:
     def run(self) -> None:
         """Send layer after layer. Threads: the job's own."""
         self._thread = threading.current_thread()
-        try:
-            for layer in self._layers:
-                if not self._send_layer(layer):
-                    break
-        except BaseException as error:  # noqa: BLE001 (SystemExit in the user's code too must not look like success)
-            self._fail({}, error, "its thread died")
-        self._finish()
+        with self._call as call:
+            try:
+                for layer in self._layers:
+                    if not self._send_layer(layer):
+                        break
+            except BaseException as error:  # noqa: BLE001 (SystemExit in the user's code too must not look like success)
+                self._fail({}, error, "its thread died")
+            self._finish()
+            call.status, _, errors = self.results()
+            call.error = next((error for error in errors if error is not None), None)
 
     def _send_layer(self, layer: int) -> bool:
         """Wait for a layer, send it to its destinations; return False when the job is over."""
@@ -308,7 +315,7 @@ class Tasks:
 
     def start(self, job: TransferJob) -> CacheTask:
         """Run a job in its own thread; when it cannot, the job has ended."""
-        thread = threading.Thread(target=job.run, name=job.name, daemon=True)
+        thread = threading.Thread(target=copy_context().run, args=(job.run,), name=job.name, daemon=True)
         refusal: LLMException | None = None
         with self._lock:
             self._jobs = [each for each in self._jobs if not each[0].done or each[1].is_alive()]
@@ -373,9 +380,10 @@ class Source:
     timeout_ms: int  # of one layer to one destination
     destination_pin: DestinationPin = field(default_factory=DestinationPin)
 
-    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline) -> int:
+    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Span) -> int:
         """Push a part, which consumes no key; return the bytes moved."""
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=self.destination_pin)
+        pin = self.destination_pin
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=pin, span=span)
         return self.initiator.run(op)
 
 
@@ -387,6 +395,10 @@ class KeyDelivery:
     name: RemoteName
     layers: range
     dst_layers: range
+
+    @property
+    def cluster_id(self) -> int:
+        return self.name.cluster_id
 
     def send(self, layer: int) -> None:
         cut = self.source.cut
@@ -404,7 +416,7 @@ class KeyDelivery:
             return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
         with self.source.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms))
+            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms), span)
 
 
 @dataclass(slots=True)
@@ -425,12 +437,12 @@ class AddressDelivery:
         with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
             if self.located is not None:
                 try:
-                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
                     return
                 except (CacheNotFound, CacheMismatch):
                     pass  # the caches have changed since an earlier layer: look the addresses up again
             self.located = self._locate(deadline)
-            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline)
+            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
 
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up at the peer.
@@ -450,15 +462,17 @@ class AddressDelivery:
             )
         return now
 
-    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline) -> int:
+    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Span) -> int:
         """Push K and V, together if they are at one offset of neighbouring tensors."""
         first = layer * TENSORS_PER_LAYER
         key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
-            return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline)
-        return self._push_tensors(first, 1, key, deadline) + self._push_tensors(first + 1, 1, value, deadline)
+            return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline, span)
+        return self._push_tensors(first, 1, key, deadline, span) + self._push_tensors(
+            first + 1, 1, value, deadline, span
+        )
 
-    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline) -> int:
+    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline, span: Span) -> int:
         cut = self.source.cut
 
         def plan(pair: CachePair) -> Plan:
@@ -468,4 +482,4 @@ class AddressDelivery:
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
         name = RemoteName(self.cluster_id, cache_id=to.cache_id)
-        return self.source.push(name, plan, deadline)
+        return self.source.push(name, plan, deadline, span)

@@ -8,36 +8,49 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from llm_datadist._log import logger
-from llm_datadist._native import Meter, Timer
-from llm_datadist.metrics import OperationStatistics
+from llm_datadist._native import OperationMeter, Timer
+from llm_datadist.errors import LLMStatusCode
+from llm_datadist.metrics import DurationStatistics, OperationStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Meters:
     """Totals per operation. Threads: any; takes no lock."""
 
     def __init__(self) -> None:
-        self._meters: dict[str, Meter] = {}
+        self._meters: dict[str, OperationMeter] = {}
 
-    def span(self, name: str, detail: str = "", *args: object) -> Timer | _Logged:
-        """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``.
+    def span(self, name: str, detail: str = "", *args: object) -> Timer | Logged:
+        """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``,
+        and ``transport`` where a transport moves them.
 
         ``detail`` is a ``%``-format of ``args``, used only for the log.
         """
         meter = self._meters.get(name)
         if meter is None:
-            meter = self._meters.setdefault(name, Meter())
+            meter = self._meters.setdefault(name, OperationMeter())
         timer = Timer(meter)
-        return _Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+        return Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+
+    def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
+        """Return a context manager around a call that is not counted; here it does nothing (see ``tracing.py``)."""
+        return Uncounted()
 
     def totals(self) -> tuple[OperationStatistics, ...]:
-        return tuple(
-            OperationStatistics(name, each.count, each.errors, each.nbytes, each.seconds)
-            for name, each in sorted(self._meters.copy().items())
-            if each.count
-        )
+        return tuple(_statistics(name, each) for name, each in sorted(self._meters.copy().items()) if each.count)
+
+
+def _statistics(name: str, meter: OperationMeter) -> OperationStatistics:
+    transports = tuple(
+        DurationStatistics(transport, sum(buckets), nbytes, seconds, buckets)
+        for transport, nbytes, seconds, buckets in sorted(meter.transports)
+    )
+    return OperationStatistics(name, meter.count, meter.errors, meter.nbytes, meter.seconds, meter.failures, transports)
 
 
 def _user_level() -> int:
@@ -49,7 +62,21 @@ def _user_level() -> int:
 
 
 @dataclass(slots=True)
-class _Logged:
+class Uncounted:
+    """A call that is not counted. One that returns a status sets it, and the error behind it."""
+
+    status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
+    error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Logged:
     """A span that also logs how the operation begins and ends, at the line of the user's code that called it."""
 
     _timer: Timer
@@ -57,6 +84,7 @@ class _Logged:
     _detail: str
     _args: tuple[object, ...]
     nbytes: int = 0
+    transport: str = ""
 
     def __enter__(self) -> Self:
         logger.info("%s started " + self._detail, self._name, *self._args, stacklevel=_user_level())
@@ -64,7 +92,7 @@ class _Logged:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._timer.nbytes = self.nbytes
+        self._timer.nbytes, self._timer.transport = self.nbytes, self.transport
         self._timer.__exit__(kind, error, trace)
         if error is not None:
             logger.info("%s failed " + self._detail + ": %s", self._name, *self._args, error, stacklevel=_user_level())

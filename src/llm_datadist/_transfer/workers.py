@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -80,6 +81,7 @@ class _Call(Generic[T]):
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
         self._call = call
+        self._context = copy_context()  # of the awaiting task
         self._budget_ms = budget_ms
         self._cancelled = False
         self._future: Future[T] | None = None
@@ -89,7 +91,7 @@ class _Call(Generic[T]):
         self._deadline = deadline = Deadline(self._budget_ms, cancellable=True)
         if self._cancelled:  # before the deadline existed
             deadline.cancel()
-        return self._call(deadline)
+        return self._context.run(self._call, deadline)
 
     @hold_signals
     def begin(self, threads: Threads) -> Future[T]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused, ParamError
 
-TRANSPORTS: Final = ("inproc", "shm", "cma", "tcp")
+TRANSPORTS: Final = ("inproc", "shm", "cma", "nixl", "tcp")
 """Names of all transports, the best first."""
 NOT_TOLD: Final = "the peer lets this end into none of its memory"
 """Why cma cannot be used where the peer has told no address: data lanes would get nothing either."""
@@ -21,6 +21,15 @@ class Choice:
     name: str  # one of :data:`TRANSPORTS`: for what the peer exports
     private: str | None  # one of them for the peer's private memory; None: nothing reaches it
     reason: str  # one line: why they can be used, and why each better one cannot
+    fabric: str = ""  # what NIXL uses, where it is nixl
+
+
+@dataclass(frozen=True, slots=True)
+class NixlOffer:
+    """What NIXL can use at both ends: ``rdma``, ``tcp``, or nothing, and why not."""
+
+    fabric: str = ""
+    reason: str = "neither end has NIXL"
 
 
 def agree(mine: str | None, theirs: str | None) -> str | None:
@@ -38,11 +47,13 @@ def choose(
     same_host: PeerMemory | LinkError | None,
     forced: str | None,
     private: str | None = "nobody tried",
+    nixl: NixlOffer = NixlOffer(),
 ) -> Choice:
     """Return the best transports that both ends can use, or the forced one for everything.
 
     ``same_host`` is the outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
-    ``private``: why cma cannot reach the peer's private memory, None when it can.
+    ``private``: why cma cannot reach the peer's private memory, None when it can. Over tcp NIXL is slower than data
+    lanes: it is used then only when it is forced.
     """
     if forced is not None and forced not in TRANSPORTS:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")
@@ -50,15 +61,18 @@ def choose(
         "inproc": (same_process, f"the peer is in {'this' if same_process else 'another'} process"),
         "shm": _shm(same_host),
         "cma": (private is None, private or "the kernel lets us into the peer's memory"),
+        "nixl": (nixl.fabric == "rdma" or (forced == "nixl" and nixl.fabric != ""), nixl.reason),
         "tcp": (True, "data lanes reach every peer" if forced is None else "data lanes, as llm.Transport asks"),
     }
     # cma alone reaches no pool by itself: for what the peer exports it is used when it is asked for only.
-    candidates = ("inproc", "shm", "tcp") if forced is None else (forced,)
+    automatic = ("inproc", "shm", "tcp") if nixl == NixlOffer() else ("inproc", "shm", "nixl", "tcp")
+    candidates = automatic if forced is None else (forced,)
     against: list[str] = []
     for name in candidates:
         possible, reason = verdicts[name]
         if possible:
-            return _with_private(name, "; ".join([reason, *against]), forced, private)
+            choice = _with_private(name, "; ".join([reason, *against]), forced, private)
+            return replace(choice, fabric=nixl.fabric) if name == "nixl" else choice
         against.append(f"not {name}: {reason}")
     raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
 

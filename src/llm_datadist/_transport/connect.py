@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport import inproc
-from llm_datadist._transport.choose import NOT_TOLD, Choice, choose
+from llm_datadist._transport.choose import NOT_TOLD, Choice, NixlOffer, choose
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.connection import Connection, DataPath
+from llm_datadist._transport.nixl import Nixl, NixlConnection
+from llm_datadist._transport.nixl_agent import ucx_transports
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import ShmConnection
@@ -33,12 +35,13 @@ Between hosts more connections share a line better than one. Threads, not lanes,
 def exchange_memory_with(
     name: str, token: bytes, exports: Exports | LinkError, forced: str | None, deadline: Deadline, *, here: bool
 ) -> PeerMemory | LinkError | None:
-    """Try the rendezvous, unless the peer lives in this process (``here``) or tcp is forced. Runs on the initiator.
+    """Try the rendezvous, unless the peer lives in this process (``here``) or nixl or tcp is forced. Runs on the
+    initiator.
 
     ``exports`` is what the peer is offered, or why it is offered nothing: then there is no rendezvous.
     Return the peer's memory, which the caller owns, or why there is none; None when it was not tried.
     """
-    if forced == "tcp" or (here and forced in (None, "inproc")):
+    if forced in ("nixl", "tcp") or (here and forced in (None, "inproc")):
         return None
     if isinstance(exports, LinkError):
         return exports
@@ -62,6 +65,7 @@ class PeerIdentity:
     incarnation: bytes
     cookie: bytes
     here: Exports | None
+    fabric: str = ""  # what its NIXL can use; empty where it has none, or does not want it
 
     def proven(self, memory: PeerMemory) -> PeerMemory | LinkRefused:
         """Return the memory if it is this peer's, else close it and return why not."""
@@ -75,16 +79,45 @@ class PeerIdentity:
         return LinkRefused(f"the rendezvous met a stranger: its {what} than the control connection told")
 
 
+@dataclass(frozen=True, slots=True)
+class NixlEndpoint:
+    """What this end offers of NIXL: ``fabric`` is what it can use, empty where it is not to be used: ``why_not``."""
+
+    shared: Nixl
+    fabric: str
+    why_not: str = ""
+
+    def offer(self, theirs: str) -> NixlOffer:
+        """Return what both ends can use, when the peer can use ``theirs``."""
+        if not self.fabric and not theirs:
+            return NixlOffer()
+        if not self.fabric:
+            return NixlOffer("", self.why_not)
+        if not theirs:
+            return NixlOffer("", "the peer has no NIXL, or does not allow it (llm.NixlPlaintext, llm.PeerPolicy)")
+        if "tcp" in (self.fabric, theirs):
+            return NixlOffer("tcp", f"UCX has no RDMA at both ends, it uses {ucx_transports('tcp')}")
+        return NixlOffer("rdma", f"UCX uses RDMA ({ucx_transports('rdma')})")
+
+
 class ConnectionBuilder:
     """Chooses the transports from the outcome of the rendezvous, and opens the data path.
 
     Owns the peer's memory until :meth:`open` has made a connection that does, or :meth:`close`. Used by one thread.
 
     ``memory`` is the outcome of the rendezvous, taken over. ``forced`` is the one transport to be used for everything.
+    ``nixl`` is None where this end has no NIXL to offer at all.
     """
 
-    def __init__(self, peer: PeerIdentity, memory: PeerMemory | LinkError | None, forced: str | None) -> None:
+    def __init__(
+        self,
+        peer: PeerIdentity,
+        memory: PeerMemory | LinkError | None,
+        forced: str | None,
+        nixl: NixlEndpoint | None = None,
+    ) -> None:
         self._peer = peer
+        self._nixl = nixl
         same_host = peer.proven(memory) if isinstance(memory, PeerMemory) else memory
         self._memory = same_host if isinstance(same_host, PeerMemory) else None
         try:
@@ -93,6 +126,7 @@ class ConnectionBuilder:
                 same_host=same_host,
                 forced=forced,
                 private=self._why_not_cma(forced, same_host),
+                nixl=NixlOffer() if nixl is None else nixl.offer(peer.fabric),
             )
         except BaseException:
             self.close()
@@ -109,7 +143,14 @@ class ConnectionBuilder:
 
     @property
     def wants_lanes(self) -> bool:
+        """True where this end dials lanes if it dials at all; else it uses those that the peer has dialled."""
+        if self.choice.name == "nixl":
+            return self._nixl is not None and self._nixl.shared.fallback
         return "tcp" in (self.choice.name, self.choice.private)
+
+    def uses(self, group: LaneGroup) -> bool:
+        """Return True if the data path, once it is open, owns the lanes of ``group``."""
+        return "tcp" in (self.choice.name, self.choice.private) or (self.choice.name == "nixl" and len(group) > 0)
 
     def open(
         self,
@@ -125,7 +166,7 @@ class ConnectionBuilder:
         it has what the peer has dialled by now. ``writable``: peers may write each other (RCA). ``reconnect`` dials so
         many new lanes within a deadline, at the end that can dial.
         """
-        if self.wants_lanes and reconnect is None and not len(group):
+        if self.wants_lanes and self.choice.name != "nixl" and reconnect is None and not len(group):
             # Only the peer could dial lanes, and it needs none itself.
             if self.choice.name == "tcp":
                 raise LinkRefused("the peer chose tcp and dialled no data lanes")
@@ -138,6 +179,10 @@ class ConnectionBuilder:
                 return inproc.connect(self._peer.here)
             if transport == "tcp":
                 return TcpConnection(lanes, group, writable=writable, reconnect=reconnect)
+            if transport == "nixl":
+                assert self._nixl is not None, "nixl is chosen where both ends have it"
+                fallback = TcpConnection(lanes, group, writable=writable, reconnect=reconnect) if len(group) else None
+                return NixlConnection(self._nixl.shared, self.choice.fabric, writable=writable, fallback=fallback)
             assert self._memory is not None, "shm and cma are chosen after a rendezvous only"
             held = self._memory.share()
             return ShmConnection(held) if transport == "shm" else CmaConnection(held, writable=writable)

@@ -175,6 +175,15 @@ class Connection(AbstractContextManager["Connection"]):
     def drop_lanes(self) -> None:
         """Drop every lane, because the peer asks for new ones."""
 
+    @property
+    def remark(self) -> str:
+        """What became of this connection since it was chosen, to follow the reason; empty, as a rule."""
+        return ""
+
+    def progress_seconds(self) -> float:
+        """Return the CPU time of threads that another library runs for this connection, in seconds."""
+        return 0.0
+
     def peer_ended(self) -> bool:
         """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed

@@ -264,7 +264,7 @@ class _LaneTransfer:
         if outcome.ending is Ending.TRAILER:
             return TransferFailed(f"{progress}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:
-            return _refusal(outcome, progress, untouched=untouched)
+            return refusal(outcome, progress, untouched=untouched)
         # The caller, which knows the link, finds out whether the peer is lost or only the lane.
         return PeerLost(f"{progress}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
@@ -274,7 +274,7 @@ def _untouched(outcome: Outcome) -> bool:
     return outcome.ending is Ending.REFUSED and outcome.code != TORN
 
 
-def _refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
+def refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
     """Return the target's refusal as the exception a caller expects."""
     code = code_2_status(outcome.code)  # the engine's own are small numbers, which no status of the interface is
     text = " ".join(f"{progress}: the peer refused: {outcome.text}".splitlines())

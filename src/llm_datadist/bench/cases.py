@@ -43,8 +43,16 @@ _TAKES: Final = {
     Op.ALLOC: _SHAPE,
     Op.LINK: {"transport", "passes", "against"},
 }
-_LIMIT: Final = {"shm": "memcpy", "inproc": "memcpy", "cma": "cma", "tcp": "tcp-raw"}
-_PEERS: Final = {"shm": ("nixl",), "inproc": (), "cma": ("nixl",), "tcp": ("nixl-tcp", "mooncake")}
+_LIMIT: Final = {"shm": "memcpy", "inproc": "memcpy", "cma": "cma", "tcp": "tcp-raw", "nixl": "tcp-raw"}
+_PEERS: Final = {
+    "shm": ("nixl",),
+    "inproc": (),
+    "cma": ("nixl",),
+    "tcp": ("nixl-tcp", "mooncake"),
+    "nixl": ("nixl-tcp",),
+}
+#: What moves bytes as between two hosts.
+_BETWEEN_HOSTS: Final = ("tcp", "nixl")
 #: Between two hosts there is no shared memory: what a peer does over tcp is what ours over tcp is compared with.
 _OVER_TCP: Final = {"nixl": "nixl-tcp"}
 #: A later pass moves about so much, but repeats nothing more often than that.
@@ -188,14 +196,14 @@ def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
     if op in (Op.COPY, Op.SWAP):
         return ("memcpy", "torch")
     if op is Op.LATENCY:
-        return ("nixl", "nixl-prepared") if transport != "tcp" else ("nixl-tcp",)
+        return ("nixl", "nixl-prepared") if transport not in _BETWEEN_HOSTS else ("nixl-tcp",)
     return ()
 
 
 def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
     names = _usual_against(request.op, transport) if request.against is None else request.against
-    if transport == "tcp":
+    if transport in _BETWEEN_HOSTS:
         names = tuple(_OVER_TCP.get(name, name) for name in names)
     names = tuple(dict.fromkeys(names))
     limits = [name for name in names if name in LIMITS]

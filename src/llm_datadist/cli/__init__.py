@@ -1,4 +1,4 @@
-"""The command ``llm-datadist``. Needs the extra ``[cli]``: typer and rich."""
+"""The command ``llm-datadist``. Needs the extra ``[cli]``: typer, rich and textual."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 __all__ = ["main"]
 
 _USAGE_ERROR: Final = 2
-_EXTRA: Final = {"typer", "rich"}
+_EXTRA: Final = {"typer", "rich", "textual"}
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import typer
 
 from llm_datadist.cli.bench import bench
 from llm_datadist.cli.keys import keys
+from llm_datadist.cli.top import top
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
@@ -73,4 +74,5 @@ def demo(
 
 
 app.command()(bench)
+app.command()(top)
 app.add_typer(keys, name="keys")

@@ -58,6 +58,7 @@ class Transport(StrEnum):
     SHM = "shm"
     CMA = "cma"
     TCP = "tcp"
+    NIXL = "nixl"
     INPROC = "inproc"
 
 

@@ -251,6 +251,8 @@ def _describe_security(result: DemoResult) -> str:
         return "none: any process of this host could have linked (--secure)"
     if result.transport == "tcp":
         return "both ends proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
+    if result.transport == "nixl":
+        return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes were not"
     return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
 
 

@@ -31,6 +31,8 @@ class Transport(StrEnum):
     """Registered private memory, which the kernel copies, between two processes."""
     TCP = "tcp"
     """Data lanes over loopback, as between two hosts."""
+    NIXL = "nixl"
+    """NIXL over UCX; needs the extra ``[nixl]``."""
     INPROC = "inproc"
     """Both roles as two ``LLMDataDist`` in one process."""
 

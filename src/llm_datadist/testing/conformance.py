@@ -17,10 +17,19 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import CopyPool, Plan, plan_row
-from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, ParamError, ProtocolError, TransferAborted
+from llm_datadist.errors import (
+    DeadlineExceeded,
+    LinkError,
+    LLMException,
+    ParamError,
+    ProtocolError,
+    TransferAborted,
+    TransferFailed,
+)
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer
 from llm_datadist.testing.scene import (
     BUDGET_MS,
+    MOST_TRIES,
     TENSORS,
     PassesLater,
     Scene,
@@ -258,6 +267,42 @@ class TransportConformance:
             assert not unchanged(connection, slot, before)
             assert unchanged(connection, slot, generation)
         assert unchanged(connection, other, untouched)
+
+    def test_what_is_revoked_during_the_transfer_never_passes(self, peer: Peer, connection: Connection) -> None:
+        """A read whose guard was advanced before its last byte had come is no success."""
+        nbytes, seen = REGION_BYTES[1], 0
+        remote = beginning_of(peer, connection, 1, nbytes, writable=False)
+        plan, into = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes), np.zeros(nbytes, np.uint8)
+        peer.poke(1, np.full(nbytes, 7, np.uint8))
+        for _ in range(MOST_TRIES):
+            slot, generation = peer.guard()
+            peer.hold(slot, generation)
+            into[:] = 0
+            revoked_at: list[int] = []
+
+            def revoke(slot: int, revoked_at: list[int], ended: threading.Event) -> None:
+                while not into[0] and not ended.is_set():
+                    pass
+                peer.advance(slot)
+                revoked_at.append(int(np.count_nonzero(into)))
+
+            ended = threading.Event()
+            revoking = threading.Thread(target=revoke, args=(slot, revoked_at, ended))
+            revoking.start()
+            try:
+                connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
+                whole = connection.capabilities.remote_guards or unchanged(connection, slot, generation)
+            except TransferFailed:
+                whole = False
+            ended.set()
+            revoking.join()
+            during = revoked_at[0] < nbytes
+            assert not (whole and during), revoked_at
+            seen += during
+            if seen:
+                break
+        else:
+            pytest.skip(f"the guard was never advanced in time, in {MOST_TRIES} transfers of {nbytes} bytes")
 
     @pytest.mark.parametrize("slot", [0, 64, 2**40])
     def test_guards_refuse_what_is_no_slot(self, connection: Connection, slot: int) -> None:

@@ -82,6 +82,9 @@ class Peer(ABC):
     def advance(self, slot: int) -> int:
         """Advance a guard and return its new generation."""
 
+    def hold(self, slot: int, generation: int) -> None:  # noqa: B027 (not every transport needs it)
+        """Let every transfer from now on depend on a guard; only where its owner checks it (``remote_guards``)."""
+
 
 class LocalPeer(Peer):
     """A peer in this process, registered for the inproc transport until :meth:`close`. Owns its memory.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCKS",
     "BUDGET_MS",
+    "MOST_TRIES",
     "TENSORS",
     "PassesLater",
     "Scene",
@@ -46,6 +47,7 @@ __all__ = [
 
 BLOCKS: Final = 16
 TENSORS: Final = 5
+MOST_TRIES: Final = 50  # of what another thread must happen to do meanwhile
 BUDGET_MS: Final = 20_000  # budget of calls that are expected to succeed: only a hang can use it up
 
 

@@ -133,6 +133,7 @@ def _hello(rng: random.Random) -> list[Any]:
         rng.randbytes(16),
         transport,
         *_nonce_and_share(rng),
+        rng.choice(("", "", "tcp", "rdma")),
     ]
     return ["hello", *greeting, wanted, rng.random() < 0.2, token, *_communicator(rng)]
 
@@ -158,7 +159,7 @@ def _welcome(rng: random.Random) -> list[Any]:
     rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
     greeting = [PROTOCOL_VERSION, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16)]
     transport = rng.choice((None, "tcp", "x\ny"))
-    return ["welcome", *greeting, transport, *_nonce_and_share(rng), rendezvous, rng.randbytes(16), _proof(rng)]
+    return ["welcome", *greeting, transport, *_nonce_and_share(rng), "", rendezvous, rng.randbytes(16), _proof(rng)]
 
 
 def _transport_choice(rng: random.Random) -> list[Any]:
@@ -229,6 +230,30 @@ def resolved(rng: random.Random, number: int, tensors: int = 4) -> list[Any]:
     return ["resolved", number, rng.randrange(9), shape, rng.randrange(8), regions, offsets, guards, rng.randrange(3)]
 
 
+def _nixl_request(rng: random.Random) -> bytes:
+    """Return a request of the transport nixl that could be meant."""
+    if rng.random() < 0.3:
+        return _encode([2, _id(rng), rng.random() < 0.8])
+    receiver = rng.choice((None, ["0123456789abcdef", 1, rng.randbytes(9), "1.5.1"]))
+    places = [rng.randbytes(8 * rng.randrange(3)) for _ in range(2)]
+    write, direct = rng.random() < 0.5, rng.random() < 0.5
+    return _encode([1, _id(rng), write, direct, rng.randbytes(58), receiver, *places, "", rng.randrange(60_000)])
+
+
+def _nixl_answer(rng: random.Random) -> bytes:
+    """Return an answer of the transport nixl that could be meant."""
+    receiver = ["0123456789abcdef", 1, rng.randbytes(9), "1.5.1"]
+    return _encode(
+        rng.choice(
+            (
+                [3, _id(rng), receiver, rng.randbytes(8), rng.randbytes(8)],
+                [4, "0123456789abcdef/1"],
+                [5, rng.randrange(9), "no", rng.random() < 0.5],
+            )
+        )
+    )
+
+
 def _token(rng: random.Random) -> bytes:
     """Return one of a few tokens, so that messages meet."""
     return bytes([rng.randrange(4)]) * 16 if rng.random() < 0.8 else rng.randbytes(rng.choice((0, 15, 16, 17)))
@@ -276,6 +301,8 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     "claimed": (2, _claimed),
     "claimended": (4, lambda rng: ["claimended", _token(rng), rng.random() < 0.5]),
     "verify": (6, _verify),
+    "nixlask": (3, lambda rng: ["nixlask", _id(rng), _nixl_request(rng)]),
+    "nixlsaid": (3, lambda rng: ["nixlsaid", _id(rng), _nixl_answer(rng)]),
     "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
 }
 #: What has its place in a handshake, and none on a link.

@@ -103,6 +103,7 @@ def good_welcome(incarnation: bytes) -> Welcome:
         transport=None,
         nonce=bytes(16),
         lane_share=b"",
+        fabric="",
         rendezvous="@x",
         lane_token=bytes(16),
         proof=b"",

@@ -28,9 +28,9 @@ _PEERS_PACKAGE: Final = "benchmarks.peers."
 _IMPORT_S: Final = 120
 
 OURS: Final = {
-    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:Ours@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:Ours@{name}" for name in ("shm", "cma", "tcp", "nixl")},
     **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:ByKey@{name}" for name in ("shm", "cma", "tcp")},
-    **{f"ours-{name}-link": f"llm_datadist.bench.sides.ours:Linking@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-link": f"llm_datadist.bench.sides.ours:Linking@{name}" for name in ("shm", "cma", "tcp", "nixl")},
     "ours-inproc": "llm_datadist.bench.sides.ours:Inproc",
     "ours-copy-blocks": "llm_datadist.bench.sides.local:CopyBlocks",
     "ours-copy-cache": "llm_datadist.bench.sides.local:CopyCache",

@@ -1,0 +1,144 @@
+"""The statistics page: a memfd in which an LLMDataDist publishes ``statistics()``, for ``llm-datadist top``.
+
+The control thread writes it once a second, in a sequence lock: the number in the header is odd while it writes. Readers
+find it as ``/proc/<pid>/fd/<n>``, which the kernel opens for processes of the same user only. It ends with its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from llm_datadist._log import logger
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist.metrics import Statistics
+
+__all__ = ["PageError", "StatisticsPage", "instances", "read_page"]
+
+_NAME: Final = "llm-datadist-statistics"
+_MAGIC: Final = b"lldd-sta"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("<8sIIQdQQ")  # magic, version, pid, sequence, time, cluster id, bytes that follow
+_CAPACITY: Final = 1 << 20  # takes only the memory that is written
+_PERIOD: Final = 1.0
+#: Entries that are kept of each long part when the whole does not fit.
+_KEPT: Final = 100
+_TRIES: Final = 200
+_TRY_SECONDS: Final = 0.001
+
+
+class PageError(Exception):
+    """A page that cannot be read: of another version, or half written for too long."""
+
+
+class StatisticsPage:
+    """The page of one LLMDataDist. Everything but ``close`` is called on the control thread."""
+
+    def __init__(self, cluster_id: int, content: Callable[[], tuple[str, Statistics]]) -> None:
+        self._cluster_id, self._content = cluster_id, content
+        self._sequence = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, _CAPACITY)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Write now, and again each second."""
+        self._timer = loop.call_later(_PERIOD, self.start, loop)
+        try:
+            self.write()
+        except Exception as error:  # noqa: BLE001 (the page is a view: it never breaks what it shows)
+            logger.warning("the page of statistics was not written: %r", error)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def write(self) -> None:
+        """Publish the statistics of this moment."""
+        role, now = self._content()
+        body = _encode(role, now, truncated=False)
+        if len(body) > _CAPACITY - _HEADER.size:
+            cut = {name: getattr(now, name)[:_KEPT] for name in ("keys", "links", "redials", "communicators")}
+            body = _encode(role, replace(now, **cut), truncated=True)
+        self._sequence += 1
+        self._write_header(0)
+        os.pwrite(self._fd, body, _HEADER.size)
+        self._sequence += 1
+        self._write_header(len(body))
+
+    def _write_header(self, length: int) -> None:
+        fields = _MAGIC, _VERSION, os.getpid(), self._sequence, time.time(), self._cluster_id, length
+        os.pwrite(self._fd, _HEADER.pack(*fields), 0)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent; also for a forked child, which has a copy of the descriptor."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _encode(role: str, now: Statistics, *, truncated: bool) -> bytes:
+    return msgspec.json.encode({"role": role, "truncated": truncated, "statistics": now})
+
+
+def instances() -> list[dict[str, Any]]:
+    """Return what the LLMDataDists of this user on this host publish, by process and cluster id.
+
+    Each has ``pid``, ``cluster_id``, ``role``, ``age_seconds`` of the page, ``truncated`` and ``statistics``.
+    """
+    seen: set[int] = set()
+    found = []
+    for fd in _pages():
+        try:
+            inode = os.fstat(fd).st_ino
+            if inode not in seen:
+                seen.add(inode)
+                with suppress(PageError):  # made this moment, or of another version of this library
+                    found.append(read_page(fd))
+        finally:
+            os.close(fd)
+    return sorted(found, key=lambda each: (each["pid"], each["cluster_id"]))
+
+
+def _pages() -> Iterator[int]:
+    """Yield a descriptor of each page that this user may open; the caller closes it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            for entry in os.listdir(process / "fd"):
+                path = process / "fd" / entry
+                with suppress(OSError):
+                    if os.readlink(path).startswith(f"/memfd:{_NAME} "):
+                        yield os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def read_page(fd: int) -> dict[str, Any]:
+    """Return one whole page; a half-written one is read again. Raises PageError."""
+    for _ in range(_TRIES):
+        header = os.pread(fd, _HEADER.size, 0)
+        magic, version, pid, sequence, when, cluster_id, length = _HEADER.unpack(header)
+        if (magic, version) != (_MAGIC, _VERSION) and any(header):
+            raise PageError(f"version {version} of the page is not {_VERSION}")
+        body = os.pread(fd, length, _HEADER.size)
+        if length and sequence % 2 == 0 and os.pread(fd, _HEADER.size, 0) == header:
+            age = max(0.0, time.time() - when)
+            return {"pid": pid, "cluster_id": cluster_id, "age_seconds": age, **msgspec.json.decode(body)}
+        time.sleep(_TRY_SECONDS)
+    raise PageError("the page is half written")

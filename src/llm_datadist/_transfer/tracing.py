@@ -1,0 +1,146 @@
+"""Spans of OpenTelemetry, one for each public call (``llm.Tracing``); without that option this module is not loaded.
+
+A span is the child of the caller's current one, and is current itself while the call runs. Whatever a tracer raises is
+logged, and the call goes on without it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from llm_datadist._log import logger
+from llm_datadist._transfer.meters import Meters, Uncounted
+from llm_datadist._transfer.resolution import RemoteName
+from llm_datadist.errors import LLMException, LLMStatusCode
+
+try:
+    from opentelemetry import context, trace
+    from opentelemetry.trace import SpanKind, StatusCode
+except ImportError as error:
+    raise LLMException(
+        "llm.Tracing needs opentelemetry-api: pip install 'open-datadist[otel]'",
+        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    ) from error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from opentelemetry.trace import Span
+    from opentelemetry.util.types import AttributeValue
+
+    from llm_datadist._native import Timer
+    from llm_datadist._transfer.meters import Logged
+
+_PREFIX: Final = "llm_datadist."
+#: How the log's text of a call ends whose last argument is the number of its blocks.
+_BLOCKS: Final = "%d blocks"
+
+_tracer: Final = trace.get_tracer("llm_datadist")
+_current: ContextVar[Call | None] = ContextVar("llm_datadist call", default=None)
+
+
+class Call(Uncounted):
+    """One public call with its span. Used by one thread. ``nbytes``: what it moved; ``transport``: over what."""
+
+    def __init__(self, name: str, peers: Iterable[int | None], blocks: int | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self.nbytes = 0
+        self.transport = ""
+        known = [str(each) for each in peers if each is not None]  # text: uint64 is more than an attribute can hold
+        self._attributes: dict[str, AttributeValue] = {_PREFIX + "operation": name}
+        if known:
+            self._attributes[_PREFIX + "peer"] = known[0] if len(known) == 1 else known
+        if blocks is not None:
+            self._attributes[_PREFIX + "blocks"] = blocks
+        self._span: Span | None = None
+        self._token: Any = None
+        self._outer: Any = None
+
+    def __enter__(self) -> Self:
+        _safely(self._begin)
+        self._outer = _current.set(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        _current.reset(self._outer)
+        if error is not None:
+            self.error = error
+            self.status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
+        if self._token is not None:
+            _safely(context.detach, self._token)
+        if self._span is not None:
+            _safely(self._describe, self._span)
+            _safely(self._span.end)  # also where it could not be described
+
+    def _begin(self) -> None:
+        remote = _PREFIX + "peer" in self._attributes
+        kind = SpanKind.CLIENT if remote else SpanKind.INTERNAL
+        self._span = _tracer.start_span(self.name, kind=kind, attributes=self._attributes)
+        self._token = context.attach(trace.set_span_in_context(self._span))
+
+    def _describe(self, span: Span) -> None:
+        if not span.is_recording():
+            return
+        span.set_attribute(_PREFIX + "bytes", self.nbytes)
+        span.set_attribute(_PREFIX + "status", self.status.name)
+        if self.transport:
+            span.set_attribute(_PREFIX + "transport", self.transport)
+        if self.status is LLMStatusCode.LLM_SUCCESS:
+            return
+        if self.error is not None:
+            span.record_exception(self.error)
+        span.set_status(StatusCode.ERROR, str(self.error or self.status.name))
+
+
+class TracedMeters(Meters):
+    """Counts operations, with a span for each of them that is a call of its own."""
+
+    def span(self, name: str, detail: str = "", *args: object) -> Traced:  # type: ignore[override]  # what callers use of it is the same
+        """Add a span to :meth:`Meters.span`. A part of a call, such as one layer, adds its bytes to the call's span."""
+        timer = super().span(name, detail, *args)
+        call = _current.get()
+        if call is not None and call.name == name:
+            return Traced(timer, call, part=True)
+        peers = [each.cluster_id for each in args if isinstance(each, RemoteName)]
+        blocks = args[-1] if detail.endswith(_BLOCKS) else None
+        return Traced(timer, Call(name, peers, blocks if isinstance(blocks, int) else None), part=False)
+
+    def call(self, name: str, peers: Iterable[int | None] = ()) -> Call:
+        """Return the span of a call that is not counted."""
+        return Call(name, peers)
+
+
+@dataclass(slots=True)
+class Traced:
+    """An operation that is counted, in the span of its call."""
+
+    _timer: Timer | Logged
+    _call: Call
+    part: bool
+    nbytes: int = 0
+    transport: str = ""
+
+    def __enter__(self) -> Self:
+        if not self.part:
+            self._call.__enter__()
+        self._timer.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._timer.nbytes, self._timer.transport = self.nbytes, self.transport
+        self._timer.__exit__(kind, error, traceback)
+        self._call.nbytes += self.nbytes
+        self._call.transport = self.transport or self._call.transport
+        if not self.part:
+            self._call.__exit__(kind, error, traceback)
+
+
+def _safely(step: Callable[..., object], *args: object) -> None:
+    """Do a step of the tracer's; log what it raises."""
+    try:
+        step(*args)
+    except Exception as error:  # noqa: BLE001 (code of the user's tracer, which must not break a transfer)
+        logger.warning("a span of OpenTelemetry is lost or incomplete: %r", error)

@@ -1,0 +1,374 @@
+"""One NIXL agent of this process: registered memory, and transfers to or from the memory of one peer.
+
+NIXL cannot stop a transfer: bytes of one that was given up may come later. Only the end of the agent stops them,
+because that closes its connections (and, with RDMA, makes its keys invalid). So each end of a link has two agents of
+its own, which end without any harm to other links: a *sender*, which starts transfers, and a *receiver*, into whose
+memory the peer writes. The receiver has a thread of UCX that makes progress; the sender has none, because the thread
+that waits for a transfer makes it. With a thread of UCX at the sending end too, two threads would fight for one lock,
+at half the speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging.config
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from llm_datadist._log import logger
+from llm_datadist.errors import LinkRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from numpy.typing import NDArray
+
+NOT_INSTALLED: Final = (
+    "NIXL is not installed: pip install 'open-datadist[nixl]', or without the torch that its wheel declares and never "
+    "imports: pip install --no-deps nixl nixl-cu12"
+)
+#: What UCX may use, as it spells it. Shared memory is left out: the end of an agent does not stop a writer that has
+#: mapped our memory.
+_TLS: Final = {"rdma": "ib,efa,srd", "tcp": "tcp"}
+_SHARED_MEMORY: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self"})
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+#: A transfer is posted in parts: between two of them its deadline is looked at.
+_PART_BYTES: Final = 16 << 20
+#: One moves while the next is posted.
+_PARTS_ON_THEIR_WAY: Final = 2
+_PAUSE_SECONDS: Final = 50e-6
+#: What a receiver's thread sleeps at most when nothing comes; what comes wakes it. With NIXL's own default, none, it
+#: takes a whole core.
+_SLEEP_MICROSECONDS: Final = 100_000
+#: Polls without a pause: a small transfer is over before.
+_QUICK_POLLS: Final = 50
+#: The threads that come with a new agent are told from others while no other agent is made.
+_making: Final = threading.Lock()
+
+
+class NixlFailed(Exception):
+    """A transfer, or the making of an agent, failed inside NIXL; bytes may have moved, and may still."""
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a receiver is. ``metadata`` is empty if the peer has said that it knows this ``version`` of it.
+
+    ``package`` is the version of NIXL, for messages: metadata of another version may not be understood.
+    """
+
+    name: str
+    version: int
+    metadata: bytes
+    package: str
+
+    @property
+    def known_as(self) -> str:
+        """Return what a sender says that has loaded this."""
+        return f"{self.name}/{self.version}"
+
+
+def installed() -> bool:
+    """Return True if the package is there; it is not imported."""
+    try:
+        return importlib.util.find_spec("nixl") is not None
+    except ImportError:
+        return False
+
+
+def package_version() -> str:
+    """Return the version of the installed package, "?" if it tells none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("nixl")
+    except PackageNotFoundError:
+        return "?"
+
+
+@cache
+def usable(fabric: str) -> str:
+    """Return why UCX cannot use a fabric; empty if it can. The first agent of a process takes half a second."""
+    try:
+        Agent(fabric, progress=False).end()
+    except (NixlFailed, LinkRefused) as error:
+        return str(error)
+    return ""
+
+
+@cache
+def fabric() -> str:
+    """Return what UCX can use on this host: ``rdma``, ``tcp``, or "" where NIXL is not installed.
+
+    Where there are RDMA devices an agent that may use nothing else is made once, and thrown away: so ``rdma`` is what
+    UCX has really picked.
+    """
+    if not installed():
+        return ""
+    if _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()):
+        if not (reason := usable("rdma")):
+            return "rdma"
+        logger.info("nixl uses tcp: there are RDMA devices, and UCX cannot use them: %s", reason)
+    return "tcp"
+
+
+def ucx_transports(fabric: str) -> str:
+    """Return what UCX is told to use: ``UCX_TLS`` of the environment where it is set. Raises LinkRefused."""
+    chosen = os.environ.get("UCX_TLS", "")
+    if fabric == "rdma" or not chosen:
+        return _TLS[fabric]
+    if chosen.startswith("^") or _SHARED_MEMORY.intersection(chosen.split(",")):
+        raise LinkRefused(
+            f"UCX_TLS={chosen} lets UCX use shared memory, where a transfer that was given up cannot be stopped: name "
+            "transports between hosts, or leave it unset"
+        )
+    return chosen
+
+
+def spans_of(bases: NDArray[np.uint64], offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return NIXL's descriptors (address, bytes, device 0) of every run of every tensor, shape (T * R, 3)."""
+    spans = np.zeros((len(bases), len(offsets), 3), np.uint64)
+    np.add(bases[:, None], offsets[None, :], out=spans[:, :, 0])
+    spans[:, :, 1] = nbytes
+    return spans.reshape(-1, 3)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far one transfer has come: bytes of the parts that are over."""
+
+    done: int = 0
+
+
+class Agent:
+    """One NIXL agent. Used by one thread at a time; :meth:`end` too. Raises NixlFailed for whatever NIXL raises.
+
+    ``pools``: spans (address, bytes) that are registered at once; other memory is registered when it is used.
+    """
+
+    def __init__(self, fabric: str, *, progress: bool, pools: Iterable[tuple[int, int]] = ()) -> None:
+        self.name = secrets.token_hex(8)
+        self.version = 0  # of what is registered
+        self.loaded = ""  # the one receiver of the peer that this agent knows, see Address.known_as
+        self._pools = list(pools)
+        self._others: set[tuple[int, int]] = set()  # registered, outside the pools
+        self._metadata: tuple[int, bytes] = (-1, b"")
+        with _making:
+            before = _threads()
+            self._nixl: _Bound | None = _Bound(self.name, ucx_transports(fabric), progress=progress)
+            #: Ids of the threads that came with it.
+            self.threads = _threads() - before
+        if self._pools:
+            self._register(self._pools)
+
+    def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
+        """Register tensors of ``extent`` bytes, unless they are."""
+        inside = np.zeros(len(bases), bool)
+        for address, nbytes in self._pools:
+            inside |= (bases >= address) & (bases + np.uint64(extent) <= address + nbytes)
+        if inside.all():
+            return
+        missing = {(base, extent) for base in bases[~inside].tolist()} - self._others
+        if missing:
+            self._register(sorted(missing))
+            self._others |= missing
+
+    def covers_any(self, bases: Iterable[int]) -> bool:
+        """Return True if one of these tensors was registered by :meth:`cover`, outside the pools."""
+        known = {base for base, _ in self._others}
+        return not known.isdisjoint(bases)
+
+    def address(self, known: str) -> Address:
+        """Return where this receiver is, without the metadata if the peer says that it knows them."""
+        if self._metadata[0] != self.version:
+            self._metadata = (self.version, self._call(lambda nixl: nixl.agent.getLocalMD()))
+        here = Address(self.name, self.version, self._metadata[1], package_version())
+        return msgspec.structs.replace(here, metadata=b"") if known == here.known_as else here
+
+    def load(self, address: Address) -> bool:
+        """Learn where a receiver of the peer is; return False if its metadata is needed and not there."""
+        if self.loaded == address.known_as:
+            return True
+        if not address.metadata:
+            return False
+        try:
+            name = self._call(lambda nixl: nixl.agent.loadRemoteMD(address.metadata))
+        except NixlFailed as error:
+            raise NixlFailed(
+                f"{error}: the metadata of the peer, of NIXL {address.package}, mean nothing to NIXL "
+                f"{package_version()} here"
+            ) from error
+        if name not in (address.name, address.name.encode()):
+            raise NixlFailed("the metadata of the peer are those of another agent than it names")
+        self.loaded = address.known_as
+        return True
+
+    def move(
+        self,
+        verb: str,
+        here: NDArray[np.uint64],
+        there: NDArray[np.uint64],
+        stop: Callable[[], bool],
+        progress: Progress,
+    ) -> bool:
+        """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``; False if stopped.
+
+        The receiver is the one that was loaded. After False, or an exception, bytes may still move until :meth:`end`.
+        """
+        ends = np.cumsum(here[:, 1])
+        peer, first = self.loaded.partition("/")[0], 0
+        posted: deque[tuple[int, Any, int]] = deque()
+        try:
+            while first < len(here) or posted:
+                if stop():
+                    return False
+                if first < len(here) and len(posted) < _PARTS_ON_THEIR_WAY:
+                    begun = int(ends[first - 1]) if first else 0
+                    last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
+                    handle, state = self._post(verb, here[first:last], there[first:last], peer)
+                    posted.append((handle, state, int(ends[last - 1])))
+                    first = last
+                    continue
+                handle, state, upto = posted[0]
+                if not self._wait(handle, state, stop):
+                    return False
+                posted.popleft()
+                self._release(handle)
+                progress.done = upto
+        finally:
+            for handle, _, _ in posted:
+                self._release(handle)
+        return True
+
+    def _post(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> tuple[int, Any]:
+        handle = self._call(lambda nixl: nixl.prepare(verb, here, there, peer))
+        try:
+            return handle, self._call(lambda nixl: nixl.agent.postXferReq(handle, ""))
+        except BaseException:
+            self._release(handle)
+            raise
+
+    def _wait(self, handle: int, state: Any, stop: Callable[[], bool]) -> bool:  # noqa: ANN401 (NIXL has no types)
+        """Return True once a posted part is done, False if it is to stop before."""
+        polls, nixl = 0, self._bound()
+        while state == nixl.in_progress:
+            if stop():
+                return False
+            polls += 1
+            if polls > _QUICK_POLLS:
+                time.sleep(_PAUSE_SECONDS)
+            state = self._call(lambda nixl: nixl.agent.getXferStatus(handle))
+        if state != nixl.success:
+            raise NixlFailed(f"a transfer ended as {state}")
+        return True
+
+    def _release(self, handle: int) -> None:
+        """Give a handle back; where NIXL cannot while it moves bytes, the end of the agent does."""
+        try:
+            self._call(lambda nixl: nixl.agent.releaseXferReq(handle))
+        except NixlFailed as error:
+            logger.debug("nixl: a transfer in progress is released with its agent: %s", error)
+
+    def end(self) -> None:
+        """End the agent: no byte comes or goes through it any more. Idempotent."""
+        self._nixl = None
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the threads that came with this agent, in seconds."""
+        return sum(_cpu_seconds(thread) for thread in self.threads)
+
+    def _register(self, spans: Iterable[tuple[int, int]]) -> None:
+        self._call(lambda nixl: nixl.register([(address, nbytes, 0, "") for address, nbytes in spans]))
+        self.version += 1
+
+    def _bound(self) -> _Bound:
+        if self._nixl is None:
+            raise NixlFailed("the agent has ended")
+        return self._nixl
+
+    def _call(self, call: Callable[[_Bound], Any]) -> Any:  # noqa: ANN401 (NIXL has no types)
+        nixl = self._bound()
+        try:
+            return call(nixl)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise NixlFailed(str(error) or type(error).__name__) from error
+
+
+def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
+    """Return NIXL's bindings, and keep its package from configuring the logging of the whole program.
+
+    Its ``dictConfig`` at import closes all handlers that exist; one that was opened with mode "w" then logs nothing.
+    """
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        from nixl import _bindings
+    except ImportError as error:
+        raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
+    finally:
+        logging.config.dictConfig = configure
+    return _bindings
+
+
+class _Bound:
+    """NIXL's own agent, by its bindings: its Python class gives a thread that makes progress a whole core."""
+
+    def __init__(self, name: str, transports: str, *, progress: bool) -> None:
+        _bindings = _import_bindings()
+        try:
+            self._api = _bindings
+            self.success, self.in_progress = _bindings.NIXL_SUCCESS, _bindings.NIXL_IN_PROG
+            self._verbs = {"WRITE": _bindings.NIXL_WRITE, "READ": _bindings.NIXL_READ}
+            config = _bindings.nixlAgentConfig()
+            config.useProgThread, config.useListenThread = progress, False
+            config.pthrDelay = _SLEEP_MICROSECONDS
+            config.syncMode = _bindings.NIXL_THREAD_SYNC_STRICT
+            self.agent = _bindings.nixlAgent(name, config)
+            parameters, _ = self.agent.getPluginParams("UCX")
+            parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
+            self._ucx = [self.agent.createBackend("UCX", parameters)]
+        except Exception as error:
+            raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
+
+    def register(self, spans: list[tuple[int, int, int, str]]) -> None:
+        self.agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, spans), self._ucx)
+
+    def prepare(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> int:
+        """Return the handle of a transfer that is to be posted."""
+        mine, theirs = (
+            self._api.nixlXferDList(self._api.DRAM_SEG, np.ascontiguousarray(each)) for each in (here, there)
+        )
+        handle: int = self.agent.createXferReq(self._verbs[verb], mine, theirs, peer, "", self._ucx)
+        return handle
+
+
+def keep_for_ever(*objects: object) -> None:
+    """Never destroy these: in a forked child the destructor of an agent would wait for threads of the parent."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def _threads() -> frozenset[int]:
+    """Return the ids of the threads of this process that Python knows nothing of."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    return frozenset(int(name) for name in os.listdir("/proc/self/task") if int(name) not in python)
+
+
+def _cpu_seconds(thread: int) -> float:
+    try:
+        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,293 @@
+"""Spans of OpenTelemetry: one for each call, with what it moved, over what and how it ended; none unless asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LayerSynchronizer, TransferWithCacheKeyConfig
+from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
+from tests.support.linking import SUCCESS, explain, free_port, info, link, unlink
+from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from tests.conftest import Pair
+    from tests.support.ends import ChildEnd
+    from tests.support.world import World
+
+TRACED: Final = {"llm.Tracing": "1"}
+PAGED: Final = Spec(tensors=2, rows=4, stride=1024, blocks=True)
+ROWS: Final = Spec(tensors=4, rows=2, stride=64)
+
+
+class Faulty(SpanProcessor):
+    """A processor of the user's that can be made to fail."""
+
+    fails = False
+
+    def on_start(self, span: Span, parent_context: Any = None) -> None:
+        if self.fails:
+            raise RuntimeError("on_start fails")
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self.fails:
+            raise RuntimeError("on_end fails")
+
+
+_exporter: Final = InMemorySpanExporter()
+_faulty: Final = Faulty()
+
+
+@pytest.fixture
+def spans(local_pair: Pair) -> Iterator[InMemorySpanExporter]:
+    """The spans that ended since the test began; the provider is that of this process, which has one for good."""
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(_faulty)
+        provider.add_span_processor(SimpleSpanProcessor(_exporter))
+        trace.set_tracer_provider(provider)
+    _exporter.clear()
+    yield _exporter
+    _exporter.clear()
+
+
+def _shown(span: ReadableSpan) -> dict[str, Any]:
+    return {key.removeprefix("llm_datadist."): value for key, value in (span.attributes or {}).items()}
+
+
+def _start(pair: Pair, *, rca: bool = False) -> tuple[World, World]:
+    """Start both ends in this process, with caches at both; only the decoder's calls are traced."""
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=rca or None)
+    pair.decoder.start("DECODER", 2, extra=TRACED, enable_remote_cache_accessible=rca or None)
+    pair.prompt.do(make, "kv", replace(PAGED, blocks_key=BLOCKS), 1)
+    pair.prompt.do(make, "rows", ROWS, 2)
+    pair.decoder.do(make, "kv", PAGED, 3)
+    pair.decoder.do(make, "rows", ROWS, 4)
+    return pair.prompt.do(lambda world: world), pair.decoder.do(lambda world: world)
+
+
+def _link(pair: Pair) -> None:
+    pair.link()
+    _exporter.clear()
+
+
+def test_each_call_has_one_span_that_says_what_moved_and_over_what(
+    spans: InMemorySpanExporter, local_pair: Pair
+) -> None:
+    prompt, decoder = _start(local_pair, rca=True)
+    _link(local_pair)
+    cm, kv, rows = decoder.cm, decoder.caches["kv"], decoder.caches["rows"]
+    row = CacheKeyByIdAndIndex(1, cache_id(prompt, "rows"), 1)
+    cm.pull_blocks(BLOCKS, kv, [0, 1, 2], [1, 2, 3])
+    cm.push_blocks(BLOCKS, kv, [0, 1], [2, 3])
+    cm.pull_cache(row, rows, 0)
+    cm.push_cache(row, rows, 1)
+    cm.copy_blocks(kv, {0: [1, 2]})
+    cm.copy_cache(rows, rows, 0, 1)
+    cm.transfer_cache_async(rows, Ready(), [TransferWithCacheKeyConfig(row, range(2), range(2))]).synchronize()
+    wait_until(lambda: len(spans.get_finished_spans()) == 7)
+    there: dict[str, Any] = {"peer": "1", "transport": "inproc"}
+    fine: dict[str, Any] = {"status": "LLM_SUCCESS"}
+    assert [(span.name, _shown(span)) for span in spans.get_finished_spans()] == [
+        (name, {"operation": name, **about, **fine})
+        for name, about in [
+            ("pull_blocks", {"blocks": 3, "bytes": 3 * 2 * 1024, **there}),
+            ("push_blocks", {"blocks": 2, "bytes": 2 * 2 * 1024, **there}),
+            ("pull_cache", {"bytes": 4 * 64, **there}),
+            ("push_cache", {"bytes": 4 * 64, **there}),
+            ("copy_blocks", {"bytes": 2 * 2 * 1024}),
+            ("copy_cache", {"bytes": 4 * 64}),
+            ("transfer_cache_async", {"bytes": 4 * 64, **there}),
+        ]
+    ]
+    remote = [SpanKind.CLIENT if "peer" in _shown(span) else SpanKind.INTERNAL for span in spans.get_finished_spans()]
+    assert [span.kind for span in spans.get_finished_spans()] == remote
+    assert {span.status.status_code for span in spans.get_finished_spans()} == {StatusCode.UNSET}
+
+
+@pytest.mark.parametrize("transport", ["shm", "cma", "tcp"])
+def test_the_transport_is_the_one_that_moved_the_bytes(
+    spans: InMemorySpanExporter, local_pair: Pair, children: tuple[ChildEnd, ChildEnd], transport: str
+) -> None:
+    """The peer in a process of its own; over cma its memory is outside its pool, where shm does not reach it."""
+    prompt, decoder = children[0], local_pair.decoder
+    forced = {} if transport == "cma" else {"llm.Transport": transport}
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=forced)
+    try:
+        decoder.start("DECODER", 2, extra=TRACED | forced)
+        prompt.do(make, "kv", replace(PAGED, blocks_key=BLOCKS, memory="private" if transport == "cma" else "pool"), 1)
+        decoder.do(make, "kv", PAGED, 3)
+        decoder.do(link, [info(1, prompt.port)])
+        if transport == "cma" and decoder.do(explain, 1).private_transport != "cma":
+            pytest.skip("the kernel does not let this process read the other one's memory")
+        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
+        assert _shown(spans.get_finished_spans()[-1])["transport"] == transport
+    finally:
+        decoder.stop()
+        prompt.stop()
+
+
+class Ready(LayerSynchronizer):
+    """Every layer is ready; the spans that were current when it was asked are kept."""
+
+    def __init__(self) -> None:
+        self.current: list[str] = []
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        self.current.append(getattr(trace.get_current_span(), "name", ""))
+        return True
+
+
+def test_links_have_spans_too_and_what_fails_has_the_exception_and_an_error(
+    spans: InMemorySpanExporter, local_pair: Pair
+) -> None:
+    _, decoder = _start(local_pair)
+    spans.clear()
+    nowhere = info(5, free_port())
+    assert link(decoder, [info(1, local_pair.prompt.port), nowhere])[0].name == "LLM_LINK_FAILED"
+    with pytest.raises(CacheNotFound):
+        decoder.cm.pull_blocks(BlocksCacheKey(1, 99), decoder.caches["kv"], [0], [0])
+    with pytest.raises(NotLinked):
+        decoder.cm.pull_blocks(BlocksCacheKey(5), decoder.caches["kv"], [0], [0])
+    with pytest.raises(ParamError):
+        decoder.cm.pull_blocks(BLOCKS, decoder.caches["kv"], [0], [77])
+    assert unlink(decoder, [info(1, local_pair.prompt.port)]) == SUCCESS
+    linking, missing, unlinked, outside, unlinking = spans.get_finished_spans()
+    assert [(span.name, _shown(span)["peer"], _shown(span)["status"]) for span in spans.get_finished_spans()] == [
+        ("link_clusters", ("1", "5"), "LLM_LINK_FAILED"),
+        ("pull_blocks", "1", "LLM_KV_CACHE_NOT_EXIST"),
+        ("pull_blocks", "5", "LLM_NOT_YET_LINK"),
+        ("pull_blocks", "1", "LLM_PARAM_INVALID"),
+        ("unlink_clusters", "1", "LLM_SUCCESS"),
+    ]
+    kinds = ["LinkRefused", "CacheNotFound", "NotLinked", "ParamError"]
+    for span, kind in zip((linking, missing, unlinked, outside), kinds, strict=True):
+        assert span.status.status_code is StatusCode.ERROR
+        (event,) = span.events
+        assert event.attributes is not None
+        assert str(event.attributes["exception.type"]).endswith(kind)
+        assert span.status.description == event.attributes["exception.message"]
+    assert unlinking.status.status_code is StatusCode.UNSET
+
+
+def test_the_parent_is_the_callers_span_also_of_awaited_and_layerwise_calls(
+    spans: InMemorySpanExporter, local_pair: Pair
+) -> None:
+    prompt, decoder = _start(local_pair, rca=True)
+    _link(local_pair)
+    tracer, kv, rows = trace.get_tracer("engine"), decoder.caches["kv"], decoder.caches["rows"]
+    row = CacheKeyByIdAndIndex(1, cache_id(prompt, "rows"), 1)
+
+    async def request(name: str) -> None:
+        with tracer.start_as_current_span(name):
+            await decoder.cm.pull_blocks_async(BLOCKS, kv, [0], [0])
+
+    async def requests() -> None:
+        await asyncio.gather(*[request(f"request {n}") for n in range(4)])
+
+    asyncio.run(requests())
+    layers = Ready()
+    with tracer.start_as_current_span("step"):
+        decoder.cm.pull_blocks(BLOCKS, kv, [0], [0])
+        decoder.cm.transfer_cache_async(
+            rows, layers, [TransferWithCacheKeyConfig(row, range(2), range(2))]
+        ).synchronize()
+        assert getattr(trace.get_current_span(), "name", "") == "step"
+    wait_until(lambda: len(spans.get_finished_spans()) == 4 + 4 + 3)
+    known = {span.context.span_id: span for span in spans.get_finished_spans() if span.context is not None}
+    pairs = sorted((known[span.parent.span_id].name, span.name) for span in known.values() if span.parent is not None)
+    assert pairs == [(f"request {n}", "pull_blocks") for n in range(4)] + [
+        ("step", "pull_blocks"),
+        ("step", "transfer_cache_async"),
+    ]
+    assert layers.current == ["transfer_cache_async"] * 2
+
+
+def test_a_tracer_that_fails_breaks_no_transfer(
+    spans: InMemorySpanExporter,
+    local_pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt, decoder = _start(local_pair)
+    _link(local_pair)
+    source, before = show(prompt, "kv"), show(decoder, "kv")
+    monkeypatch.setattr(_faulty, "fails", True)
+    decoder.cm.pull_blocks(BLOCKS, decoder.caches["kv"], [0], [1])
+    with pytest.raises(CacheNotFound):
+        decoder.cm.pull_blocks(BlocksCacheKey(1, 99), decoder.caches["kv"], [0], [0])
+    same_bytes(show(decoder, "kv"), moved(before, source, [(1, 0)]))
+    assert "on_start fails" in caplog.text
+    monkeypatch.setattr(_faulty, "fails", False)
+    monkeypatch.setattr(Span, "set_attribute", _raise)
+    monkeypatch.setattr(Span, "record_exception", _raise)
+    decoder.cm.pull_blocks(BLOCKS, decoder.caches["kv"], [0], [2])
+    same_bytes(show(decoder, "kv"), moved(before, source, [(1, 0), (2, 0)]))
+    assert "set_attribute fails" in caplog.text
+    assert [span.name for span in spans.get_finished_spans()] == ["pull_blocks"], "it ends all the same"
+
+
+def _raise(*args: object) -> None:
+    raise RuntimeError("set_attribute fails")
+
+
+def test_without_the_option_there_is_no_span(spans: InMemorySpanExporter, local_pair: Pair) -> None:
+    local_pair.start()
+    local_pair.prompt.do(make, "kv", replace(PAGED, blocks_key=BLOCKS), 1)
+    local_pair.decoder.do(make, "kv", PAGED, 3)
+    with trace.get_tracer("engine").start_as_current_span("step"):
+        local_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
+    assert [span.name for span in spans.get_finished_spans()] == ["step"]
+
+
+_OFF: Final = """
+import sys
+{hide}
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.errors import LLMException
+config = LLMConfig()
+config.device_id, config.enable_cache_manager = 0, True
+dd = LLMDataDist(LLMRole.DECODER, 1)
+try:
+    dd.init(config.generate_options() | {{"llm.Tracing": "{value}"}})
+except LLMException as error:
+    print(error.status_code.name, error)
+else:
+    print(sorted(name for name in sys.modules if name == "opentelemetry"))
+    dd.finalize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("hide", "value", "printed"),
+    [
+        ("", "0", "[]"),
+        ("", "1", "['opentelemetry']"),
+        (
+            "sys.modules['opentelemetry'] = None",
+            "1",
+            "LLM_FEATURE_NOT_ENABLED llm.Tracing needs opentelemetry-api: pip install 'open-datadist[otel]'",
+        ),
+    ],
+    ids=["off", "on", "not installed"],
+)
+def test_the_package_is_loaded_only_when_asked_for_and_named_when_it_is_missing(
+    hide: str, value: str, printed: str
+) -> None:
+    script = _OFF.format(hide=hide, value=value)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, "")

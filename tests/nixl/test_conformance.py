@@ -1,0 +1,186 @@
+"""The transport nixl keeps the contract of all transports, between two real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, plan_row
+from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferAborted, TransferFailed
+from llm_datadist.testing import TransportConformance
+from llm_datadist.testing.peers import REGION_BYTES
+from llm_datadist.testing.scene import BUDGET_MS, Scene, beginning_of, read_beginning, tensors_over
+from tests.faults.nixlpeer import NixlPeerProcess, SocketConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from llm_datadist._transport.connection import Connection
+    from llm_datadist.testing import Peer
+
+PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
+
+
+class TestNixl(TransportConformance):
+    process: NixlPeerProcess
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.process = NixlPeerProcess()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        cls.process.close()
+
+    def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
+        return self.process.serving(writable=writable)
+
+    def test_the_owner_checks_its_guards(self, peer: NixlPeerProcess, connection: Connection) -> None:
+        slot, generation = peer.guard()
+        peer.hold(slot, generation)
+        data = np.ones(64, np.uint8)
+        remote = beginning_of(peer, connection, 1, 64, writable=True)
+        connection.write(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        peer.advance(slot)
+        for verb in (connection.read, connection.write):
+            with pytest.raises(TransferFailed, match="guard has changed"):
+                verb(PLAN, tensors_over(data * 2), remote, None, Deadline(BUDGET_MS))
+        assert (peer.peek(1)[:64] == 1).all()
+
+    def test_a_deadline_leaves_local_memory_alone(self, peer: Peer, connection: Connection) -> None:
+        nbytes = REGION_BYTES[1]
+        remote = beginning_of(peer, connection, 1, nbytes, writable=True)
+        plan, data = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes), np.ones(nbytes, np.uint8)
+        given_up = 0
+        for budget_ms in (1, 2, 3) * 10:
+            for verb in (connection.read, connection.write):
+                try:
+                    verb(plan, tensors_over(data), remote, None, Deadline(budget_ms))
+                except DeadlineExceeded:
+                    given_up += 1
+                data[:] = 7
+                assert (data == 7).all()
+        assert given_up
+        received = np.zeros(64, np.uint8)
+        peer.poke(1, np.full(64, 9, np.uint8))
+        read_beginning(peer, connection, received)
+        assert (received == 9).all()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_a_read_by_this_end_moves_exactly_the_addressed_bytes(
+        self, peer: Peer, connection: SocketConnection, seed: int
+    ) -> None:
+        """As over RDMA: UCX over tcp emulates it."""
+        connection.reads = True
+        self.test_read_moves_exactly_the_addressed_bytes(peer, connection, seed)
+
+    def test_many_threads_share_the_agents(self, peer: Peer, connection: Connection) -> None:
+        scene = Scene.build(5, peer)
+        remote = scene.remote(connection, writable=False)
+        plan = scene.plan((0, 0), 5, list(range(16)), list(range(16))[::-1])
+        failures: list[BaseException] = []
+
+        def read() -> None:
+            memory = np.zeros_like(scene.memory)
+            own = Scene(scene.block_bytes, scene.extent, memory, scene.images, scene.starts, scene.places, peer)
+            try:
+                for _ in range(10):
+                    memory[:] = 0
+                    connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
+                    for tensor in range(5):
+                        for block in range(16):
+                            assert np.array_equal(own.local_block(tensor, block), own.image_block(tensor, 15 - block))
+            except BaseException as error:  # noqa: BLE001 (raised by the test's thread)
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+
+    def test_quiesce_ends_what_is_held_for_a_push(self, peer: NixlPeerProcess, connection: SocketConnection) -> None:
+        """The owner takes its memory back from an initiator that was told where it is, before that has written."""
+        remote = beginning_of(peer, connection, 1, 64, writable=True)
+        wire, told = connection.nixl.wire, threading.Event()
+        ask = wire.ask
+
+        def stops_after_the_grant(link: object, data: bytes, deadline: Deadline) -> bytes:
+            answer = ask(link, data, deadline)
+            if not told.is_set():
+                told.set()
+                peer.quiesce()
+            return answer
+
+        wire.ask = stops_after_the_grant  # type: ignore[method-assign]
+        with pytest.raises((TransferFailed, LinkError)):
+            connection.write(PLAN, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+        wire.ask = ask  # type: ignore[method-assign]
+        assert told.is_set()
+        connection.write(PLAN, tensors_over(np.full(64, 3, np.uint8)), remote, None, Deadline(BUDGET_MS))
+        assert (peer.peek(1)[:64] == 3).all()
+
+
+@pytest.fixture
+def process() -> Iterator[NixlPeerProcess]:
+    with NixlPeerProcess() as process:
+        yield process
+
+
+def test_a_killed_peer_is_lost(process: NixlPeerProcess) -> None:
+    with process.serving(writable=True), process.connect() as connection:
+        remote = beginning_of(process, connection, 1, 64, writable=True)
+        read_beginning(process, connection, np.zeros(64, np.uint8))
+        process.kill()
+        for verb in (connection.read, connection.write):
+            with pytest.raises((PeerLost, TransferFailed)):
+                verb(PLAN, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+        assert (connection.bytes_read, connection.bytes_written) == (64, 0)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_no_byte_comes_late_from_a_peer_that_was_stopped(process: NixlPeerProcess, verb: str) -> None:
+    """What was given up under a stopped peer changes no memory when the peer goes on."""
+    nbytes = REGION_BYTES[1]
+    plan, data = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes), np.zeros(nbytes, np.uint8)
+    with process.serving(writable=True), process.connect() as connection:
+        remote = beginning_of(process, connection, 1, nbytes, writable=True)
+        getattr(connection, verb)(plan, tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        process.poke(1, np.full(nbytes, 5, np.uint8))
+        for _ in range(5):
+            timer = threading.Timer(0.001, os.kill, (process.pid, signal.SIGSTOP))
+            timer.start()
+            with suppress(DeadlineExceeded):
+                getattr(connection, verb)(plan, tensors_over(data), remote, None, Deadline(100))
+            timer.join()
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+            data[:] = 9
+            os.kill(process.pid, signal.SIGCONT)
+            received = np.zeros(64, np.uint8)
+            read_beginning(process, connection, received)  # everything before it was served, or dropped
+            assert (data == 9).all()
+            assert set(received.tolist()) <= {0, 5, 9}
+
+
+def test_abort_wakes_a_transfer_that_waits(process: NixlPeerProcess) -> None:
+    with process.serving(writable=True), process.connect() as connection:
+        remote = beginning_of(process, connection, 1, 64, writable=False)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        timer = threading.Timer(0.05, connection.abort)
+        timer.start()
+        try:
+            with pytest.raises(TransferAborted):
+                connection.read(PLAN, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+            timer.join()

@@ -1,0 +1,324 @@
+"""Links over nixl as users make them: who may, what is said of them, and what comes when NIXL fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import BlocksCacheKey, LLMStatusCode
+from llm_datadist._transport import nixl_agent
+from llm_datadist.errors import LLMException, TransferFailed
+from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
+from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llm_datadist._transport.nixl import NixlConnection
+    from tests.conftest import Pair
+    from tests.support.ends import End
+    from tests.support.world import World
+
+OVER_NIXL = {"llm.Transport": "nixl"}
+KEY = BlocksCacheKey(1, 0)
+PULL = ("pull_blocks", KEY, Use("kv"), [1, 6], [0, 3])
+MOVED = [(0, 1), (3, 6)]
+
+
+def start(pair: Pair, prompt: dict[str, str], decoder: dict[str, str], **settings: Any) -> None:
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=prompt, **settings)
+    pair.decoder.start("DECODER", 2, extra=decoder, **settings)
+
+
+def linked_over(end: End, peer: int) -> str:
+    name: str = end.do(explain, peer).transport
+    return name
+
+
+# Done at an end
+
+
+def lose_nixl(world: World) -> None:
+    """Behave as where NIXL is not installed."""
+    world.memory["installed"] = nixl_agent.installed
+    nixl_agent.installed = lambda: False
+    nixl_agent.fabric.cache_clear()
+
+
+def find_nixl(world: World) -> None:
+    nixl_agent.installed = world.memory.pop("installed")
+    nixl_agent.fabric.cache_clear()
+
+
+def spoil_metadata(world: World) -> None:
+    """Tell peers metadata as of another version of NIXL."""
+    whole = nixl_agent.Agent.address
+
+    def spoilt(self: nixl_agent.Agent, known: str) -> nixl_agent.Address:
+        address = whole(self, "")
+        return nixl_agent.Address(address.name, address.version, b"not metadata", "0.0.1")
+
+    world.memory["whole"] = whole
+    nixl_agent.Agent.address = spoilt  # type: ignore[method-assign]
+
+
+def mend_metadata(world: World) -> None:
+    nixl_agent.Agent.address = world.memory.pop("whole")  # type: ignore[method-assign]
+    link_of(world, 2).connection.shared.receiver.end()
+
+
+def fail_transfers(world: World) -> None:
+    """Let every transfer that this end starts fail inside NIXL."""
+
+    def failing(self: nixl_agent.Agent, *_: object) -> bool:
+        raise nixl_agent.NixlFailed("NIXL_ERR_BACKEND")
+
+    world.memory["move"] = nixl_agent.Agent.move
+    nixl_agent.Agent.move = failing  # type: ignore[assignment]
+
+
+def mend_transfers(world: World) -> None:
+    nixl_agent.Agent.move = world.memory.pop("move")  # type: ignore[method-assign]
+
+
+def link_of(world: World, peer: int) -> Any:
+    return links_of(world).peek(peer)
+
+
+def progress_seconds(world: World) -> float:
+    (one,) = world.dd.statistics().links
+    seconds: float = one.progress_seconds
+    return seconds
+
+
+# Choice
+
+
+def test_forced_nixl_moves_bytes_both_ways_and_says_what_ucx_uses(tcp_pair: Pair) -> None:
+    start(tcp_pair, OVER_NIXL, OVER_NIXL)
+    tcp_pair.link()
+    for end, peer in ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1)):
+        said = end.do(explain, peer)
+        assert (said.transport, said.private_transport) == ("nixl", "nixl")
+        assert "it uses tcp" in said.reason
+    bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+    assert tcp_pair.decoder.do(progress_seconds) >= 0.0
+
+
+def test_one_end_that_asks_for_nixl_is_enough_and_auto_takes_what_is_better(tcp_pair: Pair) -> None:
+    start(tcp_pair, {}, OVER_NIXL)
+    tcp_pair.link()
+    assert {linked_over(tcp_pair.prompt, 2), linked_over(tcp_pair.decoder, 1)} == {"nixl"}
+    bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+    tcp_pair.decoder.stop()
+    tcp_pair.decoder.start("DECODER", 2)
+    tcp_pair.link()
+    assert {linked_over(tcp_pair.prompt, 2), linked_over(tcp_pair.decoder, 1)} == {"shm"}
+
+
+def test_auto_takes_tcp_where_there_is_no_rdma_and_no_shared_memory(tcp_pair: Pair) -> None:
+    """A policy by models keeps pools from being mapped, as another host would; only one end has it."""
+    policy = json.dumps({"2": {"link": True, "pull": True, "models": [0]}})
+    start(tcp_pair, {"llm.PeerPolicy": policy, "llm.Insecure": "1"}, {})
+    tcp_pair.link()
+    for end, peer in ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1)):
+        said = end.do(explain, peer)
+        assert said.transport == "tcp"
+        assert "not nixl: " in said.reason
+
+
+def test_a_peer_without_nixl_is_refused_and_both_ends_say_why(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    prompt.do(lose_nixl)
+    try:
+        with pytest.raises(LLMException, match="pip install") as caught:
+            prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
+        assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        start(tcp_pair, {}, OVER_NIXL)
+        assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
+    finally:
+        prompt.do(find_nixl)
+
+
+@pytest.mark.parametrize("secret", [True, False], ids=["credentials", "policy"])
+def test_nixl_is_refused_where_it_would_break_a_promise(tcp_pair: Pair, tmp_path: Path, secret: bool) -> None:
+    """Its bytes are plain, and what UCX has connected reaches all memory."""
+    secrets = tmp_path / "secrets"
+    secrets.write_text("key1 " + "ab" * 32 + "\n")
+    secrets.chmod(0o600)
+    promise = {"llm.AuthSecretFile": str(secrets)} if secret else {"llm.PeerPolicy": "{}", "llm.Insecure": "1"}
+    with pytest.raises(LLMException, match="unencrypted" if secret else "could not be kept"):
+        tcp_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL | promise)
+    if secret:
+        allowed = OVER_NIXL | promise | {"llm.NixlPlaintext": "1"}
+        start(tcp_pair, allowed, allowed)
+        tcp_pair.link()
+        assert linked_over(tcp_pair.decoder, 1) == "nixl"
+        bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+
+
+@pytest.mark.parametrize("transports", ["all", "^ib", "tcp,cma"])
+def test_ucx_is_not_let_into_shared_memory(tcp_pair: Pair, transports: str) -> None:
+    tcp_pair.prompt.do(_set_ucx, transports)
+    try:
+        with pytest.raises(LLMException, match="shared memory"):
+            tcp_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
+    finally:
+        tcp_pair.prompt.do(_set_ucx, None)
+
+
+def _set_ucx(world: World, value: str | None) -> None:
+    nixl_agent.usable.cache_clear()
+    if value is None:
+        os.environ.pop("UCX_TLS", None)
+    else:
+        os.environ["UCX_TLS"] = value
+
+
+# Failures
+
+
+def test_metadata_of_another_version_fail_the_transfer_and_the_link_goes_on(tcp_pair: Pair) -> None:
+    start(tcp_pair, OVER_NIXL, OVER_NIXL, enable_remote_cache_accessible=True)
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    prompt.do(spoil_metadata)
+    try:
+        tcp_pair.link()
+        source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+        target = decoder.do(make, "kv", Spec(blocks=True), 2)
+        with pytest.raises(TransferFailed):
+            decoder.do(call, "push_blocks", *PULL[1:])
+        same_bytes(prompt.do(show, "kv"), source)
+        decoder.do(call, *PULL)  # which needs nothing of the prompt's receiver
+        same_bytes(decoder.do(show, "kv"), target := moved(target, source, MOVED))
+    finally:
+        prompt.do(mend_metadata)
+    decoder.do(call, "push_blocks", *PULL[1:])
+    same_bytes(prompt.do(show, "kv"), moved(source, target, MOVED))
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pair: Pair, fallback: bool) -> None:
+    extra = OVER_NIXL | ({"llm.NixlFallback": "1"} if fallback else {})
+    start(tcp_pair, OVER_NIXL, extra)
+    tcp_pair.link()
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    target = decoder.do(make, "kv", Spec(blocks=True), 2)
+    prompt.do(fail_transfers)  # it is the owner that writes
+    try:
+        if fallback:
+            decoder.do(call, *PULL)
+            same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
+            assert "by tcp, because NIXL failed: at the peer: NIXL_ERR_BACKEND" in decoder.do(explain, 1).reason
+        else:
+            with pytest.raises(TransferFailed):
+                decoder.do(call, *PULL)
+            assert "because" not in decoder.do(explain, 1).reason
+    finally:
+        prompt.do(mend_transfers)
+    decoder.do(call, *PULL)
+    same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
+    # A link that is made anew begins with NIXL again.
+    assert decoder.do(unlink, [info(1, 1)]) == SUCCESS
+    tcp_pair.link()
+    decoder.do(call, *PULL)
+    assert "because" not in decoder.do(explain, 1).reason
+
+
+def test_memory_that_was_registered_is_forgotten_by_the_agents(tcp_pair: Pair) -> None:
+    start(tcp_pair, OVER_NIXL, OVER_NIXL)
+    tcp_pair.link()
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
+    for seed in (1, 5):
+        source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY, memory="private"), seed)
+        before = decoder.do(show, "kv")
+        decoder.do(call, *PULL)
+        same_bytes(decoder.do(show, "kv"), moved(before, source, MOVED))
+        assert prompt.do(_registered, 2)
+        prompt.do(forget, "kv")
+        assert not prompt.do(_registered, 2)
+
+
+def _registered(world: World, peer: int) -> bool:
+    connection: NixlConnection = link_of(world, peer).connection.shared
+    return any(end._agent is not None and bool(end._agent._others) for end in (connection.sender, connection.receiver))
+
+
+def test_the_programs_logging_stays_as_it_was(tmp_path: Path) -> None:
+    """NIXL's package configures logging when it is imported, which closes every handler of the program."""
+    script = """
+import logging, sys
+logging.basicConfig(filename=sys.argv[1], filemode="w", level="INFO")
+from llm_datadist._transport.nixl_agent import fabric, usable
+assert usable(fabric()) == ""
+logging.warning("still here")
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=True, timeout=60)
+    assert "still here" in (tmp_path / "log").read_text()
+
+
+# Exits
+
+EXITS = """
+import json, os, sys, threading
+import numpy as np
+from llm_datadist import *
+from llm_datadist.views import tensor_views
+
+def end(role, cluster, listen):
+    config = LLMConfig()
+    config.device_id, config.enable_cache_manager = 0, True
+    config.mem_pool_cfg = json.dumps({"memory_size": 4 << 20, "page_shift": 12})
+    if listen:
+        config.listen_ip_info = "127.0.0.1:0"
+    made = LLMDataDist(role, cluster)
+    made.init(config.generate_options() | {"llm.Transport": "nixl"})
+    return made
+
+prompt, decoder = end(LLMRole.PROMPT, 1, True), end(LLMRole.DECODER, 2, False)
+info = LLMClusterInfo()
+info.remote_cluster_id = 1
+info.append_local_ip_info("127.0.0.1", 0)
+info.append_remote_ip_info("127.0.0.1", prompt.listen_port)
+assert decoder.link_clusters([info], 10000)[0] == LLMStatusCode.LLM_SUCCESS
+desc = CacheDesc(2, [8, 4096], DataType.DT_UINT8)
+source = prompt.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(1, 0))
+target = decoder.cache_manager.allocate_blocks_cache(desc)
+for view in tensor_views(source):
+    view[:] = 7
+way = sys.argv[1]
+decoder.cache_manager.pull_blocks(BlocksCacheKey(1, 0), target, list(range(8)), list(range(8)))
+assert all((view == 7).all() for view in tensor_views(target))
+if way in ("finalized", "prompt first"):
+    for each in (decoder, prompt) if way == "finalized" else (prompt, decoder):
+        each.finalize()
+if way == "while it pulls":
+    def pull():
+        while True:
+            decoder.cache_manager.pull_blocks(BlocksCacheKey(1, 0), target, list(range(8)), list(range(8)))
+    threading.Thread(target=pull, daemon=True).start()
+if way == "sys.exit":
+    sys.exit(0)
+"""
+WAYS = ("finalized", "prompt first", "forgotten", "sys.exit", "while it pulls")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_processes_end_cleanly(way: str) -> None:
+    """Ten processes for each way to end; what NIXL's own destructors do at exit must not crash any."""
+    codes = []
+    for _ in range(5):
+        two = [
+            subprocess.Popen([sys.executable, "-c", EXITS, way], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for _ in range(2)
+        ]
+        codes += [each.wait(60) for each in two]
+    assert codes == [0] * 10
