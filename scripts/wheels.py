@@ -91,7 +91,8 @@ def check(wheel: Path, processor: str) -> None:
             machine, needed = elf["e_machine"], _needed(elf)
     if machine != PROCESSORS[processor]:
         sys.exit(f"{wheel.name}: the module is for {machine}, must be for {PROCESSORS[processor]}")
-    if foreign := needed - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-aarch64.so.1"}:
+    loaders = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+    if foreign := needed - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
         sys.exit(f"{wheel.name} needs {sorted(foreign)}: may need glibc only")
 
 
