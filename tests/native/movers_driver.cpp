@@ -45,5 +45,7 @@ int main() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) check_all("avx2", stream_avx2);
     if (__builtin_cpu_supports("avx512f")) check_all("avx512", stream_avx512);
+#elif defined(__aarch64__)
+    check_all("stnp", stream_stnp);
 #endif
 }

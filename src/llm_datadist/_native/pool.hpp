@@ -66,6 +66,8 @@ private:
 inline void relax() noexcept {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 

