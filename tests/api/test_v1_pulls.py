@@ -455,6 +455,7 @@ def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typ
     gated.open(0)
     assert (task.synchronize(20_000), task.get_results()) == (OK, [OK])
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0)], [(0, 0), (1, 1)]))
+    wait_until(lambda: decoder.do(picture).pins == 0)  # a release is on its way when a task is over
 
     config, of_three = TransferConfig(2, addrs), TransferConfig(2, addrs[:3])
     by_key = [TransferWithCacheKeyConfig(key, range(2), range(2)) for key in (CacheKeyByIdAndIndex(2, 1), BLOCKS)]
