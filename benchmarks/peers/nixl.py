@@ -9,7 +9,7 @@ Its best settings, and why:
   turns with it. ``num_threads`` made it slower on two cores. The other end has the progress thread, as in production
   where Python is busy with other things.
 - ``ucx_error_handling_mode`` is ``peer``, the default and what production uses: without it a peer that dies is a hang.
-- Transports are UCX's own choice, on one host; ``nixl-tcp`` has ``UCX_TLS=tcp`` on the loopback device.
+- Transports are UCX's own choice, on one host; ``nixl-tcp`` has ``UCX_TLS=tcp``, like ours on the loopback device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Nixl", "NixlPrepared", "NixlTcp", "NixlTcpPrepared"]
 
 _BACKEND: Final = "UCX"
 _DRAM: Final = "DRAM"
-_TCP: Final = {"NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+_TCP: Final = {"NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp"}
 
 
 class Nixl(Side):

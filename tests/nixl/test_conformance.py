@@ -13,15 +13,19 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, plan_row
+from llm_datadist._transport.nixl_agent import Agent, Progress
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferAborted, TransferFailed
 from llm_datadist.testing import TransportConformance
 from llm_datadist.testing.peers import REGION_BYTES
 from llm_datadist.testing.scene import BUDGET_MS, Scene, beginning_of, read_beginning, tensors_over
 from tests.faults.nixlpeer import NixlPeerProcess, SocketConnection
+from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
 
     from llm_datadist._transport.connection import Connection
     from llm_datadist.testing import Peer
@@ -184,3 +188,34 @@ def test_abort_wakes_a_transfer_that_waits(process: NixlPeerProcess) -> None:
         finally:
             os.kill(process.pid, signal.SIGCONT)
             timer.join()
+
+
+def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
+    """A peer that ends its receivers again and again, as after each revoked transfer, costs no more memory."""
+    source, target = np.arange(64, dtype=np.uint8), np.zeros((6, 64), np.uint8)
+    sender, receivers = Agent("tcp", progress=False), [Agent("tcp", progress=True) for _ in range(6)]
+    sender.cover(*_span(source))
+    for each, row in zip(receivers, target, strict=True):
+        each.cover(*_span(row))
+
+    def write(index: int) -> None:
+        assert sender.load(receivers[index].address(""))
+        here, there = (np.array([[each.ctypes.data, 64, 0]], np.uint64) for each in (source, target[index]))
+        assert sender.move("WRITE", receivers[index].name, here, there, lambda: False, Progress())
+
+    for index in range(6):
+        write(index)
+    assert list(sender.loaded) == [each.name for each in receivers[2:]]
+    target[:] = 0
+    assert not sender.load(receivers[0].address(receivers[0].address("").known_as)), "it must be told again"
+    for index in (0, 5, 3):
+        write(index)
+    assert list(sender.loaded) == [receivers[each].name for each in (4, 0, 5, 3)]
+    wait_until(lambda: bool((target[[0, 3, 5]] == source).all()))
+    assert not target[[1, 2, 4]].any()
+    for agent in (sender, *receivers):
+        agent.end()
+
+
+def _span(array: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], int]:
+    return np.array([array.ctypes.data], np.uint64), array.nbytes

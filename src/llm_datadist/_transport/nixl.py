@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 _ELSEWHERE: Final = 1 << 62
 #: Bytes asked for at once: the owner serves one part after the other.
 _PART_BYTES: Final = 128 << 20
+#: The thread that receives a push does not sleep for so long after the last request, then at most so long at once.
+_BUSY_SECONDS: Final = 0.5
+_LAZY_SECONDS: Final = 0.001
+_POLLS: Final = 16  # between two looks for a request
 #: Status of a request that needs the metadata of the receiver, which the sender there has forgotten.
 _UNKNOWN_RECEIVER: Final = 100
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -168,6 +172,7 @@ class Nixl:
             if private is not None:
                 each.sender.forget(private.tolist())
                 each.receiver.forget(private.tolist())
+                each.server.forget(private.tolist())
 
     def close(self) -> None:
         """Join the threads of connections that have ended; closes the others."""
@@ -214,10 +219,10 @@ class _End:
         finally:
             self._lock.release()
 
-    @property
-    def loaded(self) -> str:
+    def loaded(self, name: str) -> str:
+        """Return how this agent knows a receiver of the peer; empty if it does not."""
         agent = self._agent
-        return "" if agent is None else agent.loaded
+        return "" if agent is None else agent.loaded.get(name, "")
 
     def end(self, name: str | None = None) -> None:
         """End the agent, or only that of this name: no byte comes or goes through it any more."""
@@ -276,11 +281,12 @@ class NixlConnection(Connection):
         self.fallback = fallback
         self.reads = fabric == "rdma"  # a pull is a READ of this end, which UCX only emulates over tcp
         self.sender = _End(nixl, fabric, progress=False)
-        self.receiver = _End(nixl, fabric, progress=True)
-        self.server = Server(nixl, self.sender, self.receiver)
+        self.receiver = _End(nixl, fabric, progress=True)  # of what is pulled
+        self.server = Server(nixl, self.sender, self.receiver, _End(nixl, fabric, progress=False))
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
+        self._pushed_to = ""  # the name of the peer's receiver of what is pushed
         self._failed = ""  # why NIXL is not used any more
         self._numbers = iter(range(1, 2**63))
         super().__init__()
@@ -332,7 +338,7 @@ class NixlConnection(Connection):
 
     def _release(self) -> None:
         if self._forked:  # the agents' threads are the parent's
-            keep_for_ever(self.sender, self.receiver)
+            keep_for_ever(self.sender, self.receiver, self.server)
         else:
             self.server.stop()
         if self.fallback is not None:
@@ -448,11 +454,14 @@ class _NixlTransfer:
         bases = local.bases[first : first + part.count]
         there = _numbers(granted.bases, part.count, "bases"), _numbers(granted.offsets, len(part.runs), "offsets")
         agent.cover(bases, local.extent)
+        self._connection._pushed_to = granted.receiver.name
         if not agent.load(granted.receiver):
             raise NixlFailed("the peer has left out the metadata of a receiver that this end does not know")
         nbytes, done = part.runs[:, 2], Progress()
         mine, theirs = spans_of(bases, part.runs[:, column], nbytes), spans_of(*there, nbytes)
-        if not agent.move(verb, mine, theirs, lambda: self._connection.stopped(self._deadline), done):
+        if not agent.move(
+            verb, granted.receiver.name, mine, theirs, lambda: self._connection.stopped(self._deadline), done
+        ):
             self._give_up(done.done)
 
     def _turn(self) -> float:
@@ -470,7 +479,7 @@ class _NixlTransfer:
             receiver,
             bases,
             offsets,
-            self._connection.sender.loaded,
+            self._connection.sender.loaded(self._connection._pushed_to),
             self._deadline.remaining_ms(),
         )
 
@@ -561,8 +570,9 @@ class Server:
     waits for its end.
     """
 
-    def __init__(self, nixl: Nixl, sender: _End, receiver: _End) -> None:
+    def __init__(self, nixl: Nixl, sender: _End, receiver: _End, pushed: _End) -> None:
         self.link: object = None
+        self._pushed = pushed  # the receiver of what is pushed, in which this thread makes progress
         self._nixl = nixl
         self._sender = sender
         self._receiver = receiver
@@ -638,6 +648,10 @@ class Server:
             self._queue.put(None)
             self._changed.wait_for(lambda: not any(self._served.get(each.move) is each for each in found))
 
+    def forget(self, bases: list[int]) -> None:
+        """As :meth:`_End.forget`, of the receiver of what is pushed."""
+        self._pushed.forget(bases)
+
     def stop(self) -> None:
         """End soon: the thread ends both agents, and here and now where there is no thread. Waits for nothing."""
         with self._changed:
@@ -660,7 +674,7 @@ class Server:
         while not self._stopped:
             item: _Served | Done | Meet | _Meeting | None = None
             with suppress(Empty):
-                item = self._queue.get(timeout=_pause(held))
+                item = self._receive(held) if held else self._queue.get()
             try:
                 self._drop_overdue(held)
                 if isinstance(item, Done):
@@ -674,6 +688,23 @@ class Server:
                 if isinstance(item, _Served):
                     self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
         self._end()
+
+    def _receive(self, held: dict[int, _Served]) -> _Served | Done | Meet | _Meeting | None:
+        """Let pushed bytes come in until the next request, or until one that is held is overdue; raises Empty then.
+
+        As long as bytes may be coming this thread does not sleep, as the receiving end of a NIXL program does: with a
+        thread of UCX that sleeps between two messages, pushes take a third longer.
+        """
+        until, busy_until = min(each.until for each in held.values()), time.monotonic() + _BUSY_SECONDS
+        while (now := time.monotonic()) < until:
+            with suppress(NixlFailed), self._pushed.using(self._turn) as agent:
+                for _ in range(_POLLS):
+                    agent.receive()
+            if now > busy_until:
+                return self._queue.get(timeout=min(until - now, _LAZY_SECONDS))
+            with suppress(Empty):
+                return self._queue.get_nowait()
+        raise Empty
 
     def _meet(self, item: Meet | _Meeting) -> None:
         """Tell the peer of the receiver here, or learn of its receiver. A failure shows in the first transfer."""
@@ -714,13 +745,13 @@ class Server:
             nbytes, moved = plan.runs[:, 2], False
             mine, theirs = spans_of(bases, plan.runs[:, 1], nbytes), spans_of(*there, nbytes)
             try:
-                moved = agent.move("WRITE", mine, theirs, partial(self._gone, served), Progress())
+                moved = agent.move("WRITE", ask.receiver.name, mine, theirs, partial(self._gone, served), Progress())
             finally:
                 if not moved:
                     sender.end()  # first: then nothing reads the memory any more
             if not moved:
                 self._turn(served)
-            loaded = agent.loaded
+            loaded = ask.receiver.known_as
         if _unchanged(served):
             self._answer(served, Moved(loaded))
         else:
@@ -728,7 +759,7 @@ class Server:
 
     def _hold(self, held: dict[int, _Served], served: _Served) -> None:
         """Tell the peer where it may write, or read, and keep that memory until it is done."""
-        plan, tensors, receiver = served.plan, served.grant.tensors, self._receiver
+        plan, tensors, receiver = served.plan, served.grant.tensors, self._pushed
         first = plan.dst_first if served.ask.write else plan.src_first
         bases = tensors.bases[first : first + plan.count]
         with receiver.using(partial(self._turn, served)) as agent:
@@ -763,14 +794,13 @@ class Server:
 
     def _drop(self, served: _Served) -> None:
         """Make sure that the peer does not write any more, then forget the request."""
-        self._receiver.end(served.receiver)
+        self._pushed.end(served.receiver)
         self._let_go(served)
         self._forget(served)
 
     def _let_go(self, served: _Served) -> None:
-        receiver = self._receiver
-        with receiver._lock:
-            receiver.users -= 1
+        with self._pushed._lock:
+            self._pushed.users -= 1
 
     def _turn(self, served: _Served | None = None) -> float:
         if self._stopped if served is None else self._gone(served):
@@ -794,8 +824,8 @@ class Server:
 
     def _end(self) -> None:
         """End both agents; nothing is touched any more."""
-        self._sender.close()
-        self._receiver.close()
+        for each in (self._sender, self._receiver, self._pushed):
+            each.close()
         with self._changed:
             self._served.clear()
             self._changed.notify_all()
@@ -804,8 +834,3 @@ class Server:
 def _unchanged(served: _Served) -> bool:
     """Return True while every guard shows its generation, and the memory was not taken back."""
     return not served.cancelled and all(load_generation(at) == generation for at, generation in served.grant.guards)
-
-
-def _pause(held: dict[int, _Served]) -> float | None:
-    """Return the seconds until the first held request is over; None while there is none."""
-    return max(0.0, min(each.until for each in held.values()) - time.monotonic()) if held else None

@@ -48,6 +48,8 @@ _PART_BYTES: Final = 16 << 20
 #: One moves while the next is posted.
 _PARTS_ON_THEIR_WAY: Final = 2
 _PAUSE_SECONDS: Final = 50e-6
+#: A peer uses two receivers at a time; those before were ended and are forgotten.
+_KNOWN_RECEIVERS: Final = 4
 #: What a receiver's thread sleeps at most when nothing comes; what comes wakes it. With NIXL's own default, none, it
 #: takes a whole core.
 _SLEEP_MICROSECONDS: Final = 100_000
@@ -159,7 +161,8 @@ class Agent:
     def __init__(self, fabric: str, *, progress: bool, pools: Iterable[tuple[int, int]] = ()) -> None:
         self.name = secrets.token_hex(8)
         self.version = 0  # of what is registered
-        self.loaded = ""  # the one receiver of the peer that this agent knows, see Address.known_as
+        #: The receivers of the peer that this agent knows, by name, as it says so (Address.known_as).
+        self.loaded: dict[str, str] = {}
         self._pools = list(pools)
         self._others: set[tuple[int, int]] = set()  # registered, outside the pools
         self._metadata: tuple[int, bytes] = (-1, b"")
@@ -197,7 +200,8 @@ class Agent:
 
     def load(self, address: Address) -> bool:
         """Learn where a receiver of the peer is; return False if its metadata is needed and not there."""
-        if self.loaded == address.known_as:
+        if self.loaded.get(address.name) == address.known_as:
+            self.loaded[address.name] = self.loaded.pop(address.name)  # the last that was used
             return True
         if not address.metadata:
             return False
@@ -210,12 +214,18 @@ class Agent:
             ) from error
         if name not in (address.name, address.name.encode()):
             raise NixlFailed("the metadata of the peer are those of another agent than it names")
-        self.loaded = address.known_as
+        self.loaded.pop(address.name, None)
+        self.loaded[address.name] = address.known_as
+        if len(self.loaded) > _KNOWN_RECEIVERS:
+            oldest = next(iter(self.loaded))
+            del self.loaded[oldest]
+            self._call(lambda nixl: nixl.agent.invalidateRemoteMD(oldest))
         return True
 
     def move(
         self,
         verb: str,
+        peer: str,
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         stop: Callable[[], bool],
@@ -223,10 +233,11 @@ class Agent:
     ) -> bool:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``; False if stopped.
 
-        The receiver is the one that was loaded. After False, or an exception, bytes may still move until :meth:`end`.
+        ``peer`` is the name of a receiver that was loaded. After False, or an exception, bytes may still move until
+        :meth:`end`.
         """
         ends = np.cumsum(here[:, 1])
-        peer, first = self.loaded.partition("/")[0], 0
+        first = 0
         posted: deque[tuple[int, Any, int]] = deque()
         try:
             while first < len(here) or posted:
@@ -278,6 +289,10 @@ class Agent:
             self._call(lambda nixl: nixl.agent.releaseXferReq(handle))
         except NixlFailed as error:
             logger.debug("nixl: a transfer in progress is released with its agent: %s", error)
+
+    def receive(self) -> None:
+        """Let bytes come in; only where no thread of UCX does."""
+        self._call(lambda nixl: nixl.agent.getNotifs({}, nixl.ucx))
 
     def end(self) -> None:
         """End the agent: no byte comes or goes through it any more. Idempotent."""
@@ -338,19 +353,19 @@ class _Bound:
             self.agent = _bindings.nixlAgent(name, config)
             parameters, _ = self.agent.getPluginParams("UCX")
             parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
-            self._ucx = [self.agent.createBackend("UCX", parameters)]
+            self.ucx = [self.agent.createBackend("UCX", parameters)]
         except Exception as error:
             raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
 
     def register(self, spans: list[tuple[int, int, int, str]]) -> None:
-        self.agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, spans), self._ucx)
+        self.agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, spans), self.ucx)
 
     def prepare(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> int:
         """Return the handle of a transfer that is to be posted."""
         mine, theirs = (
             self._api.nixlXferDList(self._api.DRAM_SEG, np.ascontiguousarray(each)) for each in (here, there)
         )
-        handle: int = self.agent.createXferReq(self._verbs[verb], mine, theirs, peer, "", self._ucx)
+        handle: int = self.agent.createXferReq(self._verbs[verb], mine, theirs, peer, "", self.ucx)
         return handle
 
 

@@ -38,6 +38,8 @@ _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600
 # Each side sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# On one host all that runs on UCX takes the loopback device: with more devices UCX spreads messages over all of them.
+_LOOPBACK: Final = {"UCX_NET_DEVICES": "lo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,12 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**(os.environ if build.environment is None else build.environment), **_ENVIRONMENT, **find(side).env},
+            env={
+                **(os.environ if build.environment is None else build.environment),
+                **_ENVIRONMENT,
+                **({} if build.within else _LOOPBACK),
+                **find(side).env,
+            },
             # Ctrl-C goes to the driver alone, which ends the others in order.
             start_new_session=True,
         )
