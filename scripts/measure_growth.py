@@ -277,7 +277,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("links")
     command.set_defaults(run=links)
-    command.add_argument("--transport", choices=("tcp", "shm", "cma"), nargs="+", default=["shm", "tcp"])
+    command.add_argument("--transport", choices=("tcp", "shm", "cma", "nixl"), nargs="+", default=["shm", "tcp"])
     command.add_argument("--links", type=int, nargs="+", default=[1, 16, 64, 256, 1000])
     command.add_argument("--processes", type=int, default=8, help="of the peers")
     command.add_argument("--threads", type=int, default=8, help="that link, in each process of peers")

@@ -182,7 +182,13 @@ class ConnectionBuilder:
             if transport == "nixl":
                 assert self._nixl is not None, "nixl is chosen where both ends have it"
                 fallback = TcpConnection(lanes, group, writable=writable, reconnect=reconnect) if len(group) else None
-                return NixlConnection(self._nixl.shared, self.choice.fabric, writable=writable, fallback=fallback)
+                return NixlConnection(
+                    self._nixl.shared,
+                    self.choice.fabric,
+                    writable=writable,
+                    dialled=reconnect is not None,
+                    fallback=fallback,
+                )
             assert self._memory is not None, "shm and cma are chosen after a rendezvous only"
             held = self._memory.share()
             return ShmConnection(held) if transport == "shm" else CmaConnection(held, writable=writable)

@@ -262,8 +262,8 @@ class _End:
 class NixlConnection(Connection):
     """A connection whose bytes are moved by NIXL. Made by :class:`ConnectionBuilder`.
 
-    ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``fallback`` is used for every transfer from the one
-    on that NIXL failed, where there is one; the connection owns it.
+    ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``dialled``: this end made the link. ``fallback`` is
+    used for every transfer from the one on that NIXL failed, where there is one; the connection owns it.
     """
 
     capabilities = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
@@ -275,14 +275,17 @@ class NixlConnection(Connection):
         regions: Iterable[RegionDescriptor] = (),
         *,
         writable: bool,
+        dialled: bool = False,
         fallback: TcpConnection | None = None,
     ) -> None:
         self.nixl = nixl
         self.fallback = fallback
+        self._dialled = dialled
         self.reads = fabric == "rdma"  # a pull is a READ of this end, which UCX only emulates over tcp
         self.sender = _End(nixl, fabric, progress=False)
         self.receiver = _End(nixl, fabric, progress=True)  # of what is pulled
-        self.server = Server(nixl, self.sender, self.receiver, _End(nixl, fabric, progress=False))
+        self._pushed = _End(nixl, fabric, progress=False)  # the receiver of what is pushed
+        self.server = Server(nixl, self.sender, self.receiver, self._pushed)
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
@@ -297,7 +300,9 @@ class NixlConnection(Connection):
         return self.server.link
 
     def begin(self, link: object) -> None:
-        self.server.begin(link)
+        # The end that dials is the one that pulls, as a rule. What the other direction needs is made when it is needed.
+        first = self._pushed if self.reads else self.receiver
+        self.server.begin(link, first if self._dialled != self.reads else None)
         if self.fallback is not None:
             self.fallback.begin(link)
 
@@ -558,8 +563,11 @@ class _Served:
     receiver: str = ""  # name of the agent that the peer writes to
 
 
+@dataclass(frozen=True, slots=True)
 class _Meeting:
-    """What :meth:`Server.begin` has the thread do."""
+    """What :meth:`Server.begin` has the thread do: tell the peer of this receiver."""
+
+    receiver: _End
 
 
 class Server:
@@ -583,10 +591,11 @@ class Server:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def begin(self, link: object) -> None:
-        """Make the agents, and let the peer know the receiver, in the thread."""
+    def begin(self, link: object, first: _End | None) -> None:
+        """Let the peer know the receiver whose bytes are likely to come first, in the thread; None: of the peer's."""
         self.link = link
-        self._put(_Meeting())
+        if first is not None:
+            self._put(_Meeting(first))
 
     # Called on the control thread
 
@@ -713,7 +722,7 @@ class Server:
                 with self._sender.using(self._turn) as agent:
                     agent.load(item.receiver)
                 return
-            with self._receiver.using(self._turn) as agent:
+            with item.receiver.using(self._turn) as agent:
                 receiver = agent.address("")
             self._nixl.wire.tell(self.link, _encode(Meet(receiver)))
         except (NixlFailed, LLMException) as error:
