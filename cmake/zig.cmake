@@ -12,3 +12,5 @@ set(CMAKE_CXX_COMPILER_TARGET "${CMAKE_SYSTEM_PROCESSOR}-linux-gnu.2.28")
 # The system's archiver knows no objects of another processor.
 set(CMAKE_CXX_ARCHIVE_CREATE "\"$ENV{DATADIST_ZIG}\" ar qc <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_FINISH "\"$ENV{DATADIST_ZIG}\" ranlib <TARGET>")
+# Probes compile only: for each program that one of them links, zig would first make a libc++ without optimisation.
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
