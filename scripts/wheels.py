@@ -1,6 +1,7 @@
-"""Build dist/: an sdist, and from it a wheel for each processor, cross-compiled by zig and judged by auditwheel.
+"""Build a folder: an sdist, and from it a wheel for each processor, cross-compiled by zig and judged by auditwheel.
 
-Run by ``make wheels`` in an environment with the tools. It stops at the first thing that is wrong.
+``wheels.py FOLDER``, run by ``make wheels`` in an environment with the tools. The wheels are for the interpreter that
+runs this. It stops at the first thing that is wrong.
 """
 
 from __future__ import annotations
@@ -21,29 +22,31 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 
 ROOT: Final = Path(__file__).parent.parent
-DIST: Final = ROOT / "dist"
 PROCESSORS: Final = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 #: The newest glibc that a wheel may need: that of cmake/zig.cmake.
 GLIBC: Final = (2, 28)
 PYTHON: Final = f"{sys.version_info.major}{sys.version_info.minor}"
+#: From 3.12 on the wheel keeps to the stable ABI (``wheel.py-api`` in pyproject.toml).
+STABLE_ABI: Final = sys.version_info >= (3, 12)
 
 
-def main() -> None:
-    """Replace what is in dist/."""
-    shutil.rmtree(DIST, ignore_errors=True)
+def main(dist: Path) -> None:
+    """Replace the folder."""
+    shutil.rmtree(dist, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        _run("build", "--sdist", "--no-isolation", "--outdir", str(DIST), str(ROOT))
-        (sdist,) = DIST.glob("*.tar.gz")
+        _run("build", "--sdist", "--no-isolation", "--outdir", str(dist), str(ROOT))
+        (sdist,) = dist.glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         source = Path(folder) / sdist.name.removesuffix(".tar.gz")
         for processor in PROCESSORS:
             wheel = _build(source, Path(folder) / processor, processor)
             # auto: it takes another processor's policy by no name. check() looks at the one that it found.
-            _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(DIST), str(wheel))
-            (wheel,) = DIST.glob(f"*_{processor}.whl")
+            _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(dist), str(wheel))
+            (wheel,) = dist.glob(f"*_{processor}.whl")
             check(wheel, processor)
-            print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
+            _run("auditwheel", "show", str(wheel))
+            print(f"{wheel.relative_to(dist)}: {wheel.stat().st_size / 1e6:.1f} MB")
 
 
 def _run(module: str, *arguments: str, **environment: str) -> None:
@@ -71,7 +74,7 @@ def _build(source: Path, out: Path, processor: str) -> Path:
 
 
 def _suffix(processor: str) -> str:
-    return f".cpython-{PYTHON}-{processor}-linux-gnu.so"
+    return ".abi3.so" if STABLE_ABI else f".cpython-{PYTHON}-{processor}-linux-gnu.so"
 
 
 def check(wheel: Path, processor: str) -> None:
@@ -103,4 +106,4 @@ def _needed(elf: ELFFile) -> set[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]).resolve())

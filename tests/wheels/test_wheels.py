@@ -24,6 +24,21 @@ pytestmark = [
 ]
 
 PULLS: Final = Path(__file__).with_name("pulls.py")
+#: The sizes of tests/bench/test_limits.py, where this processor's streaming stores are tested.
+STREAMS: Final = """
+import numpy as np
+from llm_datadist.bench.sides.limits import RawBlocks, copy_raw, streaming_bits
+
+def right(size):
+    src, dst = np.random.default_rng(1).integers(0, 256, (2, 20, size), np.uint8)
+    to, of = np.arange(19, 0, -2), np.arange(10)
+    wanted = dst.copy()
+    wanted[to] = src[of]
+    copy_raw(RawBlocks.of([dst], to), RawBlocks.of([src], of), threads=3, streaming=True)
+    return bool(np.array_equal(dst, wanted))
+
+print(streaming_bits(), [right(size) for size in (1, 63, 256, 1000, 4096, 70_001)])
+"""
 TOOLS: Final = ("cc", "gcc", "g++", "c++", "clang", "clang++", "cmake", "ninja", "make", "zig")
 
 
@@ -63,7 +78,8 @@ def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) 
 
 
 def files(wheel: Path) -> set[str]:
-    return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("llm_datadist")}
+    """Return what is in it of the library; auditwheel adds the folders."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("llm_datadist") and name[-1] != "/"}
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +140,8 @@ def test_aarch64_wheel_pulls_and_every_byte_is_right(
     assert (found["machine"], found["wrong_bytes"]) == ("aarch64", 0)
     assert isinstance(found["moved_bytes"], int)
     assert found["moved_bytes"] > 6_000_000
+
+
+def test_aarch64_raw_limit_streams_every_byte_and_no_other(machine: Arm64) -> None:
+    done = subprocess.run(machine.command("-W", "error", "-c", STREAMS), check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "256 [True, True, True, True, True, True]\n")

@@ -1,4 +1,5 @@
-// From a Python list or tuple of integers to int64 values, quickly where they are plain ints.
+// From a Python list or tuple of integers to int64 values, quickly where they are plain ints. By functions of the stable
+// ABI only.
 #pragma once
 
 #include <Python.h>
@@ -17,7 +18,7 @@ struct PythonError {};
 inline std::string repr_of(PyObject* object) {
     PyObject* shown = PyObject_Repr(object);
     if (shown == nullptr) throw PythonError{};
-    const char* utf8 = PyUnicode_AsUTF8(shown);
+    const char* utf8 = PyUnicode_AsUTF8AndSize(shown, nullptr);
     const std::string result = utf8 != nullptr ? utf8 : "?";
     if (utf8 == nullptr) PyErr_Clear();
     Py_DECREF(shown);
@@ -25,7 +26,10 @@ inline std::string repr_of(PyObject* object) {
 }
 
 [[noreturn]] inline void refuse_type(const char* name, Py_ssize_t at, PyObject* item) {
-    PyErr_Format(PyExc_TypeError, "%s[%zd] is %R: must be an int, not %s", name, at, item, Py_TYPE(item)->tp_name);
+    PyObject* type = PyType_GetName(Py_TYPE(item));
+    if (type == nullptr) throw PythonError{};
+    PyErr_Format(PyExc_TypeError, "%s[%zd] is %R: must be an int, not %U", name, at, item, type);
+    Py_DECREF(type);
     throw PythonError{};
 }
 
@@ -59,9 +63,9 @@ inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at)
 
 // The items from `values.size()` on. A tuple keeps its items alive whatever their __index__ does.
 inline void parse_rest(PyObject* tuple, const char* name, std::vector<std::int64_t>& values) {
-    const Py_ssize_t size = PyTuple_GET_SIZE(tuple);
+    const Py_ssize_t size = PyTuple_Size(tuple);
     for (auto at = static_cast<Py_ssize_t>(values.size()); at < size; ++at) {
-        PyObject* item = PyTuple_GET_ITEM(tuple, at);
+        PyObject* item = PyTuple_GetItem(tuple, at);
         values.push_back(PyLong_Check(item) ? int_value(item, name, at) : index_value(item, name, at));
     }
 }
@@ -80,16 +84,17 @@ inline void parse_slowly(PyObject* sequence, const char* name, std::vector<std::
 
 // `sequence` is a list or a tuple.
 inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* name) {
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
-    PyObject** items = PySequence_Fast_ITEMS(sequence);
+    const bool list = PyList_Check(sequence);
+    const Py_ssize_t size = list ? PyList_Size(sequence) : PyTuple_Size(sequence);
     std::vector<std::int64_t> values;
     values.reserve(static_cast<std::size_t>(size));
     for (Py_ssize_t at = 0; at < size; ++at) {
-        if (!PyLong_Check(items[at])) {
+        PyObject* item = list ? PyList_GetItem(sequence, at) : PyTuple_GetItem(sequence, at);
+        if (!PyLong_Check(item)) {
             parse_slowly(sequence, name, values);
             break;
         }
-        values.push_back(int_value(items[at], name, at));
+        values.push_back(int_value(item, name, at));
     }
     return values;
 }
@@ -111,15 +116,15 @@ inline bool append_index(PyObject* item, std::vector<std::int64_t>& values) {
 }
 
 inline bool append_all(PyObject* list, std::vector<std::int64_t>& values) {
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); ++at)
-        if (!append_index(PyList_GET_ITEM(list, at), values)) return false;
+    for (Py_ssize_t at = 0; at < PyList_Size(list); ++at)
+        if (!append_index(PyList_GetItem(list, at), values)) return false;
     return true;
 }
 
 // The pairs of {int: int}, or of {int: [int, ...]} when `lists`, there one for each item of a list. Runs no Python
 // code, so that the dict stays as it is. False: there is something else in it, and the caller has to look closer.
 inline bool parse_pairs(PyObject* dict, bool lists, Pairs& pairs) {
-    const auto size = static_cast<std::size_t>(PyDict_GET_SIZE(dict));
+    const auto size = static_cast<std::size_t>(PyDict_Size(dict));
     pairs.keys.reserve(size);
     pairs.values.reserve(size);
     PyObject *key = nullptr, *value = nullptr;

@@ -152,7 +152,7 @@ inline void free_call(PyObject* object) {
     PyTypeObject* type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     clear_call(object);
-    type->tp_free(object);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
@@ -162,7 +162,7 @@ inline PyObject* make_call(PyTypeObject* type, PyObject* args, PyObject* names) 
     static const char* keywords[] = {"function", "undo", "whole", nullptr};
     if (!PyArg_ParseTupleAndKeywords(args, names, "O|Op", const_cast<char**>(keywords), &function, &undo, &whole))
         return nullptr;
-    PyObject* object = type->tp_alloc(type, 0);
+    PyObject* object = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (object == nullptr) return nullptr;
     auto* call = reinterpret_cast<HoldingCall*>(object);
     call->vectorcall = &call_holding;
@@ -176,8 +176,15 @@ inline PyObject* repr_of_call(PyObject* object) {
     return PyObject_Repr(reinterpret_cast<HoldingCall*>(object)->function);
 }
 
+// What makes a method of a function and an instance: the stable ABI has no PyMethod_New.
+inline nb::object& method_type() {
+    static nb::object* type = new nb::object();  // kept for ever
+    return *type;
+}
+
 inline PyObject* bind_call(PyObject* object, PyObject* instance, PyObject*) {
-    return instance == nullptr || instance == Py_None ? Py_NewRef(object) : PyMethod_New(object, instance);
+    if (instance == nullptr || instance == Py_None) return Py_NewRef(object);
+    return PyObject_CallFunctionObjArgs(method_type().ptr(), object, instance, nullptr);
 }
 
 inline void bind_signals(nb::module_& m) {
@@ -203,6 +210,7 @@ inline void bind_signals(nb::module_& m) {
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                                 Py_TPFLAGS_METHOD_DESCRIPTOR,
                             slots};
+    method_type() = nb::module_::import_("types").attr("MethodType");
     m.attr("HoldingCall") = nb::steal(PyType_FromSpec(&spec));
     m.def("set_signal_handler", &set_handler);
     m.def("deliver_signals", [] {
