@@ -45,6 +45,8 @@ def arm64(wheel: Path, site: Path) -> Arm64:
 
     Raises Impossible for what cannot be had, and CalledProcessError for a wheel that pip does not take.
     """
+    if "-cp311-" not in wheel.name:
+        raise Impossible(f"Debian's Python for arm64 is 3.11: {wheel.name} is not for it")
     try:
         machine = Arm64(_qemu(), _root(), site)
         _install(site, "numpy", "msgspec")

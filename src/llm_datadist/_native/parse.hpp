@@ -1,5 +1,4 @@
-// From a Python list or tuple of integers to int64 values, quickly where they are plain ints. By functions of the stable
-// ABI only.
+// From a Python list or tuple of integers to int64 values, quickly where they are plain ints.
 #pragma once
 
 #include <Python.h>
@@ -61,11 +60,20 @@ inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at)
     return value;
 }
 
+// Borrowed, of a list or a tuple. The stable ABI (CPython 3.12 and newer) has functions only: a third slower.
+inline PyObject* item_at(PyObject* sequence, Py_ssize_t at) {
+#if defined(Py_LIMITED_API)
+    return PyList_Check(sequence) ? PyList_GetItem(sequence, at) : PyTuple_GetItem(sequence, at);
+#else
+    return PySequence_Fast_GET_ITEM(sequence, at);
+#endif
+}
+
 // The items from `values.size()` on. A tuple keeps its items alive whatever their __index__ does.
 inline void parse_rest(PyObject* tuple, const char* name, std::vector<std::int64_t>& values) {
     const Py_ssize_t size = PyTuple_Size(tuple);
     for (auto at = static_cast<Py_ssize_t>(values.size()); at < size; ++at) {
-        PyObject* item = PyTuple_GetItem(tuple, at);
+        PyObject* item = item_at(tuple, at);
         values.push_back(PyLong_Check(item) ? int_value(item, name, at) : index_value(item, name, at));
     }
 }
@@ -84,12 +92,11 @@ inline void parse_slowly(PyObject* sequence, const char* name, std::vector<std::
 
 // `sequence` is a list or a tuple.
 inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* name) {
-    const bool list = PyList_Check(sequence);
-    const Py_ssize_t size = list ? PyList_Size(sequence) : PyTuple_Size(sequence);
+    const Py_ssize_t size = PyList_Check(sequence) ? PyList_Size(sequence) : PyTuple_Size(sequence);
     std::vector<std::int64_t> values;
     values.reserve(static_cast<std::size_t>(size));
     for (Py_ssize_t at = 0; at < size; ++at) {
-        PyObject* item = list ? PyList_GetItem(sequence, at) : PyTuple_GetItem(sequence, at);
+        PyObject* item = item_at(sequence, at);
         if (!PyLong_Check(item)) {
             parse_slowly(sequence, name, values);
             break;
@@ -116,8 +123,9 @@ inline bool append_index(PyObject* item, std::vector<std::int64_t>& values) {
 }
 
 inline bool append_all(PyObject* list, std::vector<std::int64_t>& values) {
-    for (Py_ssize_t at = 0; at < PyList_Size(list); ++at)
-        if (!append_index(PyList_GetItem(list, at), values)) return false;
+    const Py_ssize_t size = PyList_Size(list);
+    for (Py_ssize_t at = 0; at < size; ++at)
+        if (!append_index(item_at(list, at), values)) return false;
     return true;
 }
 
