@@ -75,7 +75,7 @@ def _print(found: list[Instance]) -> None:
     if not found:
         print(NOTHING)
     for instance in found:
-        console.print(title(instance), highlight=False, markup=False)
+        print(title(instance))
         for columns, rows in ((LINK_COLUMNS, link_rows(instance)), (OPERATION_COLUMNS, operation_rows(instance))):
             table = Table(*columns)
             for row in rows:
