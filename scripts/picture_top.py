@@ -15,6 +15,7 @@ from scripts.profile_pull import publish
 from scripts.two_ends import two_ends
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist._statistics_page import instances
 from llm_datadist.cli.top_screen import Top
 
 _PICTURE = Path(__file__).parent.parent / "docs/pictures/top.svg"
@@ -23,7 +24,7 @@ _NBYTES = 64 << 10
 
 
 async def _draw() -> None:
-    app = Top()
+    app = Top(lambda _: instances())
     async with app.run_test(size=(150, 24)) as pilot:
         await asyncio.sleep(_SECONDS)  # rates need two pages
         await pilot.press("e")

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
     from llm_datadist.metrics import Statistics
 
-__all__ = ["PageError", "StatisticsPage", "instances", "read_page"]
+__all__ = ["PAGE_VERSION", "Instance", "PageError", "StatisticsPage", "instances", "read_page"]
 
 _NAME: Final = "llm-datadist-statistics"
 _MAGIC: Final = b"lldd-sta"
-_VERSION: Final = 1
+PAGE_VERSION: Final = 1
+Instance = dict[str, Any]
+"""What one LLMDataDist publishes: ``pid``, ``cluster_id``, ``role``, ``published_at`` (s, Unix time), ``age_seconds``,
+``truncated`` and ``statistics``."""
 _HEADER: Final = struct.Struct("<8sIIQdQQ")  # magic, version, pid, sequence, time, cluster id, bytes that follow
 _CAPACITY: Final = 1 << 20  # takes only the memory that is written
 _PERIOD: Final = 1.0
@@ -85,7 +88,7 @@ class StatisticsPage:
         self._write_header(len(body))
 
     def _write_header(self, length: int) -> None:
-        fields = _MAGIC, _VERSION, os.getpid(), self._sequence, time.time(), self._cluster_id, length
+        fields = _MAGIC, PAGE_VERSION, os.getpid(), self._sequence, time.time(), self._cluster_id, length
         os.pwrite(self._fd, _HEADER.pack(*fields), 0)
 
     def close(self) -> None:
@@ -99,11 +102,8 @@ def _encode(role: str, now: Statistics, *, truncated: bool) -> bytes:
     return msgspec.json.encode({"role": role, "truncated": truncated, "statistics": now})
 
 
-def instances() -> list[dict[str, Any]]:
-    """Return what the LLMDataDists of this user on this host publish, by process and cluster id.
-
-    Each has ``pid``, ``cluster_id``, ``role``, ``age_seconds`` of the page, ``truncated`` and ``statistics``.
-    """
+def instances() -> list[Instance]:
+    """Return what the LLMDataDists of this user on this host publish, by process and cluster id."""
     seen: set[int] = set()
     found = []
     for fd in _pages():
@@ -129,16 +129,17 @@ def _pages() -> Iterator[int]:
                         yield os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def read_page(fd: int) -> dict[str, Any]:
+def read_page(fd: int) -> Instance:
     """Return one whole page; a half-written one is read again. Raises PageError."""
     for _ in range(_TRIES):
         header = os.pread(fd, _HEADER.size, 0)
         magic, version, pid, sequence, when, cluster_id, length = _HEADER.unpack(header)
-        if (magic, version) != (_MAGIC, _VERSION) and any(header):
-            raise PageError(f"version {version} of the page is not {_VERSION}")
+        if (magic, version) != (_MAGIC, PAGE_VERSION) and any(header):
+            raise PageError(f"version {version} of the page is not {PAGE_VERSION}")
         body = os.pread(fd, length, _HEADER.size)
         if length and sequence % 2 == 0 and os.pread(fd, _HEADER.size, 0) == header:
             age = max(0.0, time.time() - when)
-            return {"pid": pid, "cluster_id": cluster_id, "age_seconds": age, **msgspec.json.decode(body)}
+            about = {"pid": pid, "cluster_id": cluster_id, "published_at": when, "age_seconds": age}
+            return {**about, **msgspec.json.decode(body)}
         time.sleep(_TRY_SECONDS)
     raise PageError("the page is half written")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import struct
 from dataclasses import replace
@@ -14,6 +15,7 @@ from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport.connect import LANES_PER_LINK
 from llm_datadist.errors import DeadlineExceeded
 from llm_datadist.testing import scene
+from tests.support import seccomp
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
 from tests.support.linking import SUCCESS, begin_there, explain, info, link, result_there, start_both
@@ -27,15 +29,19 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+OWN = BlocksCacheKey(2, 0)
 CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
 
 
-@pytest.fixture
-def strangers() -> Iterator[tuple[ChildEnd, ChildEnd]]:
-    """Two processes of their own, which the kernel does not let into each other."""
+@pytest.fixture(params=["both", "prompt", "decoder"])
+def strangers(request: pytest.FixtureRequest) -> Iterator[tuple[ChildEnd, ChildEnd]]:
+    """Two processes of their own, which the kernel does not let into each other; or one of them not into the other."""
     ends = ChildEnd("prompt"), ChildEnd("decoder")
-    for end in ends:
-        end.do(_shut_out)
+    if request.param == "both":
+        for end in ends:
+            end.do(_shut_out)
+    else:
+        ends[request.param == "decoder"].do(_forbid_cma)
     yield ends
     for end in ends:
         end.stop()
@@ -55,21 +61,34 @@ def _shut_out(world: World) -> None:
     assert libc.capset(header, struct.pack("<6I", *words)) == 0
 
 
+def _forbid_cma(_: World) -> None:
+    seccomp.fail("process_vm_readv", errno.EPERM)
+
+
 def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd]) -> None:
+    """Also where it is refused in one direction: the decoder dials, so it makes the lanes that the prompt needs."""
     prompt, decoder = strangers
     start_both(prompt, decoder, "auto", enable_remote_cache_accessible=True)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     for end, peer in ((prompt, 2), (decoder, 1)):
         there = end.do(explain, peer)
         assert (there.transport, there.private_transport) == ("shm", "tcp")
-        assert "not by cma: the kernel does not let us into pid" in there.reason
+        into, out = "the kernel does not let us into pid", "the kernel does not let the peer into this process"
+        assert into in there.reason or out in there.reason
     for spec in (PAGED, replace(PAGED, memory="private")):
         src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
         decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
         same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
         decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
-        same_bytes(prompt.do(show, "kv"), moved(src, dst, [(5, 3)]))
+        same_bytes(prompt.do(show, "kv"), src := moved(src, dst, [(5, 3)]))
+        decoder.do(make, "own", replace(spec, blocks_key=OWN), 3)
+        own = decoder.do(show, "own")
+        prompt.do(call, "pull_blocks", OWN, Use("kv"), [4, 1], [2, 7])
+        same_bytes(prompt.do(show, "kv"), src := moved(src, own, [(2, 4), (7, 1)]))
+        prompt.do(call, "push_blocks", OWN, Use("kv"), [6], [0])
+        same_bytes(decoder.do(show, "own"), moved(own, src, [(0, 6)]))
         prompt.do(forget, "kv")
+        decoder.do(forget, "own")
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
         bytes_move_both_ways(prompt, decoder)  # the child disturbs nothing
         family.kill(prompt)
         alone(decoder)
+        if not properly:  # the child holds the connection: only the process tells of its end, or its silence
+            assert decoder.do(losses) == ({"process_ended" if family.transport == "shm" else "silent": 1}, 0)
         if family.transport == "tcp":
             # The listener's port still takes connections; it is dialled again, and hears nothing.
             wait_until(lambda: redialling(decoder))
@@ -222,6 +224,7 @@ def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_s
         decoder = family.born("DECODER", 2, extra=PATIENT)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
         bytes_move_both_ways(prompt, decoder)
+    assert prompt.do(losses) == ({"replaced": 1}, 0)
     alone(old)
     unlinked(old)
     wait_until(lambda: old.do(redials) == ())  # refused: else it would be heard once the prompt has lost the decoder
@@ -342,6 +345,11 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> Non
     assert decoder.do(link_number, 1) == number, "the same link all along"
 
 
+def losses(world: World) -> tuple[dict[str, int], int]:
+    now = world.dd.statistics()
+    return now.links_lost, now.reconnects
+
+
 def redials_no_more(end: End) -> bool:
     return "llm-datadist-redial" not in end.do(residue_of)["threads"]
 
@@ -363,6 +371,7 @@ def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succee
         loser.do(lose, peer)
         comes_back(pair, was)
         bytes_move_both_ways(prompt, decoder)
+    assert (decoder.do(losses), prompt.do(losses)) == (({"connection": 3}, 3), ({"connection": 3}, 0))
     for here, there in ((decoder, prompt), (prompt, decoder)):
         mended = here.do(link_number, there.cluster_id)
         assert here.do(link, [info(there.cluster_id, there.port)]) == SUCCESS

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +22,7 @@ from llm_datadist.doctor.finding import State
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
 from tests.doctor.hosts import forbid, needs
+from tests.support.authority import Authority
 from tests.support.ends import LocalEnd
 from tests.support.source import ROOT
 
@@ -114,6 +115,62 @@ def test_other_secret(tmp_path: Path) -> None:
         code, found = _doctor(port)
         assert code == 2
         _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
+
+
+def test_certificates_of_one_authority_and_of_another(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    there, here = (_given(authority.issue(name, ["*"])) for name in ("there", "here"))
+    foreign = _given(Authority(tmp_path, "other").issue("foreign", ["*"]) | {"llm.TlsCa": str(authority.path)})
+    with _served(*there) as port:
+        _, found = _doctor(port, *here)
+        _is(found["peer_authentication"], State.OK, "both ends proved a secret or certificate", "")
+        code, found = _doctor(port, *foreign)
+        assert code == 2
+        _is(found["peer_authentication"], State.PROBLEM, "authenti", "certificates of one authority")
+
+
+def _given(options: dict[str, str]) -> list[str]:
+    return [word for name, value in options.items() for word in ("--option", f"{name}={value}")]
+
+
+def test_link_that_is_much_slower_than_one_stream() -> None:
+    """A relay slows the connections of the link, and passes the raw measurements on."""
+    with _served("--option", "llm.Transport=tcp") as port, _relayed(port) as slow:
+        code, found = _doctor(slow, "--option", "llm.SyncKvCacheWaitTime=20000")
+    assert [each for each in found.values() if each["state"] == State.PROBLEM] == []
+    assert code == 1
+    _is(found["peer_bandwidth"], State.WARNING, "one socket stream", "llm.CopyThreads=4")
+
+
+@contextmanager
+def _relayed(port: int) -> Iterator[int]:
+    """Yield a port whose connections reach ``port`` at 8 MB/s each; the port above it reaches the one above."""
+    here = _two_ports()
+
+    class Relay(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            above = int(self.request.getsockname()[1]) - here
+            with socket.create_connection(("127.0.0.1", port + above)) as there:
+                back = threading.Thread(target=copy, args=(there, self.request, 0.0 if above else 1 / 8e6))
+                back.start()
+                copy(self.request, there, 0.0)
+                back.join()
+
+    def copy(source: socket.socket, target: socket.socket, seconds_a_byte: float) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 17):
+                target.sendall(data)
+                time.sleep(len(data) * seconds_a_byte)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    with ExitStack() as servers:
+        for number in (here, here + 1):
+            server = servers.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", number), Relay))
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            servers.callback(server.shutdown)
+        yield here
 
 
 def test_forced_tcp_and_no_secret() -> None:

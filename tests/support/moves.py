@@ -113,11 +113,12 @@ def forget(world: World, name: str) -> None:
 
 
 def picture(world: World) -> Any:
-    """Return ``statistics()`` without what changes by itself (ages, lost links) or is meant to, checked."""
+    """Return ``statistics()`` without what changes by itself (ages, lost links, UCX's CPU) or is meant to, checked."""
     world.dd.check_integrity()
     statistics = world.dd.statistics()
     keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
-    return replace(statistics, keys=keys, operations=(), redials=(), links_lost={}, reconnects=0)
+    links = tuple(replace(link, progress_seconds=0.0) for link in statistics.links)
+    return replace(statistics, keys=keys, links=links, operations=(), redials=(), links_lost={}, reconnects=0)
 
 
 def asked(before: Any) -> Any:

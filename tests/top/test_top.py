@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
-import threading
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,14 @@ import pytest
 from textual.widgets import DataTable, Static
 
 from llm_datadist._statistics_page import PageError, StatisticsPage, instances, read_page
+from llm_datadist.cli.top_rows import NOTHING
 from llm_datadist.cli.top_screen import Top
+from llm_datadist.cli.top_source import Remote, SourceError
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Pair
     from tests.support.world import World
 
@@ -64,7 +69,7 @@ def test_the_screen_shows_links_and_operations_and_says_why(shm_pair: Pair) -> N
     (link,) = expected["links"]
 
     async def look() -> None:
-        app = Top()
+        app = Top(lambda _: instances())
         async with app.run_test(size=(160, 50)) as pilot:
             row = [f"{each['pid']}" for each in app.found for _ in each["statistics"]["links"]].index(str(pid))
             links = app.query_one("#links", DataTable)
@@ -75,6 +80,14 @@ def test_the_screen_shows_links_and_operations_and_says_why(shm_pair: Pair) -> N
             links.move_cursor(row=row)
             await pilot.press("e")
             assert str(app.query_one("#reason", Static).content) == link["reason"]
+            for each in app.found:
+                await pilot.press("i")
+                shown = [f"{link['remote_cluster_id']}" for link in each["statistics"]["links"]]
+                assert [links.get_row_at(at)[:2] for at in range(links.row_count)] == [
+                    [f"{each['cluster_id']}", peer] for peer in shown
+                ]
+            await pilot.press("i")
+            assert links.row_count == sum(len(each["statistics"]["links"]) for each in app.found)
             await pilot.press("q")
 
     asyncio.run(look())
@@ -124,35 +137,173 @@ except PermissionError:
     return subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_reader_never_sees_half_a_page(shm_pair: Pair) -> None:
-    shm_pair.start()
-    now = shm_pair.decoder.do(_statistics)
-    page = StatisticsPage(5, lambda: next(contents))
-    contents = iter((f"{at} " * (1 + at % 2 * 5000), now) for at in range(1 << 30))
-    stop = threading.Event()
+def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
+    answer: Any = None
 
-    def write() -> None:
-        while not stop.is_set():
-            page.write()
+    def read(_: float) -> Any:
+        if isinstance(answer, SourceError):
+            raise answer
+        return answer
 
+    async def look() -> None:
+        nonlocal answer
+        app = Top(read)
+        async with app.run_test(size=(200, 30)):
+            text, links, operations = app.query_one("#instances", Static), *app.query(DataTable)
+            assert str(text.content) == "connecting"
+            answer = [_reading(1.0, 10)]
+            app.refresh_tables()
+            assert links.get_row_at(0)[-2:] == ["", ""], "no rate before the second page"
+            answer = [_reading(3.0, 50)]
+            app.refresh_tables()
+            assert links.get_row_at(0)[-2:] == ["20.000", "40.000"]
+            assert operations.get_row_at(0)[-1] == "20.0"
+            answer = SourceError("cut")
+            app.refresh_tables()
+            assert str(text.content).endswith("\ncut; what is shown is old")
+            assert links.row_count == 1
+            answer = []
+            app.refresh_tables()
+            assert (str(text.content), links.row_count) == (NOTHING, 0)
+
+    asyncio.run(look())
+
+
+def _reading(when: float, calls: int) -> Any:
+    """Return an instance that has moved a GB read and two GB written with each call."""
+    link = {"remote_cluster_id": 1, "state": "ready", "transport": "tcp", "reason": "so"}
+    by = {"transport": "tcp", "count": calls, "nbytes": 1, "buckets": []}
+    now = {
+        "links": [link | {"read_bytes": calls * 10**9, "written_bytes": 2 * calls * 10**9}],
+        "operations": [{"name": "pull_blocks", "failures": {}, "transports": [by]}],
+        "pools": [],
+        "grants": {"active": 0},
+        "quarantined_bytes": 0,
+    }
+    about = {"pid": 9, "cluster_id": 2, "role": "DECODER", "published_at": when, "age_seconds": 0.1, "truncated": False}
+    return about | {"statistics": now}
+
+
+_WRITER = """
+import sys
+from llm_datadist import LLMDataDist, LLMRole
+from llm_datadist._statistics_page import StatisticsPage
+one = LLMDataDist(LLMRole.DECODER, 77)
+one.init({"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0", "llm.StatisticsPage": "0"})
+now = one.statistics()
+contents = ((f"{at} " * (1 + at % 2 * 5000), now) for at in range(1 << 62))
+page = StatisticsPage(5, lambda: next(contents))
+print(page._fd, flush=True)
+while True:
     page.write()
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        roles: set[str] = set()
-        while len(roles) < 50:
-            try:
-                found = read_page(page._fd)
-            except PageError:
-                continue
-            names = found["role"].split()
-            assert len(set(names)) == 1
-            assert len(names) == 1 + int(names[0]) % 2 * 5000
-            roles.add(names[0])
-    finally:
-        stop.set()
-        writer.join()
-        page.close()
+"""
+
+
+def test_a_reader_never_sees_half_a_page_of_another_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", _WRITER], stdout=-1, text=True) as process:
+        try:
+            assert process.stdout is not None
+            with open(f"/proc/{process.pid}/fd/{int(process.stdout.readline())}", "rb") as page:
+                seen: set[str] = set()
+                while len(seen) < 200:
+                    try:
+                        names = read_page(page.fileno())["role"].split()
+                    except PageError:
+                        continue
+                    assert len(set(names)) == 1
+                    assert len(names) == 1 + int(names[0]) % 2 * 5000
+                    seen.add(names[0])
+        finally:
+            process.kill()
+
+
+_SSH = """#!/bin/sh
+# Stands in for ssh: runs the command on this host, as the shell of the other one would.
+while [ "$1" != -- ]; do shift; done
+echo "$2" >> "$(dirname "$0")/hosts"
+exec sh -c "$3"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a program that stands in for ssh first in the path; it connects to nothing."""
+    program = tmp_path / "ssh"
+    program.write_text(_SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+def _top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llm_datadist.cli", "top", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_another_host_is_read_over_ssh(shm_pair: Pair, ssh: Path) -> None:
+    _moved(shm_pair)
+    pid = shm_pair.decoder.do(_pid)
+    there = f"{sys.executable} -m llm_datadist.cli"
+    done = _top("--connect", "far", "--command", there, "--once", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert pid in {each["pid"] for each in json.loads(done.stdout)["instances"]}
+    shown = _top("--connect", "far", "--command", there, "--once")
+    assert (shown.returncode, f"(pid {pid})" in shown.stdout) == (0, True)
+    assert ssh.with_name("hosts").read_text() == "far\nfar\n"
+    with closing(Remote("far", there)) as remote:
+        first = remote.read(30)
+        wait_until(lambda: remote.read() != first)
+        ended = remote._ssh
+    assert ended is not None
+    assert ended.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        ("echo no such program >&2; exit 127 #", "ssh to far ended with status 127: no such program"),
+        ("echo hello; sleep 60 #", "far printed something else than `llm-datadist top --json` does: 'hello\\n'"),
+        ("""echo '{"page_version": 999, "instances": []}'; sleep 60 #""", "far has another version of open-datadist"),
+        ("sleep 60 #", "the other host has said nothing for 10 s"),
+    ],
+)
+def test_another_host_that_cannot_be_read_is_one_line(ssh: Path, there: str, says: str) -> None:
+    assert ssh.exists()
+    done = _top("--connect", "far", "--command", there, "--once")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"llm-datadist top: {says}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_ssh_and_with_an_option_for_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _top("--connect", "-oProxyCommand=true", "--once").returncode == 2
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = _top("--connect", "far", "--once")
+    assert (done.returncode, done.stderr) == (1, "llm-datadist top: ssh cannot be run: No such file or directory\n")
+
+
+def test_json_is_printed_each_second_until_the_pipe_is_closed() -> None:
+    command = [sys.executable, "-m", "llm_datadist.cli", "top", "--json"]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for _ in range(2):
+            assert "instances" in json.loads(process.stdout.readline())
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 1
+
+
+def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ssh.exists()
+    monkeypatch.setattr("llm_datadist.cli.top_source._RETRY_SECONDS", 0.0)
+    with closing(Remote("far", f"{sys.executable} -m llm_datadist.cli")) as remote:
+        assert remote.read(30) is not None
+        assert remote._ssh is not None
+        os.killpg(remote._ssh.pid, signal.SIGKILL)
+        with pytest.raises(SourceError, match="ended with status -9"):
+            wait_until(lambda: remote.read() is None)
+        assert remote.read(30) is not None
 
 
 def _statistics(world: World) -> Any:

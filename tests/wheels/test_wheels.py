@@ -78,8 +78,8 @@ def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) 
 
 
 def files(wheel: Path) -> set[str]:
-    """Return what is in it of the library; auditwheel adds the folders."""
-    return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("llm_datadist") and name[-1] != "/"}
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name for name in names if name.startswith("llm_datadist") and not name.endswith("/")}
 
 
 @pytest.fixture(scope="module")

@@ -414,7 +414,9 @@ class Dial(AbstractContextManager["Dial"]):
         reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.peer_secrets, self.peer.incarnation
         proof = known.prove(peer, _INITIATOR, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
-        self._frames.put(TransportChoice(self.choice.name, reason, sequence, present, proof, share))
+        self._frames.put(
+            TransportChoice(self.choice.name, reason, sequence, present, proof, share, self.choice.private)
+        )
         linked = self._frames.receive(Linked)
         if share:
             known.agree(peer, share, linked.share, self._transcript)
@@ -789,6 +791,7 @@ class Listener:
             if theirs.transport != mine.name:
                 there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
                 raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
+            builder.take_private(theirs.private)
             used = builder.uses(group)
             connection = builder.open(lanes, group, writable=self._endpoint.exports.writable)
         try:

@@ -143,6 +143,7 @@ class Refused(Message, frozen=True):
 class TransportChoice(Message, frozen=True):
     """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
 
+    ``private`` is the transport for private memory, None where nothing reaches it.
     ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
     ``present``: the initiator has a link to this incarnation already, which its communicator is to use. ``proof``: the
     initiator's, after a proof of the target; else ``share``: its half of a new secret.
@@ -154,6 +155,7 @@ class TransportChoice(Message, frozen=True):
     present: bool = False
     proof: Maybe32 = b""
     share: Maybe32 = b""
+    private: Name | None = None
 
 
 class Linked(Message, frozen=True):

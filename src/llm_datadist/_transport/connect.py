@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.lanes import LaneGroup, Lanes, LaneSocket
 
+_SHUT_OUT: Final = "the kernel does not let the peer into this process"
 LANES_PER_LINK: Final = 5
 """Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
 
@@ -139,7 +140,14 @@ class ConnectionBuilder:
             return "no same-host rendezvous was made" if same_host is None else str(same_host)
         if not self._memory.cookie_address:
             return NOT_TOLD
-        return probe(self._memory, self._memory.cookie_address, self._peer.cookie)
+        # Only the end that dials can make data lanes: also where the peer alone is shut out. Both ends use them then.
+        reason = probe(self._memory, self._memory.cookie_address, self._peer.cookie)
+        return reason or (_SHUT_OUT if self._memory.shut_out else None)
+
+    def take_private(self, theirs: str | None) -> None:
+        """Take data lanes for private memory where the end that dials has chosen them."""
+        if theirs == "tcp" and self.choice.private == "cma" and self.choice.name == "shm":
+            self.choice = replace(self.choice, private="tcp", reason=f"{self.choice.reason}, but {_SHUT_OUT}: by tcp")
 
     @property
     def wants_lanes(self) -> bool:

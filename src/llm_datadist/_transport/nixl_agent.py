@@ -383,7 +383,6 @@ def _threads() -> frozenset[int]:
 
 def _cpu_seconds(thread: int) -> float:
     try:
-        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
     except OSError:  # it has ended
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -22,7 +22,7 @@ from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import WriterPage
 
-VERSION: Final = 4
+VERSION: Final = 5
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
@@ -38,7 +38,8 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     Its descriptors: the guard table's, that of the page in which the receiver announces what it writes, then one per
     region in the order of ``regions``. ``token`` is the control channel's, for one use; the answer repeats it.
     ``cookie`` is what the receiver must find in the mapped guard table's header, ``cookie_address`` where that is in
-    the sender's own address space, for cma; not trusted. 0: not told.
+    the sender's own address space, for cma; not trusted. 0: not told. ``shut_out``: the sender has tried cma, and the
+    kernel does not let it into the receiver.
     """
 
     version: int
@@ -48,6 +49,7 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
     regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
     cookie_address: Annotated[int, msgspec.Meta(ge=0)] = 0
+    shut_out: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -166,8 +168,8 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
             raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
         return opened
 
-    def send(self, sock: socket.socket) -> None:
-        send_packet(sock, self.hello, self.fds)
+    def send(self, sock: socket.socket, *, shut_out: bool = False) -> None:
+        send_packet(sock, msgspec.structs.replace(self.hello, shut_out=shut_out), self.fds)
 
     def take_page(self) -> WriterPage:
         page, self._page = self._page, None

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._native.signals import hold_signals
+from llm_datadist._transport.cma import probe
 from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, map_peer, peer_credentials
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode, send_packet
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, ParamError, ProtocolError
@@ -183,7 +184,8 @@ class SameHostListener:
         with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock, exports.users) as process:
             peer = map_peer(hello, packet, process, offer)
             try:
-                offer.send(sock)
+                told = peer.cookie_address
+                offer.send(sock, shut_out=told != 0 and probe(peer, told, peer.cookie) is not None)
                 peer.settle()
             except OSError as error:
                 peer.close()

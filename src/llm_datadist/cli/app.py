@@ -85,7 +85,9 @@ app.command(
         "llm-datadist bench latency --against ''",
     )
 )(bench)
-app.command(epilog=examples("llm-datadist top", "llm-datadist top --once --json"))(top)
+app.command(
+    epilog=examples("llm-datadist top", "llm-datadist top --once --json", "llm-datadist top --connect decode-7")
+)(top)
 app.command(
     epilog=examples(
         "llm-datadist doctor",

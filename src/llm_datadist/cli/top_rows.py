@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist.metrics import quantile
 
-__all__ = ["LINK_COLUMNS", "OPERATION_COLUMNS", "Instance", "link_rows", "operation_rows", "title"]
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
-Instance = dict[str, Any]
+    from llm_datadist._statistics_page import Instance
+
+__all__ = ["LINK_COLUMNS", "NOTHING", "OPERATION_COLUMNS", "Rates", "link_rows", "operation_rows", "title"]
+
+NOTHING: Final = "no LLMDataDist of this user runs on this host"
+
+
+class Rates:
+    """What counters of the instances grow by each second, from the last two pages of each."""
+
+    def __init__(self) -> None:
+        self._before: dict[Hashable, tuple[float, tuple[int, ...]]] = {}
+        self._rates: dict[Hashable, list[float]] = {}
+
+    def of(self, key: Hashable, published_at: float, *counters: int) -> list[float]:
+        """Return the growth of each counter of ``key`` per second; nothing before the second page."""
+        when, before = self._before.get(key, (published_at, counters))
+        if (seconds := published_at - when) > 0:
+            self._rates[key] = [(now - then) / seconds for now, then in zip(counters, before, strict=True)]
+        self._before[key] = published_at, counters
+        return self._rates.get(key, [])
 
 
 def link_rows(instance: Instance) -> list[list[str]]:

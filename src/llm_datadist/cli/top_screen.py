@@ -7,27 +7,33 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.app import App
 from textual.widgets import DataTable, Footer, Static
 
-from llm_datadist._statistics_page import instances
-from llm_datadist.cli.top_rows import LINK_COLUMNS, OPERATION_COLUMNS, Instance, link_rows, operation_rows, title
+from llm_datadist.cli.top_rows import LINK_COLUMNS, NOTHING, OPERATION_COLUMNS, Rates, link_rows, operation_rows, title
+from llm_datadist.cli.top_source import SourceError
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-__all__ = ["Top"]
+    from llm_datadist._statistics_page import Instance
+    from llm_datadist.cli.top_source import Read
 
-_RATES = ("GB/s read", "GB/s written")
+__all__ = ["Top"]
 
 
 class Top(App[None]):
-    """Instances, and the links and operations of all of them; reads the pages once a second."""
+    """Instances, and the links and operations of all or one of them; reads them once a second."""
 
-    BINDINGS: ClassVar = [("e", "explain", "why this transport"), ("q", "quit", "quit")]
+    BINDINGS: ClassVar = [
+        ("i", "next_instance", "next instance, or all"),
+        ("e", "explain", "why this transport"),
+        ("q", "quit", "quit"),
+    ]
 
-    def __init__(self) -> None:
+    def __init__(self, read: Read) -> None:
         super().__init__()
+        self._read = read
         self.found: list[Instance] = []
-        self._before: dict[tuple[int, int, int], tuple[float, int, int]] = {}
-        self._rates: dict[tuple[int, int, int], list[str]] = {}
+        self._chosen: tuple[int, int] | None = None  # pid and cluster id of the instance that is shown, None for all
+        self._rates = Rates()
 
     def compose(self) -> ComposeResult:
         """Lay out the screen."""
@@ -39,46 +45,57 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Begin to read."""
-        self.query_one("#links", DataTable).add_columns("of", *LINK_COLUMNS, *_RATES)
-        self.query_one("#operations", DataTable).add_columns("of", *OPERATION_COLUMNS)
+        self.query_one("#links", DataTable).add_columns("of", *LINK_COLUMNS, "GB/s read", "GB/s written")
+        self.query_one("#operations", DataTable).add_columns("of", *OPERATION_COLUMNS, "calls/s")
         self.refresh_tables()
         self.set_interval(1.0, self.refresh_tables)
 
     def refresh_tables(self) -> None:
-        """Show what the instances publish now."""
-        self.found = instances()
-        text = "\n".join(map(title, self.found)) or "no LLMDataDist of this user runs on this host"
-        self.query_one("#instances", Static).update(text)
+        """Show what the instances publish now; after a failure, what they published before it, and the failure."""
+        try:
+            found = self._read(0.0)
+            remark = "connecting" if found is None else "" if found else NOTHING
+            self.found = found or []
+        except SourceError as error:
+            remark = f"{error}; what is shown is old"
+        lines = [("> " if self._chosen == _identity(each) else "  ") + title(each) for each in self.found]
+        self.query_one("#instances", Static).update("\n".join(lines + [remark] * bool(remark)))
+        self._show_chosen()
+
+    def _show_chosen(self) -> None:
         links, operations = self.query_one("#links", DataTable), self.query_one("#operations", DataTable)
         row = links.cursor_row
         links.clear()
         operations.clear()
-        for each in self.found:
-            name = str(each["cluster_id"])
-            for shown, link in zip(link_rows(each), each["statistics"]["links"], strict=True):
-                key = (each["pid"], each["cluster_id"], link["remote_cluster_id"])
-                links.add_row(name, *shown, *self._rate(key, each["age_seconds"], link))
-            for shown in operation_rows(each):
-                operations.add_row(name, *shown)
+        for each in self._shown():
+            name, when, statistics = str(each["cluster_id"]), each["published_at"], each["statistics"]
+            for cells, link in zip(link_rows(each), statistics["links"], strict=True):
+                key = (*_identity(each), link["remote_cluster_id"])
+                rates = self._rates.of(key, when, link["read_bytes"], link["written_bytes"])
+                links.add_row(name, *cells, *([f"{rate / 1e9:.3f}" for rate in rates] or ["", ""]))
+            for cells in operation_rows(each):
+                operation, transport, calls, *_ = cells
+                rates = self._rates.of((*_identity(each), operation, transport), when, int(calls))
+                operations.add_row(name, *cells, *([f"{rate:.1f}" for rate in rates] or [""]))
         links.move_cursor(row=row)
 
-    def _rate(self, key: tuple[int, int, int], age: float, link: Instance) -> list[str]:
-        """Return GB/s read and written between the last two pages."""
-        import time
+    def _shown(self) -> list[Instance]:
+        return [each for each in self.found if self._chosen in (None, _identity(each))]
 
-        when, read, written = time.time() - age, link["read_bytes"], link["written_bytes"]
-        before = self._before.get(key)
-        if before is None or when - before[0] > 0.1:  # another page
-            if before is not None:
-                seconds = when - before[0]
-                moved = (read - before[1], written - before[2])
-                self._rates[key] = [f"{nbytes / seconds / 1e9:.3f}" for nbytes in moved]
-            self._before[key] = (when, read, written)
-        return self._rates.get(key, ["", ""])
+    def action_next_instance(self) -> None:
+        """Show the links and operations of the next instance alone; after the last one those of all."""
+        choices = [None, *map(_identity, self.found)]
+        place = choices.index(self._chosen) if self._chosen in choices else 0
+        self._chosen = choices[(place + 1) % len(choices)]
+        self.refresh_tables()
 
     def action_explain(self) -> None:
         """Say why the link under the cursor has its transport."""
-        every = [link for each in self.found for link in each["statistics"]["links"]]
+        every = [link for each in self._shown() for link in each["statistics"]["links"]]
         row = self.query_one("#links", DataTable).cursor_row
         reason = every[row]["reason"] if 0 <= row < len(every) else "no link"
         self.query_one("#reason", Static).update(reason)
+
+
+def _identity(instance: Instance) -> tuple[int, int]:
+    return instance["pid"], instance["cluster_id"]

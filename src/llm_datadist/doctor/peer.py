@@ -134,7 +134,10 @@ def _not_linked(error: LLMException) -> Finding:
     text = str(error)
     meaning = "the peer was reached, but there is no link to it"
     if isinstance(error, AuthFailed) or "authenti" in text or "secret" in text:
-        mend = "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE"
+        mend = (
+            "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
+            "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
+        )
         return Finding("peer_authentication", State.PROBLEM, text, meaning, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
