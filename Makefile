@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := CMakeLists.txt $(wildcard src/llm_datadist/_native/*.cpp src/llm_datadist/_native/*.hpp)
+NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
 .PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site wheels test-wheels asan model faults \
 	bench compare lint docs clean

@@ -7,6 +7,8 @@ if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|aarch64)$")
 endif()
 
 # The oldest glibc that the wheels run with: that of the manylinux_2_28 tag (scripts/wheels.py).
+set(CMAKE_C_COMPILER "$ENV{DATADIST_ZIG}" cc)
+set(CMAKE_C_COMPILER_TARGET "${CMAKE_SYSTEM_PROCESSOR}-linux-gnu.2.28")
 set(CMAKE_CXX_COMPILER "$ENV{DATADIST_ZIG}" c++)
 set(CMAKE_CXX_COMPILER_TARGET "${CMAKE_SYSTEM_PROCESSOR}-linux-gnu.2.28")
 # The system's archiver knows no objects of another processor.

@@ -63,7 +63,7 @@ def main(trees: list[str]) -> int:
     status = 0
     for tree in trees:
         for path in sorted(Path(tree).rglob("*")):
-            if path.suffix in (".py", ".pyi", ".cpp", ".hpp"):
+            if path.suffix in (".py", ".pyi", ".c", ".cpp", ".hpp"):
                 for line, text in mistakes(path.read_text(), known):
                     print(f"{path}:{line}: {text}")
                     status = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-_PROGRAM = """
+PROGRAM = """
 import threading, time
 from llm_datadist._native import CopyPool
 
@@ -25,5 +25,5 @@ time.sleep(0.05)
 
 
 def test_a_daemon_thread_in_native_code_does_not_crash_the_exit_of_the_interpreter() -> None:
-    ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -15,6 +15,7 @@ from typing import Final
 import pytest
 
 from tests.support.source import ROOT
+from tests.unit import test_native_exit
 from tests.wheels.arm64 import Arm64, Impossible, arm64
 
 WISH: Final = os.environ.get("LLM_DATADIST_WHEELS")
@@ -68,6 +69,14 @@ def test_x86_64_wheel_runs_the_demo_where_there_is_no_compiler(tmp_path: Path) -
     demo = [str(commands / "llm-datadist"), "demo"]
     done = subprocess.run(demo, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(commands))
     assert (done.returncode, "Tokens equal." in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_threads_in_the_wheels_native_code_do_not_crash_the_exit(tmp_path: Path) -> None:
+    """The wheel has a C++ library of its own, so the test of the module that was compiled here says nothing of it."""
+    commands = install(tmp_path / "venv", "--only-binary=:all:", str(built("*x86_64.whl")))
+    program = [str(commands / "python"), "-c", test_native_exit.PROGRAM]
+    ended = subprocess.run(program, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(commands))
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) -> None:

@@ -1,29 +1,18 @@
 // The interpreter's lock, given away while native code works.
-//
-// A thread that wants the lock back while the interpreter exits is ended there by the interpreter, before Python 3.14
-// with pthread_exit(), which unwinds the stack. The frames between here and the interpreter do not allow that: they end
-// the process by a signal. Such a thread stays where it is until the process has ended.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include <unistd.h>
+// A thread that the interpreter ends at its exit does not come back (gil.c).
+extern "C" void datadist_take_gil_back(PyThreadState* state) noexcept;
 
 namespace datadist {
-
-inline void take_gil_back(PyThreadState* state) noexcept {
-    try {
-        PyEval_RestoreThread(state);
-    } catch (...) {  // nothing but that: __forced_unwind, by which a thread is ended
-        for (;;) ::pause();
-    }
-}
 
 // Without the lock for as long as it lives.
 class GilReleased {
 public:
     GilReleased() = default;
-    ~GilReleased() { take_gil_back(state_); }
+    ~GilReleased() { datadist_take_gil_back(state_); }
 
     GilReleased(const GilReleased&) = delete;
     GilReleased& operator=(const GilReleased&) = delete;

@@ -61,7 +61,7 @@ public:
 
 private:
     void take_back() {
-        if (PyThreadState* state = std::exchange(released_, nullptr)) take_gil_back(state);
+        if (PyThreadState* state = std::exchange(released_, nullptr)) datadist_take_gil_back(state);
     }
 
     // The exception stays set in this thread's state, where nothing runs Python before end().
