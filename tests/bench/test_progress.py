@@ -93,7 +93,7 @@ def test_bench_and_faults_have_a_bar_on_a_terminal_and_only_lines_on_pipes(
     arguments: Sequence[str], line: str, unit: str
 ) -> None:
     status, out, err = on_pipes(*arguments)
-    assert status == 0, err
+    assert status == 0, out + err
     assert line in out + err
     assert _BAR not in err
     assert "\x1b" not in out + err
