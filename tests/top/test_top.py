@@ -68,8 +68,10 @@ def test_the_screen_shows_links_and_operations_and_says_why(shm_pair: Pair) -> N
     pid, expected = shm_pair.decoder.do(_publish)
     (link,) = expected["links"]
 
+    ours = {pid, shm_pair.prompt.do(_pid)}  # other tests have instances at the same time
+
     async def look() -> None:
-        app = Top(lambda _: instances())
+        app = Top(lambda _: [each for each in instances() if each["pid"] in ours])
         async with app.run_test(size=(160, 50)) as pilot:
             row = [f"{each['pid']}" for each in app.found for _ in each["statistics"]["links"]].index(str(pid))
             links = app.query_one("#links", DataTable)
