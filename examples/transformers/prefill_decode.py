@@ -116,9 +116,10 @@ def decode(channel: Connection, transport: str) -> None:
     for view in views:
         view.zero_()
     control, _ = generate(model, tokens, NEW_TOKENS - 1, DynamicCache(layers))
-    channel.send(Outcome(link.transport, link.read_bytes, found, control))
     dd.unlink_clusters([peer], timeout=LINK_MS)
     dd.finalize()
+    # After the unlink: at this answer the router ends the prefill, and a link of that moment would be lost.
+    channel.send(Outcome(link.transport, link.read_bytes, found, control))
 
 
 def ask(name: str, channel: Connection, question: object) -> Any:
