@@ -83,6 +83,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "lanes": {"read": 0.1, "write": 0.1},
     "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
+    "nixl requests": {"Moved": 0.05, "Granted": 0.01, "Meet": 0.01},
     "sealed handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Verify": 0.01},
     "sealed lanes": {"read": 0.1, "write": 0.1},
     "sealed greetings": {"Welcome": 0.02},

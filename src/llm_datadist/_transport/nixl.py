@@ -61,6 +61,9 @@ _PART_BYTES: Final = 128 << 20
 _BUSY_SECONDS: Final = 0.5
 _LAZY_SECONDS: Final = 0.001
 _POLLS: Final = 16  # between two looks for a request
+#: What the requests of one peer that wait here may hold. An honest one has at most a few of 1 MiB for each thread.
+_MAX_WAITING_BYTES: Final = 64 << 20
+_REQUEST_BYTES: Final = 2048  # what a request holds here beside its bytes
 #: Status of a request that needs the metadata of the receiver, which the sender there has forgotten.
 _UNKNOWN_RECEIVER: Final = 100
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -187,7 +190,8 @@ class Nixl:
 class _End:
     """One agent of a link, made when it is first needed, and again after it has ended.
 
-    Threads: any; one at a time holds :meth:`using`. ``users`` counts pulls that are on their way into a receiver.
+    Threads: any; one at a time holds :meth:`using`. ``users`` counts transfers that are on their way into a receiver;
+    only within :meth:`using` and :meth:`leave` it changes.
     """
 
     def __init__(self, nixl: Nixl, fabric: str, *, progress: bool) -> None:
@@ -218,6 +222,13 @@ class _End:
             yield self._agent
         finally:
             self._lock.release()
+
+    def leave(self) -> None:
+        """Count one user less, of a transfer whose bytes do not come any more."""
+        with self._lock:
+            self.users -= 1
+            if self._retired and not self.users:
+                self._end()
 
     def loaded(self, name: str) -> str:
         """Return how this agent knows a receiver of the peer; empty if it does not."""
@@ -426,7 +437,7 @@ class _NixlTransfer:
         finally:
             if not quiet:
                 receiver.end(address.name)
-            receiver.users -= 1
+            receiver.leave()
         if isinstance(answer, Moved):
             connection._known = answer.loaded
             return
@@ -561,6 +572,16 @@ class _Served:
     until: float  # monotonic
     cancelled: bool = False
     receiver: str = ""  # name of the agent that the peer writes to
+    nbytes: int = 0  # that count as waiting until it is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A request of the peer that asks for no memory, on its way to the thread."""
+
+    request: Done | Meet
+    reply: Callable[[bytes], None]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,10 +605,10 @@ class Server:
         self._nixl = nixl
         self._sender = sender
         self._receiver = receiver
-        self._queue: SimpleQueue[_Served | Done | Meet | _Meeting | None] = SimpleQueue()
-        self._replies: dict[int, Callable[[bytes], None]] = {}  # of Done, by move
+        self._queue: SimpleQueue[_Served | _Told | _Meeting | None] = SimpleQueue()
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._served: dict[int, _Served] = {}
+        self._waiting_bytes = 0  # of requests of the peer that are not answered yet
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -605,12 +626,18 @@ class Server:
             request = _ask_decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"nixl: a request that is none: {error}") from error
-        if isinstance(request, Done):
-            self._replies[request.move] = reply
+        nbytes = len(data) + _REQUEST_BYTES
+        full = self._waiting_bytes + nbytes > _MAX_WAITING_BYTES  # only this thread adds to it
         if not isinstance(request, Ask):
-            self._put(request)
+            if full:
+                raise ProtocolError(f"nixl: {_MAX_WAITING_BYTES >> 20} MiB of requests wait already")
+            self._count(nbytes)
+            self._put(_Told(request, reply, nbytes))
             return
         try:
+            if full:
+                text = f"{_MAX_WAITING_BYTES >> 20} MiB of requests over this link wait already"
+                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             served = self._grant(request, reply)
         except ProtocolError:
             raise
@@ -622,6 +649,8 @@ class Server:
             if served.move in self._served:
                 raise ProtocolError(f"nixl: move {served.move} is asked for twice")
             self._served[served.move] = served
+            served.nbytes = nbytes
+            self._waiting_bytes += nbytes
         self._put(served)
 
     def _grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
@@ -635,7 +664,11 @@ class Server:
         check_plan(plan, grant.tensors, grant.tensors)
         return _Served(ask.move, plan, grant, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
-    def _put(self, item: _Served | Done | Meet | _Meeting) -> None:
+    def _count(self, nbytes: int) -> None:
+        with self._changed:
+            self._waiting_bytes += nbytes
+
+    def _put(self, item: _Served | _Told | _Meeting) -> None:
         with self._changed:
             if self._stopped:
                 return
@@ -681,24 +714,28 @@ class Server:
     def _run(self) -> None:
         held: dict[int, _Served] = {}
         while not self._stopped:
-            item: _Served | Done | Meet | _Meeting | None = None
+            item: _Served | _Told | _Meeting | None = None
             with suppress(Empty):
                 item = self._receive(held) if held else self._queue.get()
             try:
                 self._drop_overdue(held)
-                if isinstance(item, Done):
-                    self._finish(held, item)
-                elif isinstance(item, (Meet, _Meeting)):
+                if isinstance(item, _Served):
+                    self._serve(held, item)
+                elif isinstance(item, _Meeting):
                     self._meet(item)
                 elif item is not None:
-                    self._serve(held, item)
+                    self._count(-item.nbytes)
+                    if isinstance(item.request, Done):
+                        self._finish(held, item.request, item.reply)
+                    else:
+                        self._meet(item.request)
             except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
                 logger.exception("nixl: a request of %s failed", self.link)
                 if isinstance(item, _Served):
                     self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
         self._end()
 
-    def _receive(self, held: dict[int, _Served]) -> _Served | Done | Meet | _Meeting | None:
+    def _receive(self, held: dict[int, _Served]) -> _Served | _Told | _Meeting | None:
         """Let pushed bytes come in until the next request, or until one that is held is overdue; raises Empty then.
 
         As long as bytes may be coming this thread does not sleep, as the receiving end of a NIXL program does: with a
@@ -780,8 +817,7 @@ class Server:
         offsets = plan.runs[:, 0 if served.ask.write else 1].astype("<u8").tobytes()
         served.reply(_encode(Granted(served.move, address, bases.astype("<u8").tobytes(), offsets)))
 
-    def _finish(self, held: dict[int, _Served], done: Done) -> None:
-        reply = self._replies.pop(done.move)
+    def _finish(self, held: dict[int, _Served], done: Done, reply: Callable[[bytes], None]) -> None:
         served = held.pop(done.move, None)
         if served is None:
             reply(_encode(Refused(TORN, "its time was over, or the memory was taken back", touched=True)))
@@ -790,10 +826,10 @@ class Server:
         if not done.good:
             self._drop(served)
         elif _unchanged(served):
-            self._let_go(served)
+            self._pushed.leave()
             self._answer(served, Moved(""))
         else:
-            self._let_go(served)
+            self._pushed.leave()
             self._refuse(served, TORN, "a guard changed meanwhile", touched=True)
 
     def _drop_overdue(self, held: dict[int, _Served]) -> None:
@@ -804,12 +840,8 @@ class Server:
     def _drop(self, served: _Served) -> None:
         """Make sure that the peer does not write any more, then forget the request."""
         self._pushed.end(served.receiver)
-        self._let_go(served)
+        self._pushed.leave()
         self._forget(served)
-
-    def _let_go(self, served: _Served) -> None:
-        with self._pushed._lock:
-            self._pushed.users -= 1
 
     def _turn(self, served: _Served | None = None) -> float:
         if self._stopped if served is None else self._gone(served):
@@ -828,7 +860,8 @@ class Server:
 
     def _forget(self, served: _Served) -> None:
         with self._changed:
-            self._served.pop(served.move, None)
+            if self._served.pop(served.move, None) is not None:
+                self._waiting_bytes -= served.nbytes
             self._changed.notify_all()
 
     def _end(self) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -69,10 +69,10 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     ``package`` is the version of NIXL, for messages: metadata of another version may not be understood.
     """
 
-    name: str
-    version: int
+    name: Annotated[str, msgspec.Meta(max_length=32)]
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     metadata: bytes
-    package: str
+    package: Annotated[str, msgspec.Meta(max_length=64)]
 
     @property
     def known_as(self) -> str:

@@ -8,14 +8,21 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.bench.progress import Progress
-from tests.faults.fuzz import greetings, lanes, links, readers, sealed
+from tests.faults.fuzz import greetings, lanes, links, nixl, readers, sealed
 
 if TYPE_CHECKING:
     from tests.faults.fuzz import Target
 
 __all__ = ["SHARES", "TARGETS", "main"]
 
-TARGETS: Final[dict[str, Target]] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS | sealed.TARGETS
+TARGETS: Final[dict[str, Target]] = {
+    **readers.TARGETS,
+    **links.TARGETS,
+    **greetings.TARGETS,
+    **lanes.TARGETS,
+    **nixl.TARGETS,
+    **sealed.TARGETS,
+}
 #: Part of all frames that each target gets, so that all take about as long on one machine.
 SHARES: Final = {
     "parser": 0.379,
@@ -27,6 +34,7 @@ SHARES: Final = {
     "lanes": 0.03,
     "lane handles": 0.03,
     "lane greetings": 0.03,
+    "nixl requests": 0.02,
     "greetings": 0.003,
     "dials": 0.003,
     "rendezvous": 0.002,
