@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,8 +25,6 @@ from llm_datadist.cli.top_source import Remote, SourceError
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Pair
     from tests.support.world import World
 
@@ -328,6 +328,48 @@ def test_a_page_that_stays_half_written_is_refused_and_one_that_is_too_long_is_c
             read_page(page._fd)
     finally:
         page.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"x" * 100, "good header"], ids=["empty", "short", "other", "no JSON"])
+def test_a_page_with_something_else_is_refused_and_left_out(content: bytes | str) -> None:
+    page = StatisticsPage(5, lambda: pytest.fail("nothing is written"))
+    try:
+        if isinstance(content, bytes):
+            os.pwrite(page._fd, content, 0)
+        else:
+            page._sequence = 2
+            page._write_header(1 << 62)
+        with pytest.raises(PageError):
+            read_page(page._fd)
+        assert 5 not in [each["cluster_id"] for each in instances() if each["pid"] == os.getpid()]
+    finally:
+        page.close()
+
+
+_FORGER = """
+import os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+page = os.memfd_create("llm-datadist-statistics")
+os.write(page, bytes.fromhex(sys.argv[1]))
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can open the pages of other users")
+def test_root_is_not_shown_what_another_user_publishes() -> None:
+    body = b'{"role": "DECODER"}'
+    header = struct.pack("<8sIIQdQQ", b"lldd-sta", 1, 4_000_000_000, 2, 0.0, 5, len(body))
+    command = [sys.executable, "-c", _FORGER, (header + body).hex()]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        shown = [each["pid"] for each in instances()]
+        page = next(each for each in Path(f"/proc/{process.pid}/fd").iterdir() if "memfd" in os.readlink(each))
+        with page.open("rb") as opened:
+            assert read_page(opened.fileno())["pid"] == 4_000_000_000
+        process.communicate()
+    assert 4_000_000_000 not in shown
 
 
 def test_the_page_follows_by_itself(shm_pair: Pair) -> None:

@@ -126,6 +126,8 @@ def _linked(end: LLMDataDist, host: str, port: int, progress: Callable[[str], No
         yield from _measured(end, link, host, port)
     except LLMException as error:
         mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
+        if isinstance(error, DeadlineExceeded):
+            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {host}; top"
         yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
     end.unlink_clusters([cluster], _LINK_MS)
 

@@ -27,12 +27,15 @@ STREAM_BYTES: Final = 64 << 20
 CLOCK: Final = struct.Struct("!q")
 _CHUNK: Final = bytes(1 << 20)
 _SECONDS: Final = 10.0
+#: A slow link is to be measured, not to time out: 32 MiB in this time are 1.7 MB/s.
+_PULL_MS: Final = 20_000
 
 
 def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str | None = None) -> LLMDataDist:
     """Return an initialised instance with a pool for one cache; raise what ``init`` raises."""
     config = LLMConfig()
     config.device_id, config.enable_cache_manager = 0, True
+    config.sync_kv_timeout = _PULL_MS
     config.mem_pool_cfg = f'{{"memory_size": {BLOCKS * BLOCK_BYTES}, "page_shift": 16}}'
     if listen is not None:
         config.listen_ip_info = listen
