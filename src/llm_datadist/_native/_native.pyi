@@ -505,6 +505,15 @@ class HoldingCall:
     ) -> None: ...
     def __call__(self, *args: object, **kwargs: object) -> object: ...
 
+def inside_another_call() -> bool:
+    """Return True if the calling thread is in two calls of the library or more, one inside the other."""
+
+def put_off(function: Callable[..., object], *args: object) -> bool:
+    """Queue a call for the end of the thread's outermost one; False if the thread is in one call only."""
+
+def do_what_was_put_off() -> None:
+    """Do it now, unless the thread is inside of a call inside of another one."""
+
 def deliver_signals() -> None:
     """Run the handlers of signals that the calling thread holds; raises what a handler raises."""
 
