@@ -509,7 +509,10 @@ def inside_another_call() -> bool:
     """Return True if the calling thread is in two calls of the library or more, one inside the other."""
 
 def put_off(function: Callable[..., object], *args: object) -> bool:
-    """Queue a call for the end of the thread's outermost one; False if the thread is in one call only."""
+    """Queue a function for the end of the thread's outermost call; False if the thread is in one call only.
+
+    It is called as if inside of one call; so it is no :class:`HoldingCall` that asks again.
+    """
 
 def do_what_was_put_off() -> None:
     """Do it now, unless the thread is inside of a call inside of another one."""

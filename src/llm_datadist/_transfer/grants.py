@@ -193,8 +193,10 @@ class Grants:
             return given is not None and bool(given.claims)
 
     def revoke(self, grant: Grant) -> None:
-        if put_off(self.revoke, grant):
-            return
+        if not put_off(self._revoke, grant):
+            self._revoke(grant)
+
+    def _revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)
         with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
             self._advanced.wait_for(lambda: grant._end)
