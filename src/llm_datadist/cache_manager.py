@@ -236,6 +236,7 @@ class CacheManager(EngineUser):
             ParamError: Outside int64.
             DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
                 registered, with its keys.
+            StateError: Called inside of another call of this thread, as by a finalizer: it cannot wait for that.
 
         Source: interface §6.7.
         """

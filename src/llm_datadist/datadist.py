@@ -291,6 +291,7 @@ class LLMDataDist:
         Raises:
             NoneArgument: A ``remote_cluster_id`` that is not set.
             ParamError: ``timeout`` not above 0.
+            StateError: Called inside of another call of this thread, as by a finalizer.
 
         Source: interface §3.4, §8.
         """
@@ -410,7 +411,7 @@ class LLMDataDist:
         Raises:
             ParamError: Outside uint64.
             NotLinked: There is no such communicator.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``).
+            StateError: In v1 mode (``LLM_PARAM_INVALID``); inside of another call of this thread, as by a finalizer.
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
 
         Source: interface §3.5, B2.3.
