@@ -210,7 +210,7 @@ class CacheStore:
             raise
 
     def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, *, remote_accessible: bool) -> Entry:
-        """Add memory of the user, one address per tensor. The memory is not touched."""
+        """Add memory of the user, one address per tensor, which the caller has checked."""
         storage = self.pools.storage_at(addrs, geometry.tensor_bytes)
         return self._add(geometry, storage, _bindable(keys), owned=False, remote_accessible=remote_accessible)
 

@@ -194,7 +194,7 @@ class SharedSegment(Segment):
 class ExternalSegment(Segment):
     """Memory of the user, who keeps it allocated while this object or a view of it is used.
 
-    The bytes are never touched. It may be dropped without closing.
+    Making it does not touch the bytes. It may be dropped without closing.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:

@@ -91,6 +91,19 @@ def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     return parse_blocks(name, values).array
 
 
+def check_mapped(name: str, addresses: list[int], nbytes: int) -> None:
+    """Raise ParamError unless ``nbytes`` bytes are mapped at each address, with a readable first and last page.
+
+    A page in between that cannot be read is not found. Errors begin with ``name``, the argument.
+    """
+    at = _native.find_unmapped(addresses, nbytes)
+    if at >= 0:
+        raise ParamError(
+            f"{name}[{at}]={addresses[at]:#x}: its {nbytes} bytes must be mapped and readable in this process; device "
+            "memory is not reachable: give memory of the host"
+        )
+
+
 def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")

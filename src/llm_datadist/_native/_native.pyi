@@ -345,6 +345,12 @@ def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[
     ParamError: an impossible address.
     """
 
+def find_unmapped(addresses: list[int], nbytes: int) -> int:
+    """Return the index of the first address at which ``nbytes`` bytes are not mapped, or whose ends cannot be read.
+
+    -1: there is none. The kernel looks, in time that depends on the number of mappings; nothing is changed.
+    """
+
 def peek_process(pid: int, address: int, nbytes: int) -> bytes:
     """Return ``nbytes`` (at most 1 MiB) bytes at ``address`` of process ``pid``: a probe, not a transfer.
 
