@@ -17,6 +17,7 @@ from llm_datadist._native._native import (
     WRITER_SLOTS,
     BlockList,
     BlockPlanner,
+    Canary,
     CopyPool,
     GuardSet,
     Meter,
