@@ -65,10 +65,7 @@ class GuardTable:
         if slots < 2:
             raise ParamError(f"guard table: slots is {slots}, must be at least 2 (a header and one guard)")
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
-        try:
-            self.canaries = Canary(), Canary()
-        except MemoryError as error:
-            raise OutOfMemory("guard table: no pages for its canaries", pool="guards") from error
+        self.canaries = Canary(), Canary()
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)
         # Keeps the memory mapped for a load() that runs during close().
         self._memory: NDArray[np.uint8] | None = self.segment.view()
