@@ -117,9 +117,9 @@ class LLMDataDist:
         Raises:
             TypeError: Not a dict of str to str.
             ParamError: An option breaks its rule; the text names it.
-            OutOfMemory: A pool does not fit the host or its cgroup (interface R11).
+            OutOfMemory: A pool does not fit the host or its cgroup (interface R11), or no memory is left.
             LinkError: The listen address cannot be bound (``LLM_FAILED``); the text names it.
-            LLMException: No descriptor or thread is left (``LLM_FAILED``).
+            LLMException: No descriptor, thread or room for a shared library is left (``LLM_FAILED``).
 
         Source: interface §3.1.
         """

@@ -30,6 +30,7 @@ from llm_datadist._native._native import (
     UseGate,
     advance_generation,
     announce_writer,
+    check_mapped,
     close_writers,
     deliver_signals,
     encode_request,
@@ -90,19 +91,6 @@ def parse_blocks(name: str, values: object) -> BlockList:
 def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     """Return a caller's list of block numbers as a read-only int64 array. Errors as :func:`parse_blocks`."""
     return parse_blocks(name, values).array
-
-
-def check_mapped(name: str, addresses: list[int], nbytes: int) -> None:
-    """Raise ParamError unless ``nbytes`` bytes are mapped at each address, with a readable first and last page.
-
-    A page in between that cannot be read is not found. Errors begin with ``name``, the argument.
-    """
-    at = _native.find_unmapped(addresses, nbytes)
-    if at >= 0:
-        raise ParamError(
-            f"{name}[{at}]={addresses[at]:#x}: its {nbytes} bytes must be mapped and readable in this process; device "
-            "memory is not reachable: give memory of the host"
-        )
 
 
 def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:

@@ -172,9 +172,7 @@ NB_MODULE(_native, m) {
           "Return False when no thread can be had: nothing is unmapped then.");
     m.def("readable", &readable, "fd"_a,
           "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
-    m.def("find_unmapped", &find_unmapped, "addresses"_a, "nbytes"_a, nb::call_guard<GilReleased>(),
-          "Return the index of the first address at which `nbytes` bytes are not mapped, or the first or last page is\n"
-          "not readable; -1 if there is none. Changes nothing.");
+    m.def("check_mapped", &check_mapped, "name"_a, "addresses"_a, "nbytes"_a, nb::call_guard<GilReleased>());
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
           "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
           "OSError: the kernel refused; errno says why. ParamError: too many bytes.");

@@ -369,10 +369,11 @@ def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[
     ParamError: an impossible address.
     """
 
-def find_unmapped(addresses: list[int], nbytes: int) -> int:
-    """Return the index of the first address at which ``nbytes`` bytes are not mapped, or whose ends cannot be read.
+def check_mapped(name: str, addresses: list[int], nbytes: int) -> None:
+    """Raise ParamError unless ``nbytes`` bytes are mapped at each address, with a readable first and last page.
 
-    -1: there is none. The kernel looks, in time that depends on the number of mappings; nothing is changed.
+    The kernel looks, in time that depends on the number of mappings. A page in between that cannot be read is not
+    found. Nothing is changed. Errors begin with ``name``, the argument.
     """
 
 def peek_process(pid: int, address: int, nbytes: int) -> bytes:

@@ -8,7 +8,11 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <ios>
+#include <string>
 #include <vector>
+
+#include "error.hpp"
 
 namespace datadist {
 
@@ -30,11 +34,13 @@ inline bool is_mapped(std::uint64_t address, std::uint64_t nbytes) {
            kernel_reads(address + nbytes - 1);
 }
 
-// Returns the index of the first address without `nbytes` (at least one) such bytes, or -1.
-inline std::int64_t find_unmapped(const std::vector<std::uint64_t>& addresses, std::uint64_t nbytes) {
+// Throws RuleError, which begins with the argument's name, unless `nbytes` (at least one) such bytes are at each address.
+inline void check_mapped(const std::string& name, const std::vector<std::uint64_t>& addresses, std::uint64_t nbytes) {
     for (std::size_t i = 0; i < addresses.size(); ++i)
-        if (!is_mapped(addresses[i], nbytes)) return static_cast<std::int64_t>(i);
-    return -1;
+        if (!is_mapped(addresses[i], nbytes))
+            refuse(name, "[", i, "]=0x", std::hex, addresses[i], std::dec, ": its ", nbytes,
+                   " bytes must be mapped and readable in this process; device memory is not reachable: give memory of "
+                   "the host");
 }
 
 }  // namespace datadist
