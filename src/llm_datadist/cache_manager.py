@@ -164,7 +164,10 @@ class CacheManager(EngineUser):
         cache_keys: list[CacheKey] | tuple[CacheKey, ...] = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Enter memory of yours as a continuous cache, one address per tensor. The memory is not touched.
+        """Enter memory of yours as a continuous cache, one address per tensor. No byte of it changes.
+
+        The kernel says whether all of it is mapped here, and its first and last page readable; memory of a device is
+        not. A page in between that cannot be read is found by the first copy, which it ends, or the process with it.
 
         Keys bind as in :meth:`allocate_cache`, but one that is bound already keeps its first binding, and pulling
         consumes none of them. May be called before or after linking.
@@ -177,8 +180,8 @@ class CacheManager(EngineUser):
                 (interface R16). True itself may be said before ``link()`` only, as documented; leave it out after that.
 
         Raises:
-            ParamError: Impossible shape, wrong number of addresses, a zero address, more keys than rows;
-                ``remote_accessible=True`` after ``link()``.
+            ParamError: Impossible shape, wrong number of addresses, a zero address, an address without memory for its
+                tensor, more keys than rows; ``remote_accessible=True`` after ``link()``.
 
         Source: interface §6.6.
         """
@@ -321,7 +324,7 @@ class CacheManager(EngineUser):
 
         Raises:
             ParamError: Not blocks caches, sizes or counts differ, an index outside its cache, not one HOST and one
-                DEVICE, a zero address, or a deallocated cache.
+                DEVICE, a zero address, one without memory for its tensor, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
         Source: interface §6.9.

@@ -23,6 +23,7 @@ from llm_datadist._checks import (
     check_type,
     check_uint32,
     check_uint64,
+    typed_memory_error,
 )
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger
@@ -118,9 +119,9 @@ class LLMDataDist:
         Raises:
             TypeError: Not a dict of str to str.
             ParamError: An option breaks its rule; the text names it.
-            OutOfMemory: A pool does not fit the host or its cgroup (interface R11).
+            OutOfMemory: A pool does not fit the host or its cgroup (interface R11), or no memory is left.
             LinkError: The listen address cannot be bound (``LLM_FAILED``); the text names it.
-            LLMException: No descriptor or thread is left (``LLM_FAILED``).
+            LLMException: No descriptor, thread or room for a shared library is left (``LLM_FAILED``).
 
         Source: interface §3.1.
         """
@@ -595,16 +596,17 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _import_late(options: Options) -> None:
-    """Import what an engine with these options needs, from files: without a descriptor that is a failure of init."""
+    """Import what an engine with these options needs, from files: without memory or descriptor init fails here."""
     names = ["_transfer.engine"] + (
         ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
     )
     if options.tracing:
         names.append("_transfer.tracing")
     try:
-        for name in names:
-            import_module(f"llm_datadist.{name}")
-    except OSError as error:
+        with typed_memory_error("init"):
+            for name in names:
+                import_module(f"llm_datadist.{name}")
+    except (OSError, ImportError) as error:  # ImportError: a shared object for which there is no address space
         raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
 

@@ -234,7 +234,7 @@ class KvCacheManager(EngineUser):
 
         Raises:
             ParamError: Sizes or counts differ, an index outside its cache, not one HOST and one DEVICE, a zero address,
-                or a deallocated cache.
+                one without memory for its tensor, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers (``LLM_DEVICE_OUT_OF_MEMORY``).
 
         Source: interface §8.

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.registry import NOTHING, Effects, Entry, Key, Registry, key_of
+from llm_datadist._checks import typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import PRIVATE, Exports
@@ -189,6 +190,7 @@ class CacheStore:
             users=options.same_host_users,
         )
 
+    @typed_memory_error("allocate")
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
         """Take memory from the pool of the placement and bind ``(key, row)`` pairs, or neither.
 
@@ -210,8 +212,9 @@ class CacheStore:
             allocation.free()
             raise
 
+    @typed_memory_error("register")
     def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, *, remote_accessible: bool) -> Entry:
-        """Add memory of the user, one address per tensor. The memory is not touched."""
+        """Add memory of the user, one address per tensor, which the caller has checked."""
         storage = self.pools.storage_at(addrs, geometry.tensor_bytes)
         return self._add(geometry, storage, _bindable(keys), owned=False, remote_accessible=remote_accessible)
 

@@ -237,7 +237,7 @@ class LlmDataDist:
     ) -> tuple[LLMStatusCode, int | None]:
         """Register memory of yours as a cache that peers may read and write, by batch row and by block.
 
-        The memory is not touched. It must stay as it is until UnregisterKvCache or Finalize has returned.
+        No byte of it changes. It must stay mapped until UnregisterKvCache or Finalize has returned.
 
         Args:
             cache_desc: ``num_tensors`` tensors of ``shape``.
@@ -246,7 +246,7 @@ class LlmDataDist:
 
         Returns:
             ``(LLM_SUCCESS, cache_id)``, ids count from 1; ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, no
-            address, another number of them than tensors, a zero address.
+            address, another number of them than tensors, a zero address, one without memory for its tensor.
 
         Source: interface §9, §6.6.
         """
