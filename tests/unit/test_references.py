@@ -36,17 +36,19 @@ def test_every_changed_character_is_refused(file: Path) -> None:
     keys = ReferenceKeys(file)
     reference, _ = keys.sign(PAYLOAD[:20])
     for place, letter in enumerate(reference):
-        with pytest.raises(ParamError, match="^reference: "):
+        with pytest.raises(ParamError, match=r"^reference: "):
             keys.read(reference[:place] + ("0" if letter != "0" else "1") + reference[place + 1 :])
-        with pytest.raises(ParamError, match="^reference: "):
+        with pytest.raises(ParamError, match=r"^reference: "):
             keys.read(reference[:place])
 
 
 @pytest.mark.parametrize(
-    "odd", [None, 7, b"2", [], {"version": 1}, "", "....", "\ud800", "2." * 9, "\n", "2.0.x", "x" * ((1 << 24) + 1)], ids=str
+    "odd",
+    [None, 7, b"2", [], {"version": 1}, "", "....", "\ud800", "2." * 9, "\n", "2.0.x", "x" * ((1 << 24) + 1)],
+    ids=str,
 )
 def test_what_is_no_reference_is_refused(file: Path, odd: Any) -> None:
-    with pytest.raises(ParamError, match="^reference: "):
+    with pytest.raises(ParamError, match=r"^reference: "):
         ReferenceKeys(file).read(odd)
 
 

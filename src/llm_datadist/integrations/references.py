@@ -168,7 +168,9 @@ def runtime_secret_file() -> Path:
     """
     uid = os.geteuid()
     home = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(home, "open-datadist") if home and os.path.isdir(home) else Path(tempfile.gettempdir(), f"open-datadist-{uid}")
+    folder = Path(tempfile.gettempdir(), f"open-datadist-{uid}")
+    if home and os.path.isdir(home):
+        folder = Path(home, "open-datadist")
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
