@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(600)
 
 OURS = CONNECTORS["datadist"]
+#: Keeps all of its blocks for readers: 32 requests at once need more than the half of them.
+KEEPING = replace(OURS, extra={"max_unclaimed_blocks": BLOCKS})
 BROKEN = Connector("ZeroedConnector", "tests.vllm.broken")
 #: Prompts that are not pulled anew for each test would prove nothing.
 ALONE = ["--no-enable-prefix-caching"]
@@ -75,7 +77,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         expected = [answer(ordinary, prompt)[2]["token_ids"] for prompt in asked]
         ordinary.stop()
         started = [
-            servers.start("prefill", OURS, cores="0", blocks=BLOCKS, options=ALONE),
+            servers.start("prefill", KEEPING, cores="0", blocks=BLOCKS, options=ALONE),
             servers.start("decode", OURS, name="failing", cores="1", blocks=128, options=ALONE),
             servers.start("decode", replace(OURS, policy="recompute"), name="recomputing", cores="1", options=ALONE),
             servers.start("decode", BROKEN, name="zeroing", cores="1", options=ALONE),
