@@ -94,7 +94,9 @@ class Engine:
         count = self.scheduler.matched_tokens(request, 0)
         given: Any = SimpleNamespace(get_block_ids=lambda: (blocks,))
         self.scheduler.allocated(request, given, count)
-        self.scheduler.finished(request, (blocks,))
+        request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(prompt)
+        if not count:
+            assert self.scheduler.finished(request, (blocks,)) == (False, None)
         return count > 0
 
     def prefill(self, name: str, params: Any, blocks: list[int], prompt: list[int] = PROMPT) -> dict[str, Any] | None:
@@ -238,6 +240,7 @@ def test_another_process_than_that_of_the_reference_is_not_read(make: Callable[.
     elsewhere: Endpoint = msgspec.structs.replace(endpoint, **{change: wrong[change]})
     assert not decode.fetched("wrong", signed(params, ranks=[elsewhere]), [1, 2, 3])
     assert decode.kv.count_nonzero() == 0
+    assert decode.worker._datadist.statistics().links == (), "it is linked to a process that it must not believe"
     assert comes(prefill, decode, "honest")
 
 

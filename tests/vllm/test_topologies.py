@@ -195,11 +195,11 @@ def test_a_client_that_goes_away_before_its_request_was_scheduled(started: Serve
     decode = started.start("decode", OURS, cores="1", options=(*ALONE, "--max-num-seqs", "1"))
     prefill.wait(300)
     decode.wait(300)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": NEW, "kv_transfer_params": offer_of(prefill, prompt)}
     with ThreadPoolExecutor(1) as other:
         long = other.submit(answer, decode, asked.prompts[0], max_tokens=2000)
         while not decode.metric("vllm:num_requests_running"):
             time.sleep(0.05)
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": NEW, "kv_transfer_params": offer_of(prefill, prompt)}
         with pytest.raises(TimeoutError):  # the connection is closed then
             decode.post("/v1/completions", body, seconds=2)
         wait_until_blocks_are_free(prefill)
