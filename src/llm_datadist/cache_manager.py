@@ -443,7 +443,7 @@ class CacheManager(EngineUser):
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
-    def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1) -> Grant:
+    def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1, wait: bool = True) -> Grant:
         """Get a grant from the owner of the blocks, for :meth:`pull_blocks`. An extension.
 
         Waits until the owner has given it (``Cache.grant(..., token=token)``), within ``sync_kv_timeout``. From then on
@@ -454,6 +454,7 @@ class CacheManager(EngineUser):
             token: The 16 bytes that name the grant.
             readers: How many peers share the grant, this one too: the ranks of one engine. All of them must say the
                 same. The grant ends when all have released it.
+            wait: If False, the call does not wait for a grant that the owner has not given yet.
 
         Returns:
             The grant.
@@ -464,17 +465,18 @@ class CacheManager(EngineUser):
             CacheMismatch: The grant is shared by another number of readers, or has more blocks than a message holds.
             NotLinked: There is no link to the owner.
             CacheNotFound: The grant has ended, or has as many readers as it is for.
-            DeadlineExceeded: The owner has not given such a grant in time. Retryable.
+            DeadlineExceeded: The owner has not given such a grant in time; if ``wait`` is False, not yet: its
+                ``budget_ms`` is 0 then. Retryable.
             PeerLost: The link broke.
 
         Source: extension.
         """
         engine = self._engine
         check_uint64("cluster_id", cluster_id)
-        named, count = check_token(token), check_int("readers", readers)
+        named, count, _ = check_token(token), check_int("readers", readers), check_type("wait", wait, bool)
         check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
         with engine.meters.call("claim_grant", [cluster_id]):
-            return engine.claims.claim(cluster_id, named, count, engine.deadline())
+            return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
 
     @staticmethod
     def _give_back(grant: Grant) -> None:

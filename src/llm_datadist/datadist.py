@@ -543,6 +543,11 @@ class LLMDataDist:
         address = self._require_engine("listen_port").links.listen_address
         return None if address is None else address[1]
 
+    @property
+    def incarnation(self) -> str:
+        """Random id of this ``init``, hexadecimal: it tells two processes of one cluster id apart. An extension."""
+        return self._require_engine("incarnation").store.exports.incarnation.hex()
+
     def statistics(self) -> Statistics:
         """Return pools, caches, keys with their age, pins, quarantine, swap, links and operations. An extension."""
         return self._require_engine("statistics").statistics()

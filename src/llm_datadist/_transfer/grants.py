@@ -33,6 +33,7 @@ from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
 from llm_datadist.errors import (
     CacheNotFound,
+    DeadlineExceeded,
     LinkError,
     LLMException,
     LLMStatusCode,
@@ -232,6 +233,8 @@ class Grants:
             answer: Message | None = None
             if token in self._given or token in self._ended or self._closed:
                 answer = self._claim(link, message)
+            elif not message.budget_ms:
+                answer = failed(message.id, DeadlineExceeded("the grant is not given yet"))
             elif self._waiting_of[link] >= _MAX_WAITING:
                 error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
                 answer = failed(message.id, error)
@@ -370,18 +373,20 @@ class GrantClaims:
     def __init__(self, links: LinkManager) -> None:
         self._links = links
 
-    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline) -> Grant:
+    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline, *, wait: bool = True) -> Grant:
         """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
         link, what = self._links.get(cluster_id), f"claim_grant: grant {token.hex()}"
         with link:
             try:
                 answer = link.request(
-                    lambda number: Claim(number, token, readers, deadline.remaining_ms()),
+                    lambda number: Claim(number, token, readers, deadline.remaining_ms() if wait else 0),
                     deadline,
                     f"{what}, which is not active,",
                     "claim",
                 )
             except RemoteFailure as failure:
+                if failure.status_code == LLMStatusCode.LLM_TIMEOUT:
+                    raise DeadlineExceeded(f"{what}: {failure}", peer=cluster_id, phase="claim") from failure
                 raise failure.typed(what) from failure
         if not isinstance(answer, Claimed):
             raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
