@@ -44,7 +44,7 @@ def become(world: World, user: int) -> None:
 def test_memory_is_mapped_where_both_ends_admit_each_others_user(
     four: list[ChildEnd], socket_folder: Path, prompt: str | None, decoder: str | None, folder: bool, transport: str
 ) -> None:
-    socket_folder.chmod(0o777)
+    socket_folder.chmod(0o1777)
     owner, reader = four[:2]
     reader.do(become, USER)
     place = {"llm.ShmSocketDir": str(socket_folder)} if folder else {}

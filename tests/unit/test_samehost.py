@@ -9,9 +9,11 @@ import queue
 import secrets
 import socket
 import stat
+import struct
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,19 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._transport import peer_memory, samehost
+from llm_datadist._native import readable
+from llm_datadist._transport import peer_memory, rendezvous, samehost
 from llm_datadist._transport.choose import choose
 from llm_datadist._transport.peer_memory import PeerMemory
-from llm_datadist._transport.rendezvous import VERSION, MemoryOffer, Packet, Refusal, RendezvousHello, decode
-from llm_datadist._transport.rendezvous import send_packet as send
+from llm_datadist._transport.rendezvous import (
+    VERSION,
+    MemoryOffer,
+    Packet,
+    Refusal,
+    RendezvousHello,
+    decode,
+    send_packet,
+)
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
@@ -35,6 +45,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist._memory.exports import Exports
+
+
+def send(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:
+    admitted(sock, lambda: send_packet(sock, value, fds))
+
+
+def admitted(sock: socket.socket, action: Callable[[], object]) -> None:
+    """Send once the listener has admitted this process: until then the kernel refuses descriptors."""
+    while not readable(sock.fileno()):
+        with suppress(PermissionError):
+            action()
+            return
+
 
 TOKEN, OTHER_TOKEN = b"0123456789abcdef", b"another token 16"
 
@@ -89,7 +112,7 @@ class Stage:
     def refused(self, data: bytes, fds: list[int]) -> str:
         """Send a packet, expect a refusal that leaves nothing open, and return its reason."""
         with unchanged(), self.raw() as sock:
-            socket.send_fds(sock, [data], fds)
+            admitted(sock, partial(socket.send_fds, sock, [data], fds))
             with Packet.receive(sock) as packet:
                 answer = decode(packet.data)
                 assert packet.fds == []
@@ -221,7 +244,7 @@ def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: St
         assert stage.refused(data, [0, 1, 2])
     for data, count in ((b"", 3), (b"x" * (17 << 10), 3), (b"x", 35), (b"x", 200), (b"x" * (17 << 10), 200)):
         with unchanged(), stage.raw() as sock:  # beyond the limits: dropped without an answer
-            socket.send_fds(sock, [data], [0] * count)
+            admitted(sock, partial(socket.send_fds, sock, [data], [0] * count))
             assert sock.recv(100) == b""
             stage.on_loop()
     stage.links()
@@ -455,3 +478,55 @@ def test_choose() -> None:
     ):
         with pytest.raises(kind, match=text):
             choose(same_process=False, same_host=told, forced=forced, private=why)
+
+
+@contextmanager
+def lingering() -> Iterator[tuple[int, socket.socket]]:
+    """Yield a descriptor whose last close waits for a minute, or until the socket beside it is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            sender.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    sender.send(bytes(1 << 16))
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+            yield sender.detach(), receiver
+
+
+@pytest.mark.parametrize("option", [rendezvous._SO_PASSRIGHTS, 9999], ids=["refused by the kernel", "older kernel"])
+def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its close may block: SO_LINGER. The listener goes on, and so does its close."""
+    monkeypatch.setattr(rendezvous, "_SO_PASSRIGHTS", option)
+    with staged() as stage, lingering() as (fd, receiver):
+        with stage.raw() as sock, monkeypatch.context() as strange:
+            strange.setattr(samehost, "peer_credentials", partial(refuse, "a stranger"))
+            gate = threading.Event()
+            stage.loop.call_soon_threadsafe(gate.wait, 10)
+            try:
+                socket.send_fds(sock, [b"x"], [fd])
+            except PermissionError:
+                receiver.close()  # nobody has it: this close waits for nothing
+            os.close(fd)
+            gate.set()
+            stage.on_loop()
+            stage.on_loop()
+        stage.expect()
+        stage.links()
+        stage.listener.close()
+
+
+def refuse(reason: str, *_: object) -> None:
+    raise LinkRefused(reason)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
+def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, tmp_path: Path) -> None:
+    exports = new_exports(writable=False)
+    tmp_path.chmod(mode)
+    with pytest.raises(ParamError, match=r"llm\.ShmSocketDir.*sticky"):
+        SameHostListener(exports, str(tmp_path))
+    tmp_path.chmod(mode | stat.S_ISVTX)
+    with closing(SameHostListener(exports, str(tmp_path))) as listener:
+        assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
+    close_exports(exports)

@@ -7,10 +7,13 @@ limits only; :mod:`llm_datadist._transport.peer_memory` checks the memory itself
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
+import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
@@ -20,6 +23,8 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist._memory.write_intents import WriterPage
 
 VERSION: Final = 6
@@ -27,6 +32,10 @@ _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
+# Linux 6.16, asm-generic/socket.h: the kernel refuses descriptors for a socket.
+_SO_PASSRIGHTS: Final = 83
+MAX_CLOSING: Final = 64
+_closing: Final[set[threading.Thread]] = set()
 _FD_BYTES: Final = array.array("i").itemsize
 # CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
 _ANCILLARY: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * _FD_BYTES)
@@ -61,6 +70,31 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """The listener's answer when there will be no rendezvous. Its reason is one line."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+def pass_rights(sock: socket.socket, *, allowed: bool) -> bool:
+    """Let the kernel take descriptors for ``sock`` or refuse them; return False where it cannot refuse them.
+
+    A listener's accepted sockets begin as the listener is. Who sends a descriptor to one that takes none gets EPERM.
+    """
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, allowed)
+    except OSError:
+        return False
+    return True
+
+
+def close_elsewhere(close: Callable[[], None]) -> None:
+    """Run a close on a thread of its own, for which nothing waits: the last close of a peer's descriptor may block."""
+    thread = threading.Thread(target=close, name="llm-datadist-close", daemon=True)
+    _closing.add(thread)
+    thread.start()
+
+
+def closers_are_busy() -> bool:
+    """Return True while as many threads as there may be wait in a close."""
+    _closing.difference_update([thread for thread in tuple(_closing) if not thread.is_alive()])
+    return len(_closing) >= MAX_CLOSING
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -107,14 +141,30 @@ class Packet(AbstractContextManager["Packet"]):
         return packet
 
     def take(self) -> int:
+        """Return the next descriptor, which is the caller's; ``LinkRefused`` if it is no memfd: its close may block."""
+        if not _is_memory(self.fds[0]):
+            raise LinkRefused("it is no memfd")
         return self.fds.pop(0)
 
     def close(self) -> None:
+        """Close what nothing has taken: memory at once, anything else on a thread of its own."""
         while self.fds:
-            os.close(self.fds.pop())
+            fd = self.fds.pop()
+            if _is_memory(fd):
+                os.close(fd)
+            else:
+                close_elsewhere(partial(os.close, fd))
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _is_memory(fd: int) -> bool:
+    """Return True for a memfd. Only those have seals; asking anything else of a peer's file may block."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
+    except OSError:
+        return False
 
 
 def _defect(data: bytes, flags: int) -> str | None:

@@ -25,10 +25,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._native import readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.cma import probe
 from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, map_peer, peer_credentials
-from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode, send_packet
+from llm_datadist._transport.rendezvous import (
+    MemoryOffer,
+    Packet,
+    Refusal,
+    RendezvousHello,
+    close_elsewhere,
+    closers_are_busy,
+    decode,
+    pass_rights,
+    send_packet,
+)
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
@@ -44,6 +55,7 @@ _BACKLOG: Final = 128
 # A full backlog of a unix socket refuses at once instead of waiting, so connecting is tried again at this pace.
 _CONNECT_PACE_S: Final = 0.002
 _ACCEPT_PAUSE_S: Final = 1.0
+_ADMISSION_PACE_S: Final = 100e-6
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +85,7 @@ class SameHostListener:
         self._thread = 0
         self._resume: asyncio.TimerHandle | None = None
         self._socket, self.name = _listen(socket_dir, shared=bool(exports.users))
+        self._guarded = pass_rights(self._socket, allowed=False)
         self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -119,6 +132,8 @@ class SameHostListener:
 
     def _accept(self) -> None:
         try:
+            if closers_are_busy():
+                raise OSError("descriptors of peers that were refused are not closed yet")
             sock, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
@@ -138,8 +153,9 @@ class SameHostListener:
             _log.info("same-host peer refused: %s", error)
             with suppress(OSError):
                 send_packet(sock, Refusal(str(error)), [])
-            sock.close()
+            self._let_go(sock)
             return
+        pass_rights(sock, allowed=True)
         self._pending[sock] = self._running_loop().call_later(self._idle_timeout, self._drop, sock, "it said nothing")
         self._running_loop().add_reader(sock.fileno(), self._receive, sock)
 
@@ -197,7 +213,7 @@ class SameHostListener:
         if timer is not None:
             timer.cancel()
             self._running_loop().remove_reader(sock.fileno())
-        sock.close()
+        self._let_go(sock)
         if reason is not None:
             _log.info("same-host peer dropped: %s", reason)
 
@@ -223,9 +239,16 @@ class SameHostListener:
     def _close_descriptors(self) -> None:
         self._closed = True
         self._expected.clear()
-        self._socket.close()
+        self._let_go(self._socket)
         while self._pending:
-            self._pending.popitem()[0].close()
+            self._let_go(self._pending.popitem()[0])
+
+    def _let_go(self, sock: socket.socket) -> None:
+        """Close a socket, in which descriptors of a stranger may wait unless the kernel has refused them."""
+        if self._guarded:
+            sock.close()
+        else:
+            close_elsewhere(sock.close)
 
     @hold_signals
     def __del__(self) -> None:
@@ -248,14 +271,22 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
     The caller owns that memory. Blocks in the caller's thread, within the deadline. ``LinkRefused``: there is no
     listener of this ``name`` on this host, or one side refused; the text holds the reason.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    guarded = pass_rights(sock, allowed=False)
+    try:
         _dial(sock, name, deadline)
         # Opened before anything is sent: the process that answers later was alive then.
         with PeerProcess(sock, exports.users) as process, MemoryOffer(exports, token) as offer:
+            pass_rights(sock, allowed=True)
             with _ask(sock, name, offer, deadline) as packet:
                 peer = map_peer(_check_answer(packet, name, token), packet, process, offer)
             peer.settle()
             return peer
+    finally:
+        if guarded:
+            sock.close()
+        else:  # descriptors of a stranger may wait in it
+            close_elsewhere(sock.close)
 
 
 def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
@@ -278,8 +309,8 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
 
 def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> Packet:
     try:
-        with suppress(BrokenPipeError):  # it may have said why before it left
-            offer.send(sock)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it left
+            _send(sock, name, offer, deadline)
         deadline.ready(sock, select.POLLIN)
         try:
             return Packet.receive(sock)
@@ -289,6 +320,18 @@ def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline)
         raise deadline.error(f"same-host rendezvous with {name!r}", "link") from error
     except (OSError, ProtocolError) as error:
         raise LinkRefused(f"same-host listener {name!r} broke off: {error}") from error
+
+
+def _send(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> None:
+    """Send the offer once the listener has admitted this process: until then the kernel takes no descriptor."""
+    while True:
+        deadline.check(f"same-host rendezvous with {name!r}", "link")
+        try:
+            return offer.send(sock)
+        except PermissionError:
+            if readable(sock.fileno()):  # its reason for a refusal
+                return None
+            time.sleep(_ADMISSION_PACE_S)
 
 
 def _check_answer(packet: Packet, name: str, token: bytes) -> RendezvousHello:
@@ -328,11 +371,16 @@ def _listen(socket_dir: str | None, *, shared: bool) -> tuple[socket.socket, str
 
 
 def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) -> str:
+    mode = folder.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        raise PermissionError("others can write this folder: chmod o-w,g-w, or make it sticky (chmod +t)")
     _remove_stale(folder)
     path, temporary = folder / (unique + _SUFFIX), folder / ("." + unique + _SUFFIX)
     try:
+        os.fchmod(sock.fileno(), 0o600)  # the mode of the file that bind makes
         sock.bind(str(temporary))
-        temporary.chmod(0o666 if shared else 0o600)  # whose process it is is asked of each that connects
+        if shared:  # whose process it is is asked of each that connects
+            _open_to_others(temporary)
         sock.listen(_BACKLOG)
         # Renamed last: a socket file under a final name that refuses a connection has no listener any more.
         temporary.rename(path)
@@ -340,6 +388,18 @@ def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) 
         temporary.unlink(missing_ok=True)
         raise
     return str(path)
+
+
+def _open_to_others(path: Path) -> None:
+    """Let other users connect to a socket file of ours; bind takes the umask off, which is the whole process's."""
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # so that no link is followed, and the file stays the same
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} is not the socket file that was made there")
+        os.chmod(f"/proc/self/fd/{fd}", 0o666)
+    finally:
+        os.close(fd)
 
 
 def _remove_stale(folder: Path) -> None:

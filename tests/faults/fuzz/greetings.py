@@ -23,6 +23,7 @@ from llm_datadist._links.messages import (
     decode,
     frame,
 )
+from llm_datadist._native import readable
 from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkError, LLMException
 from tests.faults.fuzz import Target, Verdicts, trial
@@ -189,7 +190,10 @@ def _send(name: str, data: bytes, descriptors: list[int]) -> None:
         sock.connect("\0" + name[1:] if name.startswith("@") else name)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with suppress(ConnectionError):
-            sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            while not readable(sock.fileno()):
+                with suppress(PermissionError):  # until the listener has admitted this process
+                    sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+                    break
             sock.recv(1 << 16)
 
 
