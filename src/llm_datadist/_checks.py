@@ -10,12 +10,13 @@ import ipaddress
 import operator
 import reprlib
 import socket
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
-from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, OutOfMemory, ParamError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -198,3 +199,14 @@ def check_enabled(condition: object, text: str) -> None:
     """Raise LLMException(``text``) with ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
     if not condition:
         raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+
+
+@contextmanager
+def typed_memory_error(what: str) -> Iterator[None]:
+    """Raise OutOfMemory in place of a MemoryError of Python or of native code."""
+    try:
+        yield
+    except MemoryError as error:
+        if isinstance(error, LLMException):
+            raise
+        raise OutOfMemory(f"{what}: this process has no memory left: {error!r}") from error

@@ -50,6 +50,7 @@ __all__ = ["CacheManager"]
     register_cache="_unregister",
     register_blocks_cache="_unregister",
     claim_grant="_give_back",
+    transfer_cache_async="_stop",
 )
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
@@ -163,7 +164,10 @@ class CacheManager(EngineUser):
         cache_keys: list[CacheKey] | tuple[CacheKey, ...] = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Enter memory of yours as a continuous cache, one address per tensor. The memory is not touched.
+        """Enter memory of yours as a continuous cache, one address per tensor. No byte of it changes.
+
+        The kernel says whether all of it is mapped here, and its first and last page readable; memory of a device is
+        not. A page in between that cannot be read is found by the first copy, which it ends, or the process with it.
 
         Keys bind as in :meth:`allocate_cache`, but one that is bound already keeps its first binding, and pulling
         consumes none of them. May be called before or after linking.
@@ -176,8 +180,8 @@ class CacheManager(EngineUser):
                 (interface R16). True itself may be said before ``link()`` only, as documented; leave it out after that.
 
         Raises:
-            ParamError: Impossible shape, wrong number of addresses, a zero address, more keys than rows;
-                ``remote_accessible=True`` after ``link()``.
+            ParamError: Impossible shape, wrong number of addresses, a zero address, an address without memory for its
+                tensor, more keys than rows; ``remote_accessible=True`` after ``link()``.
 
         Source: interface §6.6.
         """
@@ -223,7 +227,7 @@ class CacheManager(EngineUser):
 
     def _unregister(self, cache: Cache) -> None:
         """Undo a registration whose caller never gets the handle."""
-        self.unregister_cache(cache.cache_id)
+        self._of.store.unregister(cache.cache_id, self._of.deadline())
 
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
@@ -235,6 +239,7 @@ class CacheManager(EngineUser):
             ParamError: Outside int64.
             DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
                 registered, with its keys.
+            StateError: Called inside of another call of this thread, as by a finalizer: it cannot wait for that.
 
         Source: interface §6.7.
         """
@@ -319,7 +324,7 @@ class CacheManager(EngineUser):
 
         Raises:
             ParamError: Not blocks caches, sizes or counts differ, an index outside its cache, not one HOST and one
-                DEVICE, a zero address, or a deallocated cache.
+                DEVICE, a zero address, one without memory for its tensor, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
         Source: interface §6.9.
@@ -438,7 +443,7 @@ class CacheManager(EngineUser):
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
-    def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1) -> Grant:
+    def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1, wait: bool = True) -> Grant:
         """Get a grant from the owner of the blocks, for :meth:`pull_blocks`. An extension.
 
         Waits until the owner has given it (``Cache.grant(..., token=token)``), within ``sync_kv_timeout``. From then on
@@ -449,6 +454,7 @@ class CacheManager(EngineUser):
             token: The 16 bytes that name the grant.
             readers: How many peers share the grant, this one too: the ranks of one engine. All of them must say the
                 same. The grant ends when all have released it.
+            wait: If False, the call does not wait for a grant that the owner has not given yet.
 
         Returns:
             The grant.
@@ -459,17 +465,18 @@ class CacheManager(EngineUser):
             CacheMismatch: The grant is shared by another number of readers, or has more blocks than a message holds.
             NotLinked: There is no link to the owner.
             CacheNotFound: The grant has ended, or has as many readers as it is for.
-            DeadlineExceeded: The owner has not given such a grant in time. Retryable.
+            DeadlineExceeded: The owner has not given such a grant in time; if ``wait`` is False, not yet: its
+                ``budget_ms`` is 0 then. Retryable.
             PeerLost: The link broke.
 
         Source: extension.
         """
         engine = self._engine
         check_uint64("cluster_id", cluster_id)
-        named, count = check_token(token), check_int("readers", readers)
+        named, count, _ = check_token(token), check_int("readers", readers), check_type("wait", wait, bool)
         check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
         with engine.meters.call("claim_grant", [cluster_id]):
-            return engine.claims.claim(cluster_id, named, count, engine.deadline())
+            return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
 
     @staticmethod
     def _give_back(grant: Grant) -> None:

@@ -56,7 +56,7 @@ _ARGUMENTS: Final[Rules] = {
 }
 
 
-@public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard")
+@public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard", transfer_cache_async="_stop")
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``.
 
@@ -234,7 +234,7 @@ class KvCacheManager(EngineUser):
 
         Raises:
             ParamError: Sizes or counts differ, an index outside its cache, not one HOST and one DEVICE, a zero address,
-                or a deallocated cache.
+                one without memory for its tensor, or a deallocated cache.
             OutOfMemory: No device memory for the staging buffers (``LLM_DEVICE_OUT_OF_MEMORY``).
 
         Source: interface §8.

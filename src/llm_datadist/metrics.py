@@ -164,6 +164,7 @@ class LinkStatistics:
         authenticated_at: When they did so last, in seconds since the epoch, see ``llm.MaxLinkAge``; None where they
             did not.
         progress_seconds: CPU time of UCX's threads for this link, in seconds; 0 unless the transport is nixl.
+        peer_incarnation: The peer's :attr:`LLMDataDist.incarnation`.
     """
 
     remote_cluster_id: int
@@ -180,6 +181,7 @@ class LinkStatistics:
     sealed: bool = False
     authenticated_at: float | None = None
     progress_seconds: float = 0.0
+    peer_incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

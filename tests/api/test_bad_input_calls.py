@@ -18,6 +18,7 @@ from llm_datadist import (
 )
 from tests.api.conftest import ACCESSIBLE, PLAIN, PROMPT_CACHES
 from tests.support.linking import info
+from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Use
 from tests.support.refusals import (
     BLOCK_LIST,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 INT8: Final = DataType.DT_INT8
 MAX: Final = 2**64 - 1
 DESC: Final = CacheDesc(2, [3, 32], INT8)
-ADDRS: Final = [1 << 20, 2 << 20]  # of nothing: registering touches no memory
+ADDRS: Final = FIXED_ADDRS
 UNKNOWN_ROWS: Final = Cache(99, DESC, ADDRS)
 UNKNOWN_BLOCKS: Final = Cache(99, DESC, ADDRS, is_blocks_cache=True)
 PLACEHOLDER: Final = CacheKey(1, MAX)
@@ -104,16 +105,18 @@ ROW_KEYS: Final = Spec(
 )
 BLOCKS_KEY: Final = Spec((CacheKey(2, 1), [BlocksCacheKey(2)], 0), none_ok=True)
 ADDRESSES: Final = Spec(
-    (tuple(ADDRS), 1 << 20, "addrs", set(ADDRS)),
-    (NONE, "{}[1]", [1 << 20, None]),
-    (TYPE, "{}[1]", [1 << 20, "2"]),
-    (TYPE, "{}[0]", [1.0, 2 << 20]),
-    (RULE, "{}[1]", [1 << 20, -1], [1 << 20, 2**64]),
-    (RULE, "{}[1]=0", [1 << 20, 0]),
-    (RULE, "address space", [1 << 20, 2**64 - 8]),
+    (tuple(ADDRS), ADDRS[0], "addrs", set(ADDRS)),
+    (NONE, "{}[1]", [ADDRS[0], None]),
+    (TYPE, "{}[1]", [ADDRS[0], "2"]),
+    (TYPE, "{}[0]", [1.0, ADDRS[1]]),
+    (RULE, "{}[1]", [ADDRS[0], -1], [ADDRS[0], 2**64]),
+    (RULE, "{}[1]=0", [ADDRS[0], 0]),
+    (RULE, "address space", [ADDRS[0], 2**64 - 8]),
+    (RULE, "{}[1]=0x8: its 96 bytes must be mapped", [ADDRS[0], 8]),
+    (RULE, "{}[0]=0x7f1234560000: its 96 bytes must be mapped", [0x7F1234560000, ADDRS[1]]),
     (RULE, "empty", []),
-    (RULE, "1 addresses", [1 << 20]),
-    (RULE, "3 addresses", [*ADDRS, 3 << 20]),
+    (RULE, "1 addresses", [ADDRS[0]]),
+    (RULE, "3 addresses", [*ADDRS, ADDRS[0]]),
 )
 ACCESS: Final = Spec((1, 0, "yes", [True]), none_ok=True)
 ROW_KEY: Final = Spec(

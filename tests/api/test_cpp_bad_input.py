@@ -23,6 +23,7 @@ from llm_datadist.cpp_api import (
     RegisterCfg,
 )
 from tests.support.cpp import DEVICE, HOST, Shape, cluster, host_memory, made, start_pair
+from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Use
 from tests.support.refusals import (
     BLOCK_LIST,
@@ -55,7 +56,7 @@ pytestmark = pytest.mark.covers("cpp_api.RegisterCfg")
 
 KV, ROW = Use("kv"), CacheIndex(1, 1)
 DESC = CacheDesc(DEVICE, 2, DataType.DT_INT32, [8, 16])
-ADDRS = [4096, 8192]
+ADDRS = FIXED_ADDRS
 ON_HOST = Shape(placement=HOST)
 
 # --- structs: what each field must not be, and what the error names ---------------------------------------------------
@@ -116,6 +117,7 @@ OPERAND: Final = Spec(
     (RULE, "-16", memory(shape=[8, -16])),
     (RULE, "{}.tensor_addrs has 3", memory([64] * 3)),
     (RULE, "{}: tensor_addrs[1]=0", memory([64, 0])),
+    (RULE, "{}: tensor_addrs[0]=0x40: its 512 bytes must be mapped", memory()),
     (RULE, "{}.tensor_addrs[1]", memory([64, -1])),
     (RULE, "address space", memory([64, 2**64 - 8])),
     *((RULE, f"{{}}.cache_id={number}", Cache(number, ADDRS, replace(DESC, placement=HOST))) for number in (0, -2)),
@@ -174,10 +176,11 @@ ADDRESSES: Final = Spec(
     (*LIST.wrong, tuple(ADDRS)),
     *LIST.inner,
     (RULE, "{} is empty", []),
-    (RULE, "{} has 1", [4096]),
-    (RULE, "{}[1]=0", [4096, 0]),
-    (RULE, "{}[1]", [4096, -1], [4096, 2**64]),
-    (RULE, "address space", [4096, 2**64 - 4]),
+    (RULE, "{} has 1", [ADDRS[0]]),
+    (RULE, "{}[1]=0", [ADDRS[0], 0]),
+    (RULE, "{}[1]=0x8: its 512 bytes must be mapped", [ADDRS[0], 8]),
+    (RULE, "{}[1]", [ADDRS[0], -1], [ADDRS[0], 2**64]),
+    (RULE, "address space", [ADDRS[0], 2**64 - 4]),
 )
 LISTS: Final = Spec((1, "12"), (TYPE, "{}[0]", [1], [[1.5]]), (NONE, "{}[0]", [None], [[None]]))
 ROW_INDEX: Final = integer(0, 2**32 - 1, 6)

@@ -84,8 +84,16 @@ def totals(world: World) -> GrantStatistics:
     return world.dd.statistics().grants
 
 
-def claim(world: World, token: bytes, readers: int = 1, cluster_id: int = 1) -> None:
-    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token, readers)
+def claim(world: World, token: bytes, readers: int = 1, cluster_id: int = 1, wait: bool = True) -> None:
+    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token, readers, wait=wait)
+
+
+def incarnation(world: World) -> str:
+    return world.dd.incarnation
+
+
+def peer_incarnation(world: World) -> str:
+    return world.dd.explain(1).peer_incarnation
 
 
 def claimed(world: World, token: bytes) -> bool:
@@ -147,6 +155,25 @@ def test_a_claim_that_its_grant_does_not_meet_in_time_can_be_repeated(pair: Pair
     assert (prompt.do(totals).claimed, prompt.do(claimed, token)) == (0, False)
     decoder.do(claim, token)
     assert prompt.do(claimed, token)
+
+
+def test_a_claim_that_is_not_to_wait_fails_at_once_and_leaves_nothing_at_the_owner(pair: Pair) -> None:
+    both(pair, sync_kv_timeout=60_000)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    with pytest.raises(DeadlineExceeded, match="the grant is not given yet") as caught:
+        decoder.do(claim, token, 1, 1, False)
+    assert (caught.value.budget_ms, caught.value.peer) == (0, 1)
+    assert prompt.do(totals).waiting == 0
+    prompt.do(give, [4], token)
+    assert not prompt.do(claimed, token)
+    decoder.do(claim, token, 1, 1, False)
+    assert prompt.do(claimed, token)
+
+
+def test_a_link_says_which_incarnation_of_the_peer_it_leads_to(pair: Pair) -> None:
+    both(pair)
+    assert pair.decoder.do(peer_incarnation) == pair.prompt.do(incarnation) != pair.decoder.do(incarnation)
 
 
 def test_a_grant_lasts_as_long_as_it_is_renewed(local_pair: Pair) -> None:

@@ -14,7 +14,7 @@ from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError, TransferFailed
 from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, info, unlink
-from tests.support.memory import desc, pool, refused, state
+from tests.support.memory import desc, pool, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
 
@@ -71,14 +71,15 @@ def test_r02_r03_r04_r25_what_binds_keys_what_is_refused_and_what_unbinds_them(w
     with refused(world, KeyInUse, "BlocksCacheKey", "model_id=5"):
         world.cm.allocate_blocks_cache(desc(), BlocksCacheKey(2, 5))
     # Unknown keys and placeholders touch nothing; of a registered cache only the key goes.
-    registered = world.cm.register_cache(desc(), [4096, 8192], [CacheKey(1, 20)])
+    addrs = user_memory(world, "registered", desc())
+    registered = world.cm.register_cache(desc(), addrs, [CacheKey(1, 20)])
     shown_, keys_ = state(world), bound(world)
     for key in (PLACEHOLDER, CacheKey(1, INVALID_ID, 4), CacheKey(1, 21), CacheKey(1, 20, 9), CacheKey(1, 1, 0, 1)):
         world.cm.remove_cache_key(key)
     assert state(world) == shown_
     world.cm.remove_cache_key(CacheKey(7, 20))
     assert bound(world) == {key: where for key, where in keys_.items() if key != request(20)}
-    assert (world.dd.statistics().caches.registered, registered.tensor_addrs) == (1, [4096, 8192])
+    assert (world.dd.statistics().caches.registered, registered.tensor_addrs) == (1, addrs)
     # A deallocated cache, whose key waits for the pull, keeps it in use.
     world.cm.deallocate_cache(cache)
     with refused(world, KeyInUse, "prefix_id=5", "cache 6"):

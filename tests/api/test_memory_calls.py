@@ -3,7 +3,10 @@ Wrong arguments by themselves: test_bad_input_*.py."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import resource
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMStatusCode, MemInfo, Memtype, Placement
+from llm_datadist import BlocksCacheKey, Cache, CacheKey, DataType, LLMStatusCode, MemInfo, Memtype, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import Effects
 from llm_datadist._cache.store import CacheStore
@@ -21,7 +24,7 @@ from llm_datadist._memory.guards import GuardTable
 from llm_datadist.config import Options
 from llm_datadist.errors import NotLinked, OutOfMemory, ParamError
 from llm_datadist.types import LLMRole
-from tests.support.memory import cpu_cache, desc, pool, refused, state
+from tests.support.memory import cpu_cache, desc, map_at, pool, refused, state, user_memory
 from tests.support.moves import same_bytes
 from tests.support.world import World, fill, make_config, read
 
@@ -86,10 +89,10 @@ def test_r27_deallocate_gives_memory_and_blocks_key_back_empties_the_handle_and_
 # --- registering ------------------------------------------------------------------------------------------------------
 
 
-def test_a_registered_address_is_not_touched_and_only_unregister_ends_it(world: World) -> None:
-    numbers: list[Any] = [np.uint64(2**40), np.int64(4096)]
-    nothing = state(world)
-    for number, (placement, addrs) in enumerate(itertools.product(Placement, ([4096, 4096], numbers))):
+def test_only_unregister_ends_what_is_registered_and_no_byte_of_it_changes(world: World) -> None:
+    there, nothing = user_memory(world, "there", desc()), state(world)
+    numbers: list[Any] = [np.uint64(there[0]), np.int64(there[1])]
+    for number, (placement, addrs) in enumerate(itertools.product(Placement, ([there[0]] * 2, numbers))):
         rows = world.cm.register_cache(desc(placement=placement), addrs, [CacheKey(1, 1), CacheKey(1, 2)])
         blocks = world.cm.register_blocks_cache(desc(placement=placement), addrs, BlocksCacheKey(1))
         assert (rows.tensor_addrs, blocks.tensor_addrs) == (addrs, addrs)
@@ -107,6 +110,36 @@ def test_a_registered_address_is_not_touched_and_only_unregister_ends_it(world: 
         assert [each.cache_id for each in world.dd.statistics().keys] == [blocks.cache_id]
         world.cm.unregister_cache(blocks.cache_id)
         assert state(world) == nothing
+    assert not any(tensor.any() for tensor in world.memory["there"])
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+@pytest.mark.parametrize("call", ["register_cache", "register_blocks_cache"])
+def test_memory_that_is_not_there_is_refused_with_its_tensor_address_and_length(
+    world: World, call: str, reserved: bool
+) -> None:
+    """The address of a device is nothing here, or reserved: mapped, and for the device only."""
+    size, (good,) = 128 * PAGE, user_memory(world, "good", desc(1, (128, PAGE), DataType.DT_INT8))
+    geometry = desc(shape=(1, size - 6), data_type=DataType.DT_INT8)
+    libc = ctypes.CDLL(None)
+    for hidden in (0, 127) if reserved else (0, 70, 127):
+        where = map_at(1 << 41, size)
+        page = ctypes.c_void_p(where + hidden * PAGE), ctypes.c_size_t(PAGE)
+        assert (libc.mprotect(*page, 0) if reserved else libc.munmap(*page)) == 0
+        with refused(world, ParamError, f"addrs[1]={where + 3:#x}: its {size - 6} bytes must be", "device memory"):
+            getattr(world.cm, call)(geometry, [good, where + 3])
+        assert libc.munmap(ctypes.c_void_p(where), ctypes.c_size_t(size)) == 0
+
+
+def test_registering_hundreds_of_gigabytes_takes_no_memory_for_them(world: World) -> None:
+    """Reserved without commitment, as a program does that fills it later."""
+    nbytes, map_noreserve = 256 << 30, 0x4000
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_noreserve) as huge:
+        address = np.frombuffer(huge, np.uint8).ctypes.data
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        cache = world.cm.register_cache(desc(1, (1, nbytes), DataType.DT_INT8), [address])
+        world.cm.unregister_cache(cache.cache_id)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
 def test_remap_needs_a_link_and_does_nothing(local_pair: Pair) -> None:

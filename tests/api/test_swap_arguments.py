@@ -49,6 +49,7 @@ def full(end: LocalEnd) -> Iterator[LocalEnd]:
     end.start("PROMPT", 1, device=staged)
     world = end.world
     for name, each in {
+        "before device": desc(BLOCKS),
         "device": desc(BLOCKS),
         "other device": desc(BLOCKS),
         "gone device": desc(BLOCKS),
@@ -114,6 +115,9 @@ def test_r01_r16_r17_swap_refuses_what_breaks_a_rule(full: LocalEnd) -> None:
         addrs = [0 if i == at else address for i, address in enumerate(host.tensor_addrs)]
         no_address = Cache.create_cpu_cache(host.cache_desc, addrs)
         rows += both_ways(RULE, no_address, "device", "{}", f"tensor_addrs[{at}]=0", "zero")
+        addrs[at] = 8
+        unmapped = Cache.create_cpu_cache(host.cache_desc, addrs)
+        rows += both_ways(RULE, unmapped, "device", "{}", f"tensor_addrs[{at}]=0x8", "must be mapped")
     refuse_swaps(full, rows)
 
 

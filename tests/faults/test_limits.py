@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import resource
+import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -20,11 +22,13 @@ from llm_datadist import (
     LLMStatusCode,
     TransferWithCacheKeyConfig,
 )
-from llm_datadist.errors import TransferFailed
+from llm_datadist._memory.guards import GuardTable
+from llm_datadist.errors import OutOfMemory, TransferFailed
 from tests.faults.limits import few_descriptors, few_threads, give, take
 from tests.support.ends import ChildEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
+from tests.support.memory import desc, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.world import baseline, make_config, settled
 
@@ -157,6 +161,61 @@ def test_init_that_cannot_read_its_own_modules_fails_with_a_code_and_leaves_noth
         assert "LLM_FAILED: init: [Errno 24] Too many open files" in end.do(init_v1)
     finally:
         end.close()
+
+
+LITTLE = """
+import resource, sys
+from pathlib import Path
+from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole
+from llm_datadist.errors import OutOfMemory
+config = LLMConfig()
+config.device_id, config.enable_cache_manager = 0, True
+options, dist = config.generate_options(), LLMDataDist(LLMRole.PROMPT, 1)
+size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[1]), resource.RLIM_INFINITY))
+status = "done"
+try:
+    dist.init(options)
+except LLMException as error:
+    status = error.status_code.name
+    assert isinstance(error, OutOfMemory) is (status == "LLM_OUT_OF_MEMORY")
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(status)
+"""
+
+
+def test_the_first_init_of_a_process_with_little_memory_left_fails_with_a_code() -> None:
+    """It imports most of the library, which takes memory itself."""
+    outcomes = []
+    for free in (0, 2, 4, 6, 8, 16, 32, 400):
+        command = [sys.executable, "-c", LITTLE, str(free << 20)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr
+        outcomes.append(ended.stdout.strip())
+    assert {"LLM_OUT_OF_MEMORY"} <= set(outcomes) - {"done"} <= {"LLM_OUT_OF_MEMORY", "LLM_FAILED"}
+    assert outcomes[-1] == "done"
+
+
+def without_memory(world: World) -> list[str]:
+    """Return what allocating and registering say when a native allocation fails."""
+    texts = []
+    with mock.patch.object(GuardTable, "allocate_many", side_effect=MemoryError("bad_alloc")):
+        for make_one in (
+            partial(world.cm.allocate_blocks_cache, desc()),
+            partial(world.cm.register_blocks_cache, desc(), user_memory(world, "mine", desc())),
+        ):
+            with pytest.raises(OutOfMemory) as caught:
+                make_one()
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_allocating_and_registering_without_memory_fail_with_a_code_and_take_nothing(end: LocalEnd) -> None:
+    end.start("PROMPT", 1)
+    end.world.cm.deallocate_cache(end.world.cm.allocate_cache(desc()))  # the peak of what was used stays
+    before = state(end.world)
+    assert [text.partition(":")[0] for text in end.do(without_memory)] == ["allocate", "register"]
+    assert state(end.world) == before
 
 
 def test_a_checksum_without_a_thread_fails_one_pull_and_delays_no_other(shm_pair: Pair) -> None:

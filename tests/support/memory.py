@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
@@ -16,6 +18,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tests.support.world import World
+
+
+def map_at(address: int, nbytes: int) -> int:
+    """Map zero bytes at this address, where nothing is, and return it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    where = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE
+    fixed_noreplace = 0x100000
+    found = libc.mmap(*where, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace, -1, ctypes.c_long(0))
+    assert found == address
+    return address
+
+
+#: Two pages that have these addresses in each process that imports this: a table of calls names them beforehand.
+FIXED_ADDRS: Final = [map_at(1 << 40, 2 * mmap.PAGESIZE), (1 << 40) + mmap.PAGESIZE]
 
 
 def desc(

@@ -15,6 +15,7 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
 from tests.support.cpp import failed_with
+from tests.support.memory import FIXED_ADDRS  # noqa: F401 (maps them in a child that runs a table)
 from tests.support.moves import Use, asked, picture, wait_until
 from tests.support.v1 import kv_of
 from tests.support.world import World, read

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist._native import Tensors
+from llm_datadist._native import Canary, Tensors
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Holder(ChildEnd):
     def __init__(self) -> None:
         super().__init__("holder", fresh=True)
         self.process = self._process
-        self.address, self.edge = self.do(_make)
+        self.address, self.edge, self.canaries = self.do(_make)
         self.pidfd = os.pidfd_open(self.pid)
 
     def fill(self, data: twin.Bytes) -> None:
@@ -54,14 +54,15 @@ class Holder(ChildEnd):
             self.pidfd = -1
 
 
-def _make(world: World) -> tuple[int, int]:
+def _make(world: World) -> tuple[int, int, tuple[int, int]]:
     memory, pages = np.zeros(MEMORY, np.uint8), mmap(-1, 2 * PAGESIZE)
     pages[: len(COOKIE)] = COOKIE
     edge = np.frombuffer(pages, np.uint8).ctypes.data + PAGESIZE
     # Not unmapped: something else could be mapped there.
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(PAGESIZE), 0) == 0
-    world.memory |= {"private": memory, "pages": pages}
-    return memory.ctypes.data, edge
+    first, second = Canary(), Canary()
+    world.memory |= {"private": memory, "pages": pages, "canaries": (first, second)}
+    return memory.ctypes.data, edge, (first.address, second.address)
 
 
 def _fill(world: World, data: twin.Bytes) -> None:

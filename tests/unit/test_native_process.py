@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from llm_datadist._native import (
     NO_DEADLINE,
+    Canary,
     CopyPool,
     Plan,
     ProcessMemory,
@@ -69,7 +71,7 @@ def check(holder: Holder, plan: Plan, tensors: int, extent: int, pool: CopyPool 
         ends = (want_theirs, want_ours) if write else (want_ours, want_theirs)
         twin.execute(plan, *(split(end, extent) for end in ends))
         local, remote = twin.tensors_of(split(ours, extent)), holder.tensors(tensors, extent)
-        memory = ProcessMemory(holder.pid, holder.pidfd, holder.cookie_address, COOKIE)
+        memory = ProcessMemory(holder.pid, holder.pidfd, holder.cookie_address, COOKIE, holder.canaries)
         assert move(memory, plan, local, remote, pool, write=write) == plan.nbytes
         assert np.array_equal(ours, want_ours)
         assert np.array_equal(holder.show(theirs.size), want_theirs)
@@ -194,7 +196,7 @@ def test_a_process_whose_pid_is_another_ones_by_now(holder: Holder, write: bool)
     plan, ours = twin.make_plan(plan_row(0, 0, 64)), np.full(64, 7, np.uint8)
     local, remote = Tensors(np.array([ours.ctypes.data], np.uint64), 64), holder.tensors(1, 64)
     before = holder.show(64).tolist()
-    memory = ProcessMemory(holder.pid, pidfd, holder.cookie_address, COOKIE)
+    memory = ProcessMemory(holder.pid, pidfd, holder.cookie_address, COOKIE, holder.canaries)
     try:
         with pytest.raises(ProcessLookupError, match=f"pid {holder.pid} has ended"):
             move(memory, plan, local, remote, write=write)
@@ -224,8 +226,46 @@ def test_a_pid_that_is_none(holder: Holder, pid: int) -> None:
         read(holder, twin.make_plan(plan_row(0, 0, 64)), np.zeros(64, np.uint8), holder.address, pid=pid)
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_another_address_space_is_known_by_its_cookie_and_not_touched(holder: Holder, write: bool) -> None:
+def test_a_write_that_misses_a_canary_writes_nothing_although_the_cookie_is_there(holder: Holder) -> None:
+    """As a write that was stopped behind all its checks, and goes on in another address space."""
+    holder.fill(np.arange(64, dtype=np.uint8))
+    plan, ours = twin.make_plan(plan_row(0, 0, 64)), np.full(64, 7, np.uint8)
+    local, remote = Tensors(np.array([ours.ctypes.data], np.uint64), 64), holder.tensors(1, 64)
+    first, second = holder.canaries
+    for canaries in ((8, second), (first, 8), (holder.edge, second), (first, holder.edge), (0, 0)):
+        memory = ProcessMemory(holder.pid, holder.pidfd, holder.cookie_address, COOKIE, canaries)
+        with pytest.raises(ProcessLookupError, match=r"process_vm_writev of pid .*64 bytes at its address"):
+            move(memory, plan, local, remote, write=True)
+        assert holder.show(64).tolist() == list(range(64))
+
+
+def test_canaries_lie_anywhere_and_a_forked_child_has_none() -> None:
+    canaries = [Canary() for _ in range(20)]
+    places = [canary.address for canary in canaries]
+    assert len(set(places)) == 20
+    assert max(places) - min(places) > 1 << 36
+    assert [peek_process(os.getpid(), place, PAGESIZE) for place in places] == [bytes(PAGESIZE)] * 20
+    child = os.fork()
+    if child == 0:
+        failures = 0
+        for canary, place in zip(canaries, places, strict=True):
+            try:
+                peek_process(os.getpid(), place, 1)
+            except OSError as error:
+                failures += error.errno == errno.EFAULT
+            canary.close()
+        os._exit(failures)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 20
+    for canary, place in zip(canaries, places, strict=True):
+        assert peek_process(os.getpid(), place, 1) == bytes(1)
+        for _ in range(2):
+            canary.close()
+            assert canary.address == 0
+            with pytest.raises(OSError, match="Bad address"):
+                peek_process(os.getpid(), place, 1)
+
+
+def test_an_address_space_with_another_cookie_is_not_read(holder: Holder) -> None:
     """As after exec, of which the pid does not tell."""
     holder.fill(np.arange(64, dtype=np.uint8))
     plan, ours = twin.make_plan(plan_row(0, 0, 64)), np.full(64, 7, np.uint8)
@@ -238,9 +278,7 @@ def test_another_address_space_is_known_by_its_cookie_and_not_touched(holder: Ho
         (holder.cookie_address, COOKIE + b"s", ParamError),
     ):
         with pytest.raises(raised):
-            move(ProcessMemory(holder.pid, -1, address, cookie), plan, local, remote, write=write)
-        assert holder.show(64).tolist() == list(range(64))
-    assert not write or ours.tolist() == [7] * 64
+            move(ProcessMemory(holder.pid, -1, address, cookie), plan, local, remote, write=False)
 
 
 STRANGER = """

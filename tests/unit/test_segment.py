@@ -7,6 +7,9 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +47,8 @@ def resident_bytes(segment: Segment) -> int:
     raise AssertionError(f"{segment} is not in /proc/self/smaps")
 
 
-def memfd(nbytes: int, seals: int) -> int:
-    fd = os.memfd_create("theirs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def memfd(nbytes: int, seals: int, flags: int = 0) -> int:
+    fd = os.memfd_create("theirs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
@@ -75,6 +78,26 @@ def test_a_segment_is_zero_sealed_and_not_even_its_owner_can_resize_it(peers_may
             with pytest.raises(PermissionError):
                 os.ftruncate(segment.fd, size)
         assert os.fstat(segment.fd).st_size == 10_000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [os.O_RDWR, os.O_RDONLY])
+def test_a_user_who_was_given_a_descriptor_for_reading_opens_the_memory_no_second_time(mode: int) -> None:
+    """What it was given still maps, for reading; that of a page to write in maps for both."""
+    with new(peers_may_write=True) as segment, open(segment.open_for_reading(), "rb") as passed:
+        assert stat.S_IMODE(os.fstat(segment.fd).st_mode) == 0o600
+        script = (
+            "import mmap, os, sys; fd, both, mode = map(int, sys.argv[1:]); os.setuid(54321)\n"
+            "assert mmap.mmap(fd, 4096, prot=mmap.PROT_READ)[0] == 5\n"
+            "mmap.mmap(both, 4096)[1] = 6\n"
+            "try: os.open(f'/proc/self/fd/{fd}', mode)\n"
+            "except PermissionError: sys.exit(3)"
+        )
+        segment.view()[0] = 5
+        numbers = [passed.fileno(), segment.fd, mode]
+        done = subprocess.run([sys.executable, "-c", script, *map(str, numbers)], pass_fds=numbers[:2], check=False)
+        assert done.returncode == 3
+        assert segment.view()[:3].tolist() == [5, 6, 0]
 
 
 def test_a_peer_reads_along_and_writes_only_where_it_may_keeps_no_descriptor_and_outlives_the_owner() -> None:
@@ -111,11 +134,21 @@ def test_a_receiver_refuses_what_is_unsealed_empty_of_another_size_or_no_memory(
         (memfd(MIB - 1, SIZE_SEALS), MIB, f"announced as {MIB} bytes, its descriptor has {MIB - 1}"),
         (memfd(2 * MIB, SIZE_SEALS), MIB, f"announced as {MIB} bytes, its descriptor has {2 * MIB}"),
         (memfd(0, SIZE_SEALS), 0, "announced as 0 bytes"),
-        (os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), MIB, "its descriptor has 0"),
-        (os.open(tmp_path / "file", os.O_RDWR | os.O_CLOEXEC), 4096, "Invalid argument|lack shrink"),
+        (os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), MIB, "must be tmpfs|its descriptor has 0"),
+        (os.open(tmp_path / "file", os.O_RDWR | os.O_CLOEXEC), 4096, "must be tmpfs|Invalid argument|lack shrink"),
     ):
         with pytest.raises(ProtocolError, match=text):
             SharedSegment.attach(fd, nbytes, writable=False)
+
+
+def test_a_receiver_refuses_huge_pages_that_the_owner_can_take_back() -> None:
+    """A page of hugetlbfs that is punched out has no successor where none is free: SIGBUS for whoever reads it."""
+    try:
+        fd = memfd(2 * MIB, SIZE_SEALS, os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"this kernel makes no memfd on hugetlbfs: {error}")
+    with pytest.raises(ProtocolError, match="file system 0x958458f6, must be tmpfs"):
+        SharedSegment.attach(fd, 2 * MIB, writable=False)
 
 
 def test_what_cannot_be_created_or_viewed_is_refused_by_its_reason() -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from llm_datadist.integrations.vllm.engines import Claimed
     from llm_datadist.integrations.vllm.offers import Targets
-    from llm_datadist.integrations.vllm.worker import Claimed
 
 __all__ = ["ZeroedConnector"]
 

@@ -27,6 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _as_on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """References are signed by a secret that the engines make, as they do without configuration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LLM_DATADIST_INSECURE", raising=False)
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model; that its answers depend on the whole prompt has been checked."""

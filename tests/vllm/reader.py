@@ -7,13 +7,15 @@ import sys
 import time
 
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm.offers import Offer
 
 
 def main() -> None:
     """Read the params from standard input, once all is imported: that takes longer than many an offer lasts."""
     print("ready", flush=True)
-    offer = Offer.parse(json.load(sys.stdin))
+    keys = ReferenceKeys(runtime_secret_file())
+    offer, token = Offer.read(json.load(sys.stdin)["datadist"], keys)
     config = LLMConfig()
     config.device_id = 0
     config.enable_cache_manager = True
@@ -21,11 +23,11 @@ def main() -> None:
     datadist.init(config.generate_options())
     endpoint = offer.ranks[0]
     info = LLMClusterInfo()
-    info.remote_cluster_id = int(endpoint.cluster_id, 16)
+    info.remote_cluster_id = endpoint.cluster_id
     info.append_local_ip_info("127.0.0.1", 0)
     info.append_remote_ip_info(endpoint.host, endpoint.port)
     datadist.link_clusters([info], 5_000)
-    grant = datadist.cache_manager.claim_grant(info.remote_cluster_id, offer.token(offer.prompt))
+    grant = datadist.cache_manager.claim_grant(info.remote_cluster_id, token)
     print(f"claimed {grant}", flush=True)
     time.sleep(600)
 

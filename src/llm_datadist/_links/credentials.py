@@ -63,13 +63,18 @@ class Secret:
     id: str
     value: bytes
 
+    @property
+    def digest(self) -> str:
+        """Name of the secret for people and for other instances, which tells nothing about its value."""
+        return hashlib.sha256(b"digest of a secret" + self.value).hexdigest()[:16]
+
     def __repr__(self) -> str:
         """Leave the value out."""
         return f"<Secret {self.id}>"
 
 
-def read_secrets(path: Path) -> list[Secret]:
-    """Return the secrets of a file, the current one first.
+def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
+    """Return the secrets of the file that ``option`` names, the current one first.
 
     Raises:
         ParamError: It cannot be read, others than its owner may read it, or a line is no ``id base64``.
@@ -77,20 +82,20 @@ def read_secrets(path: Path) -> list[Secret]:
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
-            _check_private(f"{AUTH_SECRET}: {path}", about)
+            _check_private(f"{option}: {path}", about)
             text = file.read(_MAX_FILE_BYTES).decode("ascii")
     except OSError as error:
-        raise ParamError(f"{AUTH_SECRET}: {path} cannot be read: {error.strerror}") from None
+        raise ParamError(f"{option}: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ParamError(f"{AUTH_SECRET}: {path} holds bytes that are no ASCII text") from None
+        raise ParamError(f"{option}: {path} holds bytes that are no ASCII text") from None
     found: list[Secret] = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("#"):
-            found.append(_parse(line, f"{AUTH_SECRET}: line {number} of {path}"))
+            found.append(_parse(line, f"{option}: line {number} of {path}"))
     if not found:
-        raise ParamError(f"{AUTH_SECRET}: {path} holds no secret; `llm-datadist keys new` makes one")
+        raise ParamError(f"{option}: {path} holds no secret; `llm-datadist keys new` makes one")
     if len({each.id for each in found}) < len(found):
-        raise ParamError(f"{AUTH_SECRET}: {path} has two secrets of one id")
+        raise ParamError(f"{option}: {path} has two secrets of one id")
     return found
 
 

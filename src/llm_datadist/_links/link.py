@@ -473,6 +473,7 @@ class Link:
             sealed=self.renewal is not None,
             authenticated_at=None if self.renewal is None else self.renewal.at,
             progress_seconds=self.connection.shared.progress_seconds(),
+            peer_incarnation=self.peer.incarnation.hex(),
         )
 
     def check_integrity(self) -> None:

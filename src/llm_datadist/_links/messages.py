@@ -361,8 +361,9 @@ class NixlSaid(Message, frozen=True):
 class Claim(Message, frozen=True):
     """Reader -> owner of blocks: give me the grant of this token. Answered by :class:`Claimed` or :class:`Failed`.
 
-    Where there is no such grant yet, the answer comes with it, unless ``budget_ms`` are over before. ``readers``, of
-    which this is one, share the grant: it ends when all of them have released it.
+    Where there is no such grant yet, the answer comes with it, unless ``budget_ms`` are over before; if they are 0,
+    :class:`Failed` comes at once, with LLM_TIMEOUT. ``readers``, of which this is one, share the grant: it ends when
+    all of them have released it.
     """
 
     id: Id

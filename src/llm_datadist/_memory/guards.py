@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
 from llm_datadist._memory.segment import Segment, SharedSegment
-from llm_datadist._native import advance_generation, load_generation
+from llm_datadist._native import Canary, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class GuardTable:
     it mapped this table. Every other slot begins with a generation, an unsigned 64-bit count that only grows, also
     through release and reuse: an old (slot, generation) never becomes valid again.
 
+    Beside the cookie, the two canaries name this address space, for peers that write into it by address.
+
     Threads: callers and the control thread, under one lock; :meth:`load` takes none. Owns its segment, whose memory is
     sparse: 64 bytes for each slot ever used. A closed table raises StateError, and a slot that is not allocated
     ValueError.
@@ -63,6 +65,7 @@ class GuardTable:
         if slots < 2:
             raise ParamError(f"guard table: slots is {slots}, must be at least 2 (a header and one guard)")
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
+        self.canaries = Canary(), Canary()
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)
         # Keeps the memory mapped for a load() that runs during close().
         self._memory: NDArray[np.uint8] | None = self.segment.view()
@@ -151,6 +154,8 @@ class GuardTable:
                 advance_generation(self.address_of(slot))
             self._live.clear()
             self._memory = None
+        for canary in self.canaries:
+            canary.close()
         self.segment.close()
 
     def _take_slot(self) -> Guard:

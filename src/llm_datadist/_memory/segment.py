@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 #: linux/memfd.h, since 6.3: kernels with vm.memfd_noexec=2 make no others, and those with 1 complain.
 _MFD_NOEXEC_SEAL: Final = 0x0008
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
+_TMPFS_MAGIC: Final = 0x01021994  # linux/magic.h
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # errno values of a lack of memory, address space or descriptors.
 _EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
@@ -97,7 +98,8 @@ class SharedSegment(Segment):
     """A memfd mapped here, which peers map through its descriptor. It has no name in any file system.
 
     The owner (:meth:`create`) holds the descriptor until :meth:`close` or :meth:`close_descriptor`; a peer
-    (:meth:`attach`) holds none. Sealed against resizing: a reader would die of SIGBUS if the owner shrank it.
+    (:meth:`attach`) holds none. Sealed against resizing: a reader would die of SIGBUS if the owner shrank it. Only its
+    user may open the memfd again.
     """
 
     def __init__(self, name: str, mapping: Mapping, fd: int | None) -> None:
@@ -121,6 +123,8 @@ class SharedSegment(Segment):
         try:
             fd = _new_memfd(name)
             try:
+                # Created with 0666: a peer of another user could open what it was given for reading again, for writing.
+                os.fchmod(fd, 0o600)
                 mapping = _map_memfd(name, fd, nbytes, prefault=prefault, huge_pages=huge_pages)
                 # After our own mapping: F_SEAL_FUTURE_WRITE refuses every later writable one.
                 more = 0 if peers_may_write else F_SEAL_FUTURE_WRITE
@@ -136,7 +140,8 @@ class SharedSegment(Segment):
     def attach(cls, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> Self:
         """Map a peer's segment; take ``fd`` and close it, also if this raises. ``sparse``: as of :func:`unmap`.
 
-        ProtocolError: it is no memfd of exactly that size, sealed against resizing, or refuses this kind of mapping.
+        ProtocolError: it is no memfd on tmpfs of exactly that size, sealed against resizing, or refuses this kind of
+        mapping.
         """
         try:
             _check_attachable(fd, nbytes)
@@ -189,7 +194,7 @@ class SharedSegment(Segment):
 class ExternalSegment(Segment):
     """Memory of the user, who keeps it allocated while this object or a view of it is used.
 
-    The bytes are never touched. It may be dropped without closing.
+    Making it does not touch the bytes. It may be dropped without closing.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -226,6 +231,10 @@ def _map_memfd(name: str, fd: int, nbytes: int, *, prefault: bool, huge_pages: b
 
 
 def _check_attachable(fd: int, nbytes: int) -> None:
+    kind = _file_system(fd)
+    if kind != _TMPFS_MAGIC:
+        # On hugetlbfs the owner can take pages away, and no other page replaces them: a reader dies of SIGBUS.
+        raise ProtocolError(f"segment of a peer ({nbytes} bytes): file system {kind:#x}, must be tmpfs")
     size = os.fstat(fd).st_size
     if size != nbytes or nbytes <= 0:
         raise ProtocolError(f"segment of a peer: announced as {nbytes} bytes, its descriptor has {size}")
@@ -234,6 +243,14 @@ def _check_attachable(fd: int, nbytes: int) -> None:
         raise ProtocolError(
             f"segment of a peer ({nbytes} bytes): seals {seals:#x} lack shrink and grow ({_SIZE_SEALS:#x})"
         )
+
+
+def _file_system(fd: int) -> int:
+    found = (ctypes.c_long * 32)()  # struct statfs has 120 bytes on 64-bit Linux, and begins with f_type
+    if _libc.fstatfs(fd, found):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found[0])
 
 
 def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:

@@ -1,14 +1,17 @@
 // The Python face of the native part. Each function checks, works, and knows nothing of caches or peers.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "canary.hpp"
 #include "copy.hpp"
 #include "digest_python.hpp"
 #include "fd.hpp"
@@ -16,6 +19,7 @@
 #include "guards.hpp"
 #include "lanes_python.hpp"
 #include "limits_python.hpp"
+#include "mapped.hpp"
 #include "plan_python.hpp"
 #include "pool.hpp"
 #include "process.hpp"
@@ -55,8 +59,14 @@ std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const Tens
 
 class ProcessMemory {
 public:
-    ProcessMemory(int pid, int pidfd, std::uint64_t cookie_address, const nb::bytes& cookie)
-        : pid_(pid), pidfd_(pidfd), cookie_address_(cookie_address), cookie_(cookie.c_str(), cookie.size()) {
+    using Canaries = std::array<std::uint64_t, Ranges::max_proofs>;
+
+    ProcessMemory(int pid, int pidfd, std::uint64_t cookie_address, const nb::bytes& cookie, const Canaries& canaries)
+        : pid_(pid),
+          pidfd_(pidfd),
+          cookie_address_(cookie_address),
+          cookie_(cookie.c_str(), cookie.size()),
+          canaries_(canaries) {
         if (cookie.size() > ProcessProof::max_cookie_bytes)
             refuse("cookie has ", cookie.size(), " bytes: must have at most ", ProcessProof::max_cookie_bytes);
     }
@@ -74,7 +84,7 @@ public:
 private:
     std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
                        const std::optional<Flag>& cancelled, bool writing) const {
-        const FarEnd end{pid_, writing, {pidfd_, cookie_address_, cookie_}};
+        const FarEnd end{pid_, writing, {pidfd_, cookie_address_, cookie_, canaries_}};
         return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
             return execute_process(copy, per_pair, end, pool, stop);
         });
@@ -84,6 +94,7 @@ private:
     int pidfd_;
     std::uint64_t cookie_address_;
     std::string cookie_;
+    Canaries canaries_;
 };
 
 nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {
@@ -133,12 +144,16 @@ NB_MODULE(_native, m) {
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
           "cancelled"_a.noconvert() = nb::none());
     nb::class_<ProcessMemory>(m, "ProcessMemory", nb::is_final())
-        .def(nb::init<int, int, std::uint64_t, nb::bytes>(), "pid"_a, "pidfd"_a = -1, "cookie_address"_a = 0,
-             "cookie"_a = nb::bytes("", 0))
+        .def(nb::init<int, int, std::uint64_t, nb::bytes, ProcessMemory::Canaries>(), "pid"_a, "pidfd"_a = -1,
+             "cookie_address"_a = 0, "cookie"_a = nb::bytes("", 0), "canaries"_a = ProcessMemory::Canaries{})
         .def("read", &ProcessMemory::read, "plan"_a, "local"_a, "remote"_a, "pool"_a.none(), "deadline_ns"_a,
              "cancelled"_a.noconvert() = nb::none())
         .def("write", &ProcessMemory::write, "plan"_a, "local"_a, "remote"_a, "pool"_a.none(), "deadline_ns"_a,
              "cancelled"_a.noconvert() = nb::none());
+    nb::class_<Canary>(m, "Canary", nb::is_final())
+        .def(nb::init<>())
+        .def_prop_ro("address", &Canary::address)
+        .def("close", &Canary::close);
     nb::class_<GuardSet>(m, "GuardSet", nb::is_final(), "Generations that slots of a peer's guard table must show.")
         .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
              "slot_bytes"_a)
@@ -157,6 +172,7 @@ NB_MODULE(_native, m) {
           "Return False when no thread can be had: nothing is unmapped then.");
     m.def("readable", &readable, "fd"_a,
           "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
+    m.def("check_mapped", &check_mapped, "name"_a, "addresses"_a, "nbytes"_a, nb::call_guard<GilReleased>());
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
           "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
           "OSError: the kernel refused; errno says why. ParamError: too many bytes.");

@@ -274,14 +274,38 @@ def execute(
 ) -> int: ...
 
 @final
+class Canary:
+    """A private page at a random address: a peer that writes into this address space overwrites a byte of it first.
+
+    Neither a forked child has it, nor what runs after exec, nor what gets the pid again. MemoryError: none to be had.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where the page is; 0 once it is closed."""
+
+    def close(self) -> None:
+        """Unmap it: writers are refused from now on. Idempotent; does nothing in a forked child."""
+
+@final
 class ProcessMemory:
     """The memory of process ``pid`` of this host, by its addresses there, moved by system calls.
 
-    What proves that it is that process: ``pidfd``, readable once it has ended and kept open by the caller, and
-    ``cookie``, at most 16 bytes that no other address space shows at ``cookie_address``. -1 and empty: not looked at.
+    What proves that it is that process: ``pidfd``, readable once it has ended and kept open by the caller. For reading
+    ``cookie``, at most 16 bytes that no other address space shows at ``cookie_address``. For writing ``canaries``: a
+    byte at each of these two addresses is overwritten first, and no other address space has both. -1 and an empty
+    cookie: not looked at.
     """
 
-    def __init__(self, pid: int, pidfd: int = -1, cookie_address: int = 0, cookie: bytes = b"") -> None: ...
+    def __init__(
+        self,
+        pid: int,
+        pidfd: int = -1,
+        cookie_address: int = 0,
+        cookie: bytes = b"",
+        canaries: tuple[int, int] = (0, 0),
+    ) -> None: ...
     def read(
         self,
         plan: Plan,
@@ -343,6 +367,13 @@ def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[
     """Return (index of the page, slot, sequence) of each writer at work on one of ``what``, or on ``any``.
 
     ParamError: an impossible address.
+    """
+
+def check_mapped(name: str, addresses: list[int], nbytes: int) -> None:
+    """Raise ParamError unless ``nbytes`` bytes are mapped at each address, with a readable first and last page.
+
+    The kernel looks, in time that depends on the number of mappings. A page in between that cannot be read is not
+    found. Nothing is changed. Errors begin with ``name``, the argument.
     """
 
 def peek_process(pid: int, address: int, nbytes: int) -> bytes:
@@ -504,6 +535,18 @@ class HoldingCall:
         self, function: Callable[..., Any], undo: Callable[[Any, Any], object] | None = None, whole: bool = False
     ) -> None: ...
     def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+def inside_another_call() -> bool:
+    """Return True if the calling thread is in two calls of the library or more, one inside the other."""
+
+def put_off(function: Callable[..., object], *args: object) -> bool:
+    """Queue a function for the end of the thread's outermost call; False if the thread is in one call only.
+
+    It is called as if inside of one call; so it is no :class:`HoldingCall` that asks again.
+    """
+
+def do_what_was_put_off() -> None:
+    """Do it now, unless the thread is inside of a call inside of another one."""
 
 def deliver_signals() -> None:
     """Run the handlers of signals that the calling thread holds; raises what a handler raises."""

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -34,6 +35,7 @@ struct ProcessError : std::runtime_error {
 class Ranges {
 public:
     static constexpr std::size_t max_ranges = 1024;  // UIO_MAXIOV: the kernel refuses more
+    static constexpr std::size_t max_proofs = 2;
 
     bool full() const noexcept { return end_ == max_ranges; }
 
@@ -43,13 +45,15 @@ public:
 
     std::size_t size() const noexcept { return end_ - begin_; }
 
-    // The same ranges behind another one: size() + 1.
-    const iovec* data_behind(const iovec& first) noexcept {
-        ranges_[begin_ - 1] = first;
-        return &ranges_[begin_ - 1];
+    // The same ranges behind others: size() + Count.
+    template <std::size_t Count>
+    const iovec* data_behind(const std::array<iovec, Count>& proofs) noexcept {
+        static_assert(Count <= max_proofs);
+        std::copy(proofs.begin(), proofs.end(), &ranges_[begin_ - Count]);
+        return &ranges_[begin_ - Count];
     }
 
-    void clear() noexcept { begin_ = end_ = 1; }
+    void clear() noexcept { begin_ = end_ = max_proofs; }
 
     // Not when full. Lengthens the last range where the bytes follow it: the kernel looks up pages range by range, and
     // that is most of its work for small ones.
@@ -71,17 +75,19 @@ private:
     static char* end_of(const iovec& range) noexcept { return static_cast<char*>(range.iov_base) + range.iov_len; }
 
     std::array<iovec, max_ranges> ranges_;  // not initialised: those from begin_ to end_ are in use
-    std::size_t begin_ = 1;                 // the first is for data_behind()
-    std::size_t end_ = 1;
+    std::size_t begin_ = max_proofs;        // those before are for data_behind()
+    std::size_t end_ = max_proofs;
 };
 
-// What only one process has: a pidfd that ends with it, and bytes in its address space. -1 and empty: not known.
+// What only one process has: a pidfd that ends with it, bytes in its address space, and two pages, the canaries, that
+// can be written at addresses that no other one has. -1 and an empty cookie: not known.
 struct ProcessProof {
     static constexpr std::size_t max_cookie_bytes = 16;
 
     int pidfd = -1;
     std::uint64_t cookie_address = 0;
     std::string_view cookie{};
+    std::array<std::uint64_t, Ranges::max_proofs> canaries{};
 };
 
 // The process at the far end, and which end it is: the destination when writing.
@@ -94,7 +100,24 @@ struct FarEnd {
 
     // Returns the bytes moved, or -1 with errno. The ranges of the two ends need not be cut alike.
     ssize_t move(Ranges& near, Ranges& far) const {
-        return writing ? process_vm_writev(pid, near.data(), near.size(), far.data(), far.size(), 0) : read(near, far);
+        return writing ? write(near, far) : read(near, far);
+    }
+
+    // Writes a byte to each canary first: the kernel looks up the address space once a call, takes the ranges in their
+    // order and ends with the first that is not there. So another address space keeps its bytes, even if it came after
+    // every check. ESRCH: this is not the address space of the canaries.
+    ssize_t write(Ranges& near, Ranges& far) const {
+        if (proof.cookie.empty()) return process_vm_writev(pid, near.data(), near.size(), far.data(), far.size(), 0);
+        std::array<char, Ranges::max_proofs> song{};
+        const std::array<iovec, 1> here{{{song.data(), song.size()}}};
+        std::array<iovec, Ranges::max_proofs> there;
+        std::transform(proof.canaries.begin(), proof.canaries.end(), there.begin(),
+                       [](std::uint64_t at) { return iovec{reinterpret_cast<void*>(at), 1}; });
+        const ssize_t moved = process_vm_writev(pid, near.data_behind(here), near.size() + here.size(),
+                                                far.data_behind(there), far.size() + there.size(), 0);
+        if (moved >= static_cast<ssize_t>(song.size())) return moved - static_cast<ssize_t>(song.size());
+        if (moved >= 0 || errno == EFAULT) errno = ESRCH;
+        return -1;
     }
 
     // Reads the cookie with the bytes: the kernel looks up the address space once a call. After exec a pid, and its
@@ -102,7 +125,8 @@ struct FarEnd {
     ssize_t read(Ranges& near, Ranges& far) const {
         std::array<char, ProcessProof::max_cookie_bytes> found;
         const std::size_t bytes = proof.cookie.size();
-        const iovec here{found.data(), bytes}, there{reinterpret_cast<void*>(proof.cookie_address), bytes};
+        const std::array<iovec, 1> here{{{found.data(), bytes}}};
+        const std::array<iovec, 1> there{{{reinterpret_cast<void*>(proof.cookie_address), bytes}}};
         const ssize_t moved =
             process_vm_readv(pid, near.data_behind(here), near.size() + 1, far.data_behind(there), far.size() + 1, 0);
         if (moved < 0) return moved;
@@ -115,14 +139,6 @@ struct FarEnd {
     // Throws ProcessError once the process has ended: its pid may be another one's.
     void check_alive() const {
         if (readable(proof.pidfd)) throw ProcessError(ESRCH, text("pid ", pid, " has ended"));
-    }
-
-    // Throws ProcessError unless the address space shows the cookie.
-    void check_cookie() const {
-        Ranges near, far;
-        if (!proof.cookie.empty() && read(near, far) < 0)
-            throw ProcessError(errno, text("pid ", pid, " does not show its cookie: ",
-                                           std::system_category().message(errno)));
     }
 };
 
@@ -196,24 +212,17 @@ struct ProcessCarriers {
 };
 
 // Moves a checked plan whose far end has addresses in another process; the memory of the two ends must not overlap.
-// Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError. The kernel
-// cannot compare while it writes: that it writes to the right process is seen before the first byte and after the last.
+// Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError.
 inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarEnd& end, CopyPool* pool,
                                      const Stop& stop) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
     const bool alone = copy.ordered || total <= share_above_bytes;
     Failure failure;
-    const auto check_writing = [&end] {
-        if (!end.writing) return;
-        end.check_alive();
-        end.check_cookie();
-    };
-    check_writing();
+    if (end.writing) end.check_alive();
     const std::uint64_t done =
         copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{end, failure});
     failure.raise_if_told(end);
-    check_writing();
     end.check_alive();
     return done;
 }

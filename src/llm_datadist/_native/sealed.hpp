@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -189,6 +190,7 @@ private:
 class Transit {
 public:
     Transit() {
+        checked(::fchmod(fd_.get(), 0600), "fchmod");
         checked(::ftruncate(fd_.get(), max_record_bytes), "ftruncate");
         void* mapped = ::mmap(nullptr, max_record_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
         if (mapped == MAP_FAILED) checked(-1, "mmap");

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
-from llm_datadist._checks import is_loopback
+from llm_datadist._checks import is_loopback, typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
@@ -42,7 +42,7 @@ from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport import inproc
 from llm_datadist._transport.lanes import Lanes
 from llm_datadist.config import LISTEN
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, OutOfMemory, StateError
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, StateError
 from llm_datadist.metrics import Statistics
 from llm_datadist.types.cluster import show_address
 
@@ -71,11 +71,10 @@ class Engine:
             self.meters = TracedMeters()
         self.alive = True
         try:
-            self._build(device or HostDevice())
+            with typed_memory_error("init"):
+                self._build(device or HostDevice())
         except LLMException:
             raise
-        except MemoryError as error:
-            raise OutOfMemory(f"init: no memory is left: {error}") from error
         except (OSError, RuntimeError) as error:  # of descriptors or threads, as a rule
             raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 

@@ -30,9 +30,10 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_rule, check_type
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
 from llm_datadist._native import parse_indices
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
 from llm_datadist.errors import (
     CacheNotFound,
+    DeadlineExceeded,
     LinkError,
     LLMException,
     LLMStatusCode,
@@ -193,6 +194,10 @@ class Grants:
             return given is not None and bool(given.claims)
 
     def revoke(self, grant: Grant) -> None:
+        if not put_off(self._revoke, grant):
+            self._revoke(grant)
+
+    def _revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)
         with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
             self._advanced.wait_for(lambda: grant._end)
@@ -228,6 +233,8 @@ class Grants:
             answer: Message | None = None
             if token in self._given or token in self._ended or self._closed:
                 answer = self._claim(link, message)
+            elif not message.budget_ms:
+                answer = failed(message.id, DeadlineExceeded("the grant is not given yet"))
             elif self._waiting_of[link] >= _MAX_WAITING:
                 error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
                 answer = failed(message.id, error)
@@ -366,18 +373,20 @@ class GrantClaims:
     def __init__(self, links: LinkManager) -> None:
         self._links = links
 
-    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline) -> Grant:
+    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline, *, wait: bool = True) -> Grant:
         """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
         link, what = self._links.get(cluster_id), f"claim_grant: grant {token.hex()}"
         with link:
             try:
                 answer = link.request(
-                    lambda number: Claim(number, token, readers, deadline.remaining_ms()),
+                    lambda number: Claim(number, token, readers, deadline.remaining_ms() if wait else 0),
                     deadline,
                     f"{what}, which is not active,",
                     "claim",
                 )
             except RemoteFailure as failure:
+                if failure.status_code == LLMStatusCode.LLM_TIMEOUT:
+                    raise DeadlineExceeded(f"{what}: {failure}", peer=cluster_id, phase="claim") from failure
                 raise failure.typed(what) from failure
         if not isinstance(answer, Claimed):
             raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
@@ -412,9 +421,11 @@ class _Reader(msgspec.Struct, frozen=True, eq=False):
 
     link: Link
 
+    @hold_signals
     def release(self, grant: Grant) -> None:
         grant._reader = _RELEASED  # an interrupted call is not repeated: the owner may have been told
-        self.link.tell(ClaimEnded(grant.token, released=True))
+        if not put_off(self.link.tell, ended := ClaimEnded(grant.token, released=True)):
+            self.link.tell(ended)
 
 
 class _Released:

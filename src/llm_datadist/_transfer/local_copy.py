@@ -56,6 +56,7 @@ class Operand:
     def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
         if 0 in addresses:
             raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
+        _native.check_mapped(f"{name}: tensor_addrs", addresses, geometry.tensor_bytes)
         return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
 
 

@@ -27,8 +27,9 @@ class CmaConnection(SameHostConnection):
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
         self._private = Window(0, ADDRESS_SPACE, writable)
-        # A process that got the pid again is noticed by the pidfd; exec, of which that does not tell, by the cookie.
-        self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie)
+        # The pidfd tells that the process has ended, too late for a call that has begun. Each call proves the address
+        # space by itself: a read compares the cookie with the bytes, a write needs the canaries before the first byte.
+        self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie, peer.canaries)
         super().__init__(peer)
 
     def _window(self, region: int) -> Window | None:
@@ -50,10 +51,10 @@ class CmaConnection(SameHostConnection):
     def _failure(self, what: str, error: OSError) -> LLMException:
         """Return what to raise for a refusal of the kernel."""
         reason = probe(self._peer, self._peer.cookie_address, self._peer.cookie)
-        if reason is None:
+        if reason is None and error.errno != errno.ESRCH:
             return TransferFailed(f"{what}: {error.strerror}; the bytes addressed are undefined", phase="copy")
         lost = LinkRefused if error.errno == errno.EPERM else PeerLost
-        return lost(f"{what}: {reason}", phase="copy")
+        return lost(f"{what}: {reason or error.strerror}", phase="copy")
 
 
 def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:

@@ -108,6 +108,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         pidfd: Readable once the process has ended; -1 when closed.
         cookie: 16 bytes read from the mapped guard table's header.
         cookie_address: Where that header is in the peer's own address space, as it says.
+        canaries: Where its canaries are, as it says.
         shut_out: The peer has said that the kernel does not let it into this process.
         incarnation: What the peer says its incarnation is; to be compared with the control channel's.
     """
@@ -123,6 +124,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     ) -> None:
         self.cookie = hello.cookie
         self.cookie_address = hello.cookie_address
+        self.canaries = hello.canaries
         self.shut_out = hello.shut_out
         self.incarnation = hello.incarnation
         self.guards = guards

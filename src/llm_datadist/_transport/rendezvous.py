@@ -22,7 +22,7 @@ from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import WriterPage
 
-VERSION: Final = 5
+VERSION: Final = 6
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
@@ -32,14 +32,18 @@ _FD_BYTES: Final = array.array("i").itemsize
 _ANCILLARY: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * _FD_BYTES)
 
 
+_Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
+
+
 class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     """What either end offers.
 
     Its descriptors: the guard table's, that of the page in which the receiver announces what it writes, then one per
     region in the order of ``regions``. ``token`` is the control channel's, for one use; the answer repeats it.
     ``cookie`` is what the receiver must find in the mapped guard table's header, ``cookie_address`` where that is in
-    the sender's own address space, for cma; not trusted. 0: not told. ``shut_out``: the sender has tried cma, and the
-    kernel does not let it into the receiver.
+    the sender's own address space, for cma; not trusted. 0: not told. ``canaries`` are the addresses there at which
+    cma overwrites a byte before it writes anything else. ``shut_out``: the sender has tried cma, and the kernel does
+    not let it into the receiver.
     """
 
     version: int
@@ -49,6 +53,7 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     guards_nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
     regions: Annotated[list[RegionDescriptor], msgspec.Meta(max_length=_MAX_REGIONS)]
     cookie_address: Annotated[int, msgspec.Meta(ge=0)] = 0
+    canaries: tuple[_Address, _Address] = (0, 0)
     shut_out: bool = False
 
 
@@ -151,9 +156,16 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         sealed = exports.writable or all(segment.sealed for segment in segments)
         self._opened = [] if sealed else self._open_for_reading(segments)
         pools = self._opened or [segment.fd for segment in segments]
-        address = guards.segment.address if exports.private else 0
+        first, second = guards.canaries
         self.hello = RendezvousHello(
-            VERSION, token, exports.incarnation, guards.cookie, guards.segment.nbytes, regions, address
+            VERSION,
+            token,
+            exports.incarnation,
+            guards.cookie,
+            guards.segment.nbytes,
+            regions,
+            guards.segment.address if exports.private else 0,
+            (first.address, second.address) if exports.private else (0, 0),
         )
         self.fds = [guards.segment.fd, memory.fd, *pools]
 

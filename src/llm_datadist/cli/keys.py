@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 from pathlib import Path  # noqa: TC003 (typer evaluates annotations)
 from typing import TYPE_CHECKING, Annotated
@@ -63,8 +62,7 @@ def show(
             _show_certificate(path)
             return
         for place, secret in enumerate(read_secrets(path)):
-            digest = hashlib.sha256(b"digest of a secret" + secret.value).hexdigest()[:16]
-            print(f"{secret.id:20} digest {digest}  {'shown and believed' if place == 0 else 'believed'}")
+            print(f"{secret.id:20} digest {secret.digest}  {'shown and believed' if place == 0 else 'believed'}")
     except (OSError, ValueError, LLMException, ModuleNotFoundError) as error:
         raise _failed(error) from None
 

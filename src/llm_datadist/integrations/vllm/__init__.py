@@ -8,7 +8,9 @@
 | `connector.py` | the class that vLLM makes, once in its scheduler and once in each worker |
 | `scheduler.py` | which requests are offered and fetched; runs in the scheduler's process |
 | `worker.py` | the LLMDataDist of one rank: its caches, grants and pulls |
+| `engines.py` | the prefill engines that a rank reads: links to them, claims of their grants |
 | `offers.py` | what a prefill engine tells a decode engine in `kv_transfer_params`, and what they tell their workers |
+| `../references.py` | the signature of what clients carry; no vLLM |
 | `layout.py` | where the pages of the layers are, and which rows of the peer's ranks go into which of ours |
 | `placement.py` | vLLM's KV cache in a pool of ours |
 | `stats.py` | what is counted |

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 __all__ = ["LLMDataDistConnector"]
@@ -37,7 +39,8 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves the KV cache of a prompt from a prefill engine to a decode engine.
 
     Options (``kv_connector_extra_config``): ``host`` (127.0.0.1), where a prefill engine listens and what it tells
-    others; ``lease_s`` (30), how long blocks are kept for a reader that has not come; ``timeout_ms`` (10,000) of a
+    others; ``lease_s`` (30), how long blocks are kept for a reader that has not come; ``max_unclaimed_blocks`` (half of
+    the KV blocks), how many; ``reference_secret_file``, whose secrets sign references; ``timeout_ms`` (10,000) of a
     claim or pull; ``link_timeout_ms`` (5,000); ``transport`` (``auto``); ``pool`` (true): the KV cache lies in a pool
     of this library; ``options`` ({}): more options of ``init``, such as ``llm.AuthSecretFile``.
 
@@ -79,6 +82,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Have the workers fetch into the blocks."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take which offers were claimed or are over."""
+        self._scheduler.take_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the orders for the workers."""
@@ -129,9 +136,13 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """Return which requests have ended."""
         return self._worker.results()
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return which offers were claimed since the last call."""
+        return self._worker.take_claimed()
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call."""
-        return None if self._worker is None else self._worker.take_stats()
+        """Return what was counted since the last call, in a worker or in the scheduler."""
+        return (self._worker or self._scheduler).take_stats()
 
     def shutdown(self) -> None:
         """End all transfers."""

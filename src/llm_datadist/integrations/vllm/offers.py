@@ -1,89 +1,106 @@
 """What a prefill engine offers in ``kv_transfer_params``, and what schedulers tell their workers. No I/O.
 
 The params are JSON with the fields of NIXL's connector, so that routers written for that pass them on, and one field
-of ours, ``datadist``. The blocks of an offer are under a grant of each rank. Its token is a digest of a random nonce
-and of all that the offer says, the tokens of the prompt included: a decode engine computes the token again from what
-it was given and from its own prompt. So an offer for another prompt, or one in which anything was changed, names no
-grant.
+of ours, ``datadist``: an :class:`Offer` as a signed reference (``integrations/references.py``). The blocks of an offer
+are under a grant of each rank, whose token is that of the reference. So an offer in which anything was changed is
+refused, and one that is used twice or too late names no grant.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.layout import Layout  # noqa: TC001 (msgspec evaluates annotations)
-from llm_datadist.types.grant import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Claim", "Endpoint", "EndpointMetadata", "Offer", "OfferedBlocks", "Orders", "Targets", "prompt_digest"]
+    from llm_datadist.integrations.references import ReferenceKeys
 
-VERSION: Final = 1
+__all__ = [
+    "Claim",
+    "ClaimedRequests",
+    "Endpoint",
+    "EndpointMetadata",
+    "Offer",
+    "OfferedBlocks",
+    "Orders",
+    "Targets",
+    "asked_of",
+    "prompt_digest",
+]
 
-Hex16 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+FIELD: Final = "datadist"
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
-class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank of the prefill engine listens, and what its memory is. The cluster id is hexadecimal."""
+class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a rank of the prefill engine listens, and which process that is."""
 
-    cluster_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    cluster_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    incarnation: str
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    layout: Layout
 
 
 @dataclass
 class EndpointMetadata(KVConnectorHandshakeMetadata):
-    """An :class:`Endpoint` on its way from a worker to the scheduler."""
+    """An :class:`Endpoint` and the :class:`Layout` there, on their way from a worker to the scheduler."""
 
     endpoint: bytes
+    layout: bytes
 
 
-class OfferedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OfferedBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The blocks of one group of layers: ``numbers`` in order, the first of which is block ``first`` of the request."""
 
     first: Count
     numbers: Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]
 
 
-class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The field ``datadist``: what a decode engine needs to fetch the KV of one request."""
 
-    version: int
-    nonce: Hex16
-    prompt: Hex16  # digest of the prompt that the blocks are of
-    tokens: Count  # of the prompt that the blocks hold
+    prompt: bytes  # digest of the prompt that the blocks are of
     groups: Annotated[list[OfferedBlocks], msgspec.Meta(min_length=1, max_length=64)]
     ranks: Annotated[list[Endpoint], msgspec.Meta(min_length=1, max_length=1024)]  # by tensor-parallel rank
-    lease_s: Annotated[float, msgspec.Meta(gt=0)]  # left for a first claim when the offer was made
+    layout: Layout  # of each rank
+    nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
 
-    def token(self, prompt: str) -> bytes:
-        """Return the token of the grants, for a prompt with this digest."""
-        said = msgspec.msgpack.encode(msgspec.structs.replace(self, prompt=prompt))
-        return hashlib.blake2b(said, digest_size=TOKEN_BYTES, key=bytes.fromhex(self.nonce)).digest()
+    def sign(self, keys: ReferenceKeys) -> tuple[str, bytes]:
+        """Return the reference, and the token of its grants."""
+        return keys.sign(msgspec.msgpack.encode(self))
 
     @classmethod
-    def parse(cls, params: dict[str, Any]) -> Offer:
-        """Return the offer in a request's params. Raises ParamError."""
+    def read(cls, reference: object, keys: ReferenceKeys) -> tuple[Self, bytes]:
+        """Return the offer of a reference, and the token of its grants. Raises ParamError."""
+        payload, token = keys.read(reference)
         try:
-            offer = msgspec.convert(params.get("datadist"), cls)
-        except msgspec.ValidationError as error:
-            raise ParamError(f"kv_transfer_params hold no offer of an LLMDataDistConnector: {error}") from None
-        if offer.version != VERSION:
-            raise ParamError(f"kv_transfer_params are of version {offer.version}, this connector reads {VERSION}")
-        return offer
+            return msgspec.msgpack.decode(payload, type=cls), token
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ParamError(f"reference: signed, but no offer of this version: {error}") from None
 
 
-def prompt_digest(request: Request) -> str | None:
-    """Return a digest of all that the KV of a prompt depends on; None for a prompt that is not of tokens alone."""
+def asked_of(request: Request) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of a request; empty for what an HTTP client gave instead of an object."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def prompt_digest(request: Request) -> bytes | None:
+    """Return a digest of all that the KV of a prompt depends on; None unless the prompt is of tokens and texts."""
     if request.prompt_token_ids is None:
         return None
     said = [
@@ -92,20 +109,17 @@ def prompt_digest(request: Request) -> str | None:
         [each.identifier for each in request.mm_features],
         [request.cache_salt] if request.cache_salt is not None else [],
     ]
-    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).hexdigest()
+    try:
+        return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
+    except (UnicodeEncodeError, TypeError, OverflowError):
+        return None
 
 
-@dataclass
-class Claim:
-    """An order to a worker: claim the grants of what a request was offered.
+class Claim(NamedTuple):
+    """An order to a worker: claim the grants of what a request was offered. The scheduler has verified it."""
 
-    Attributes:
-        params: The request's ``kv_transfer_params``, as they came.
-        prompt: Digest of this engine's own prompt.
-    """
-
-    params: dict[str, Any]
-    prompt: str | None
+    offer: Offer
+    token: bytes
 
 
 #: For each group of layers the place of the first block in the request, and the blocks of this engine from there on.
@@ -120,10 +134,23 @@ class Orders(KVConnectorMetadata):
         claims: Requests that have come with an offer: claim their grants, so that the prefill engine keeps the blocks.
         fetches: Requests of earlier claims for which there are blocks now.
         drops: Requests that need nothing of their offer any more.
+        refused: Requests whose reference was refused: nothing is fetched for them.
         grants: Requests that are offered: token, and the blocks of each group.
     """
 
     claims: dict[str, Claim] = field(default_factory=dict)
     fetches: dict[str, Targets] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     grants: dict[str, tuple[bytes, list[list[int]]]] = field(default_factory=dict)
+
+
+class ClaimedRequests(KVConnectorWorkerMetadata):
+    """What a worker tells the scheduler: requests whose grants a reader has claimed."""
+
+    def __init__(self, requests: set[str]) -> None:
+        self.requests = requests
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
+        """Add those of another worker."""
+        return ClaimedRequests(self.requests | other.requests)

@@ -9,30 +9,37 @@ Runs in the scheduler's process and moves nothing: it gives its workers orders. 
 | has all its KV here already, or ends before it got blocks | its workers release the grants |
 | ends, and is to be decoded elsewhere | its blocks are granted and kept; the answer has the offer |
 
-An offer that cannot be used is found by the worker. It then reports the request as failed: vLLM's
-``kv_load_failure_policy`` says what follows.
+An HTTP client says what ``kv_transfer_params`` hold, so a reference is verified here, before there is anything for it.
+A request with one that is refused is parked without an order to fetch, and its workers report it as failed in the same
+step; vLLM's ``kv_load_failure_policy`` says what follows.
 """
 
 from __future__ import annotations
 
-import secrets
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from llm_datadist.integrations.vllm.layout import unsupported
+from llm_datadist.errors import ParamError
+from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
+from llm_datadist.integrations.vllm.layout import Layout, unsupported
 from llm_datadist.integrations.vllm.offers import (
-    VERSION,
+    FIELD,
     Claim,
+    ClaimedRequests,
     Endpoint,
     EndpointMetadata,
     Offer,
     OfferedBlocks,
     Orders,
+    asked_of,
     prompt_digest,
 )
+from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,11 +48,20 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "init_options"]
+
+logger = init_logger("vllm.datadist.scheduler")
 
 DEFAULT_LEASE_S: Final = 30.0
+
+
+def init_options(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return the connector's option ``options``: more options of ``init``."""
+    given = vllm_config.kv_transfer_config.get_from_extra_config("options", {})
+    return {str(key): str(value) for key, value in dict(given).items()}
 
 
 class Scheduler:
@@ -55,13 +71,22 @@ class Scheduler:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._engine_id = transfer.engine_id
-        self._lease_s = float(transfer.get_from_extra_config("lease_s", DEFAULT_LEASE_S))
         self._block_tokens = vllm_config.cache_config.block_size
         self._parallel = vllm_config.parallel_config
         self._cache_config = kv_cache_config
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
-        self._ranks: list[Endpoint] = []
+        self._keys = ReferenceKeys(
+            *secret_file(transfer.get_from_extra_config(SECRET_FILE, None), init_options(vllm_config))
+        )
+        self._ranks: list[Endpoint] = []  # empty at an engine that offers nothing
+        self._layout: Layout | None = None
+        self._asked: dict[str, Claim | None] = {}  # by request, until it has blocks or ends; None: it was refused
+        most = transfer.get_from_extra_config("max_unclaimed_blocks", kv_cache_config.num_blocks // 2)
+        self._max_unclaimed = int(most)
+        self._unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant that no reader has claimed
+        self._held: Counter[int] = Counter()  # how many of these requests have the block
         self._orders = Orders()
+        self._stats = Stats()
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Learn where the workers listen, by (pipeline rank, tensor-parallel rank)."""
@@ -69,28 +94,43 @@ class Scheduler:
         for (pipeline, rank), each in metadata.items():
             if pipeline or not isinstance(each, EndpointMetadata):
                 raise unsupported("pipeline parallelism")
+            layout = msgspec.msgpack.decode(each.layout, type=Layout)
+            if self._layout not in (None, layout):
+                raise unsupported("ranks of different layouts")
+            self._layout = layout
             ranks[rank] = msgspec.msgpack.decode(each.endpoint, type=Endpoint)
         self._ranks = [ranks[rank] for rank in range(len(ranks))]
 
     def on_new_request(self, request: Request) -> None:
-        params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill"):
-            self._orders.claims[request.request_id] = Claim(params, prompt_digest(request))
+        asked = asked_of(request)
+        if not asked.get("do_remote_prefill"):
+            return
+        claim: Claim | None = None
+        try:
+            claim = Claim(*Offer.read(asked.get(FIELD), self._keys))
+            if claim.offer.prompt != prompt_digest(request):
+                claim = None
+                raise ParamError("reference: of another prompt than this request's")
+        except ParamError as error:
+            logger.error("request %s: %s", request.request_id, error)
+        else:
+            self._orders.claims[request.request_id] = claim
+        self._asked[request.request_id] = claim
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a fetch would bring, beyond those that are computed."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if request.request_id not in self._asked:
             return 0
         return max(0, request.num_prompt_tokens - num_computed)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if request.request_id not in self._asked:
             return
-        params["do_remote_prefill"] = False  # one fetch for each request
         if not num_external:
-            self._orders.drops.append(request.request_id)
+            self._drop(request.request_id)
+            return
+        if self._asked.pop(request.request_id) is None:  # one fetch for each request
+            self._orders.refused.append(request.request_id)
             return
         have = request.num_prompt_tokens - num_external
         targets = []
@@ -99,6 +139,10 @@ class Scheduler:
             first, last = self._needed(window, have, request.num_prompt_tokens)
             targets.append((first, numbers[first:last]))
         self._orders.fetches[request.request_id] = targets
+
+    def _drop(self, request_id: str) -> None:
+        if self._asked.pop(request_id) is not None:
+            self._orders.drops.append(request_id)
 
     def _needed(self, window: int | None, have: int, tokens: int) -> tuple[int, int]:
         """Return the first and last + 1 block that a group needs, for tokens ``have`` to ``tokens``."""
@@ -109,29 +153,26 @@ class Scheduler:
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks of a request that is to be decoded elsewhere; return (keep them, the params)."""
-        params = request.kv_transfer_params
-        if not params:
-            return False, None
-        if params.get("do_remote_prefill"):  # it never got blocks: the prefill engine need not keep its own
-            self._orders.drops.append(request.request_id)
-            params["do_remote_prefill"] = False
-            return False, None
-        if not params.get("do_remote_decode"):
+        if request.request_id in self._asked:  # it never got blocks: the prefill engine need not keep its own
+            self._drop(request.request_id)
             return False, None
         done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not self._ranks or request.status not in done or not asked_of(request).get("do_remote_decode"):
+            return False, None
         prompt = prompt_digest(request)
-        if request.status not in done or prompt is None:
+        if prompt is None:
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         groups = []
         for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
             first, last = self._needed(window, 0, tokens)
             groups.append(OfferedBlocks(first, list(numbers[first:last])))
-        if not any(each.numbers for each in groups):
-            return False, None
-        offer = Offer(VERSION, secrets.token_hex(16), prompt, tokens, groups, self._ranks, self._lease_s)
         numbers = [each.numbers for each in groups]
-        self._orders.grants[request.request_id] = (offer.token(prompt), numbers)
+        if not any(numbers) or not self._hold(request.request_id, [block for each in numbers for block in each]):
+            return False, None
+        assert self._layout is not None
+        reference, token = Offer(prompt, groups, self._ranks, self._layout).sign(self._keys)
+        self._orders.grants[request.request_id] = (token, numbers)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -144,10 +185,33 @@ class Scheduler:
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": tokens,
-            "remote_blocks_expiry_time": None,  # clocks of two processes cannot be compared: lease_s says what is left
+            "remote_blocks_expiry_time": None,  # clocks of two processes cannot be compared
             "transfer_mode": "pull",
-            "datadist": msgspec.to_builtins(offer),
+            FIELD: reference,
         }
+
+    def _hold(self, request_id: str, blocks: list[int]) -> bool:
+        """Count blocks that are kept for a reader; return False if that would be too many."""
+        if len(self._held) + sum(block not in self._held for block in blocks) > self._max_unclaimed:
+            self._stats.add("refused_offers")
+            return False
+        self._unclaimed[request_id] = blocks
+        self._held.update(blocks)
+        return True
+
+    def take_output(self, output: KVConnectorOutput) -> None:
+        """Learn which grants were claimed or have ended."""
+        told = output.kv_connector_worker_meta
+        claimed = told.requests if isinstance(told, ClaimedRequests) else ()
+        for request_id in {*claimed, *(output.finished_sending or ())}:
+            for block in self._unclaimed.pop(request_id, ()):
+                self._held[block] -= 1
+                if not self._held[block]:
+                    del self._held[block]
+
+    def take_stats(self) -> Stats | None:
+        found, self._stats = self._stats, Stats()
+        return None if found.is_empty() else found
 
     def take_orders(self) -> Orders:
         """Return the orders for this step."""

@@ -20,6 +20,7 @@ COUNTERS: Final = {
     "fetched_bytes": "Bytes that came.",
     "fetch_seconds": "Seconds in pulls, links and claims.",
     "failed_fetches": "Requests whose KV did not come.",
+    "refused_offers": "Requests whose blocks were not offered: too many are kept for readers that have not come.",
     "granted_requests": "Requests whose blocks were offered.",
     "released_grants": "Offers that ended because the reader has released them.",
     "expired_grants": "Offers that ended because no reader has claimed them in time.",

@@ -1,6 +1,6 @@
 """The LLMDataDist of one rank: it registers the KV cache, gives and ends grants, and pulls.
 
-Owns an LLMDataDist and a few threads. vLLM's thread hands over orders and collects what has ended; the threads link,
+Owns an LLMDataDist. vLLM's thread hands over orders and collects what has ended; the threads of `engines.py` link,
 claim, pull and release. A fetch that fails for any reason is reported as failed, with the reason in the log: an engine
 neither crashes nor hangs for its peer.
 
@@ -19,7 +19,7 @@ import json
 import secrets
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -29,21 +29,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from llm_datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    DataType,
-    LLMClusterInfo,
-    LLMConfig,
-    LLMDataDist,
-    LLMRole,
-    LLMStatusCode,
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.integrations.vllm.engines import Claimed, Engines
+from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
+from llm_datadist.integrations.vllm.offers import (
+    Claim,
+    ClaimedRequests,
+    Endpoint,
+    EndpointMetadata,
+    Offer,
+    Orders,
+    Targets,
 )
-from llm_datadist.errors import LinkError, LLMException, NotLinked, ParamError
-from llm_datadist.integrations.vllm.layout import Layout, Share, describe, rows_of, shares
-from llm_datadist.integrations.vllm.offers import Claim, Endpoint, EndpointMetadata, Offer, Orders, Targets
 from llm_datadist.integrations.vllm.placement import PoolAllocation
-from llm_datadist.integrations.vllm.scheduler import DEFAULT_LEASE_S
+from llm_datadist.integrations.vllm.scheduler import DEFAULT_LEASE_S, init_options
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.grant import READER_LOST, RELEASED
 
@@ -55,37 +55,23 @@ if TYPE_CHECKING:
     from llm_datadist import Cache
     from llm_datadist.types.grant import Grant
 
-__all__ = ["Claimed", "Worker"]
+__all__ = ["Worker"]
 
 logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
 
 _MODEL_ID: Final = 0
 _ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
-_CLAIM_THREADS: Final = 16
-_PULL_THREADS: Final = 4
 _IDLE_STEP_S: Final = 0.001
 
 
 @dataclass
 class _Given:
-    """A request that is offered: its grant, and when that is renewed next."""
+    """A request that is offered: its grant, when that is renewed next, and whether a reader has claimed it."""
 
     grant: Grant
     renew_at: float
-
-
-@dataclass
-class Claimed:
-    """An offer whose grants are held by this rank: one for each rank of the prefill engine that it reads."""
-
-    offer: Offer
-    grants: list[tuple[Share, Endpoint, Grant]]
-
-    def release(self) -> None:
-        """Release all of them."""
-        for _, _, grant in self.grants:
-            grant.release()
+    claimed: bool = False
 
 
 class Worker:
@@ -97,8 +83,7 @@ class Worker:
         option = transfer.get_from_extra_config
         self._lease_s = float(option("lease_s", DEFAULT_LEASE_S))
         self._host = str(option("host", "127.0.0.1"))
-        self._link_ms = int(option("link_timeout_ms", 5_000))
-        self._options = {str(key): str(value) for key, value in dict(option("options", {})).items()}
+        self._options = init_options(vllm_config)
         self._config = vllm_config
         self._cache_config = kv_cache_config
         self._producer = transfer.is_kv_producer
@@ -112,19 +97,17 @@ class Worker:
         self._rank = 0
         self._layout: Layout | None = None
         self._cache: Cache | None = None
-        # Claims may wait for their prefill engine: pulls are not to wait behind them.
-        self._claimers = ThreadPoolExecutor(_CLAIM_THREADS, "lldd-vllm-claim")
-        self._pullers = ThreadPoolExecutor(_PULL_THREADS, "lldd-vllm-pull")
+        self._engines = Engines(self._datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[Claimed]] = {}  # by request, until its fetch or drop; vLLM's thread only
         self._given: dict[str, _Given] = {}  # by request; vLLM's thread only
         self._idle = False  # this step has no tokens; vLLM's thread only
         self._fetching = 0  # fetches ordered and not yet reported; vLLM's thread only
         self._fetch_ended = threading.Event()
-        self._lock = threading.Lock()  # guards the four below
-        self._linking: dict[int, Future[None]] = {}  # by cluster: the attempt that all who need the link wait for
+        self._lock = threading.Lock()  # guards the three below
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._stats = Stats()
+        self._newly_claimed: set[str] = set()  # offered requests; vLLM's thread only
         self._over: set[str] = set()  # offered requests whose grant could not be given; vLLM's thread only
 
     def _start(self, timeout_ms: int, transport: str) -> LLMDataDist:
@@ -187,26 +170,32 @@ class Worker:
         port = self._datadist.listen_port
         if port is None or self._layout is None:
             return None
-        endpoint = Endpoint(f"{self._cluster_id:016x}", self._host, port, self._layout)
-        return EndpointMetadata(msgspec.msgpack.encode(endpoint))
+        endpoint = Endpoint(self._cluster_id, self._datadist.incarnation, self._host, port)
+        return EndpointMetadata(msgspec.msgpack.encode(endpoint), msgspec.msgpack.encode(self._layout))
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
     def obey(self, orders: Orders, *, idle: bool) -> None:
         """Begin what the scheduler wants, in a step that is ``idle`` if it computes no token; never waits."""
         self._idle = idle
-        self._fetching += len(orders.fetches)
+        self._fetching += len(orders.fetches) + len(orders.refused)
         for request, (token, groups) in orders.grants.items():
             self._give(request, token, groups)
         for request, claim in orders.claims.items():
-            self._claims[request] = self._claimers.submit(self._claim, claim)
+            self._claims[request] = self._claim(claim)
         for request, targets in orders.fetches.items():
             self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets))
         for request in orders.drops:
             self._claims.pop(request).add_done_callback(_release)
+        for request in orders.refused:
+            self._end_fetch(request, failed=True)
 
     def _begin_fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
-        self._pullers.submit(self._fetch, request, targets, claim)
+        if (error := claim.exception()) is not None:
+            logger.error("the KV of request %s did not come: %s", request, error)
+            self._end_fetch(request, failed=True)
+        else:
+            claim.result().run(self._fetch, request, targets, claim.result())
 
     def _give(self, request: str, token: bytes, groups: list[list[int]]) -> None:
         assert self._layout is not None
@@ -222,85 +211,27 @@ class Worker:
         self._given[request] = _Given(grant, time.monotonic() + self._lease_s / 3)
         self._stats_add("granted_requests")
 
+    def _claim(self, claim: Claim) -> Future[Claimed]:
+        """Begin to claim the grants of the ranks that have what this one needs."""
+        assert self._layout is not None
+        theirs = claim.offer.layout
+        try:
+            self._layout.check(theirs)
+            if len(claim.offer.ranks) != theirs.ranks:
+                raise ParamError(f"reference: names {len(claim.offer.ranks)} of {theirs.ranks} ranks")
+            return self._engines.claim(claim, shares(self._layout, self._rank, theirs))
+        except LLMException as error:
+            failed: Future[Claimed] = Future()
+            failed.set_exception(error)
+            return failed
+
     # --- threads ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, claim: Claim) -> Claimed:
-        """Link to the ranks of the prefill engine that have what this one needs, and claim their grants."""
-        assert self._layout is not None
-        offer = Offer.parse(claim.params)
-        if claim.prompt is None or offer.prompt != claim.prompt:
-            raise ParamError("kv_transfer_params are for another prompt than this request's")
-        theirs = offer.ranks[0].layout
-        self._layout.check(theirs)
-        if len(offer.ranks) != theirs.ranks:
-            raise ParamError(f"kv_transfer_params name {len(offer.ranks)} of {theirs.ranks} ranks")
-        token = offer.token(claim.prompt)
-        claimed = Claimed(offer, [])
-        try:
-            for share in shares(self._layout, self._rank, theirs):
-                endpoint = offer.ranks[share.rank]
-                claimed.grants.append((share, endpoint, self._claim_of(endpoint, token, share.readers)))
-        except BaseException:
-            claimed.release()
-            raise
-        return claimed
-
-    def _claim_of(self, endpoint: Endpoint, token: bytes, readers: int) -> Grant:
-        cluster_id, manager = int(endpoint.cluster_id, 16), self._datadist.cache_manager
-        try:
-            return manager.claim_grant(cluster_id, token, readers)
-        except LinkError:  # there is no link yet, or it has just broken
-            self._link(cluster_id, endpoint)
-            return manager.claim_grant(cluster_id, token, readers)
-
-    def _link(self, cluster_id: int, endpoint: Endpoint) -> None:
-        """Link to a rank of a prefill engine, or wait for the thread that does so, and share its success or failure.
-
-        One after the other they would wait for a silent engine as often as it has requests; and none waits for
-        another engine's.
-        """
-        attempt: Future[None] = Future()
-        with self._lock:
-            present = self._linking.setdefault(cluster_id, attempt)
-        if present is not attempt:
-            present.result()
-            return
-        try:
-            self._link_now(cluster_id, endpoint)
-        except BaseException as error:
-            attempt.set_exception(error)
-            raise
-        else:
-            attempt.set_result(None)
-        finally:
-            with self._lock:
-                del self._linking[cluster_id]
-
-    def _link_now(self, cluster_id: int, endpoint: Endpoint) -> None:
-        info = LLMClusterInfo()
-        info.remote_cluster_id = cluster_id
-        info.append_local_ip_info(self._host, 0)
-        info.append_remote_ip_info(endpoint.host, endpoint.port)
-        _, statuses = self._datadist.link_clusters([info], self._link_ms)
-        good = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
-        if statuses[0] not in good:
-            where = f"{endpoint.host}:{endpoint.port}"
-            raise NotLinked(f"no link to the prefill engine at {where}: {statuses[0]}", status_code=statuses[0])
-        link = self._datadist.explain(cluster_id)
-        logger.info(
-            "linked to the prefill engine at %s:%d: its pool is read over %s, other memory of it over %s: %s",
-            endpoint.host,
-            endpoint.port,
-            link.transport,
-            link.private_transport,
-            link.reason,
-        )
-
-    def _fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
+    def _fetch(self, request: str, targets: Targets, claimed: Claimed) -> None:
         began = time.perf_counter()
         failed = True
         try:
-            nbytes, blocks = self._pull(claim.result(), targets)
+            nbytes, blocks = self._pull(claimed, targets)
             failed = False
             self._stats_add("fetched_requests")
             self._stats_add("fetched_bytes", nbytes)
@@ -310,15 +241,18 @@ class Worker:
         except Exception:
             logger.exception("the KV of request %s did not come", request)
         finally:
-            _release(claim)
+            claimed.release()
             self._stats_add("fetch_seconds", time.perf_counter() - began)
+            self._end_fetch(request, failed=failed)
+
+    def _end_fetch(self, request: str, *, failed: bool) -> None:
+        if failed:
+            self._stats_add("failed_fetches")
+        with self._lock:
+            self._received.add(request)
             if failed:
-                self._stats_add("failed_fetches")
-            with self._lock:
-                self._received.add(request)
-                if failed:
-                    self._failed.add(request)
-            self._fetch_ended.set()
+                self._failed.add(request)
+        self._fetch_ended.set()
 
     def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
         """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
@@ -328,9 +262,9 @@ class Worker:
         theirs, ours = _pairs(claimed.offer, targets)
         nbytes = 0
         for share, endpoint, grant in claimed.grants:
-            there: Any = rows_of(endpoint.layout, theirs, share.theirs, share.count)
+            there: Any = rows_of(claimed.offer.layout, theirs, share.theirs, share.count)
             here: Any = rows_of(layout, ours, share.ours, share.count)
-            key = BlocksCacheKey(int(endpoint.cluster_id, 16), _MODEL_ID)
+            key = BlocksCacheKey(endpoint.cluster_id, _MODEL_ID)
             self._datadist.cache_manager.pull_blocks(key, cache, there, here, grant=grant)
             nbytes += len(here) * layout.row_bytes * len(layout.places)
         return nbytes, len(ours)
@@ -346,9 +280,13 @@ class Worker:
                 del self._given[request]
                 sent.add(request)
                 self._stats_add(_ENDS.get(given.grant.end, "expired_grants"))
-            elif now >= given.renew_at and given.grant.claimed():
-                given.renew_at = now + self._lease_s / 3
-                self._renew(given.grant)
+            elif (now >= given.renew_at or not given.claimed) and given.grant.claimed():
+                if not given.claimed:
+                    given.claimed = True
+                    self._newly_claimed.add(request)
+                if now >= given.renew_at:
+                    given.renew_at = now + self._lease_s / 3
+                    self._renew(given.grant)
         if self._idle and not sent and (self._given or self._fetching):
             self._fetch_ended.wait(_IDLE_STEP_S)
         self._fetch_ended.clear()
@@ -364,6 +302,11 @@ class Worker:
         except LLMException:
             logger.debug("%r ended just now", grant)
 
+    def take_claimed(self) -> ClaimedRequests | None:
+        """Return the offered requests that readers have claimed since the last call."""
+        found, self._newly_claimed = self._newly_claimed, set()
+        return ClaimedRequests(found) if found else None
+
     def take_stats(self) -> Stats | None:
         with self._lock:
             found, self._stats = self._stats, Stats()
@@ -376,13 +319,12 @@ class Worker:
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
         self._datadist.finalize()  # pulls under way fail
-        for threads in (self._claimers, self._pullers):
-            threads.shutdown(cancel_futures=True)
+        self._engines.stop()
 
 
 def _release(claim: Future[Claimed]) -> None:
     """Release what was claimed, if it was."""
-    if not claim.cancelled() and claim.exception() is None:
+    if claim.exception() is None:
         claim.result().release()
 
 

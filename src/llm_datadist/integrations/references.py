@@ -1,0 +1,190 @@
+"""Signed references: how one engine names its KV to another, over HTTP clients that neither of them believes.
+
+A reference is one text, ``version.key.payload.signature``. The signature is HMAC-SHA256 of all before it, the key is
+the digest of a shared secret as `llm-datadist keys show` prints it. Each reference has a token that only instances with
+the secret can compute: it names the grant, so a client that sees the reference cannot claim what it refers to.
+
+Secrets lie in a file, one a line; the first one signs, all of them are believed. The file is one of these:
+
+| the engine has | file |
+|---|---|
+| ``llm.AuthSecretFile`` | that one |
+| ``reference_secret_file``, an option of the connector | that one |
+| neither, and it stays on this host | one in the user's runtime folder, made by the first engine that needs it |
+| neither, but certificates or ``llm.Insecure`` | none: the engine does not start |
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import os
+import re
+import secrets
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from llm_datadist._links.credentials import Secret, new_secret, read_secrets
+from llm_datadist._log import logger
+from llm_datadist.config import AUTH_SECRET, INSECURE, CredentialFiles, LLMConfig, Options
+from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.types.enums import LLMRole
+from llm_datadist.types.grant import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["SECRET_FILE", "ReferenceKeys", "runtime_secret_file", "secret_file"]
+
+SECRET_FILE: Final = "reference_secret_file"
+
+_VERSION: Final = "2"
+_FORM: Final = re.compile(r"(([0-9]{1,4})\.([0-9a-f]{16})\.([A-Za-z0-9_-]*={0,2}))\.([0-9a-f]{64})")
+_MAX_LENGTH: Final = 1 << 24
+
+
+class _Key(NamedTuple):
+    """What is derived from one secret."""
+
+    signing: bytes
+    naming: bytes
+
+    @classmethod
+    def of(cls, secret: Secret) -> _Key:
+        made = (hmac.digest(secret.value, b"open-datadist: " + use, "sha256") for use in (b"references", b"tokens"))
+        return cls(*made)
+
+
+class ReferenceKeys:
+    """Signs references and believes those of instances with the same secrets. Threads: one.
+
+    Args:
+        path: File of secrets. It is read now, and again once it has changed.
+        option: The option that names it, for errors.
+
+    Raises:
+        ParamError: The file cannot be used.
+    """
+
+    def __init__(self, path: Path, option: str = SECRET_FILE) -> None:
+        self._path, self._option = path, option
+        self._files = CredentialFiles(secrets=path)
+        self._stamp: tuple[object, ...] | None = None
+        self._complaint = ""
+        self._keys = self._read()
+        self._current()
+
+    def sign(self, payload: bytes) -> tuple[str, bytes]:
+        """Return the reference with this payload, and its token."""
+        name, key = next(iter(self._current().items()))
+        head = f"{_VERSION}.{name}.{base64.urlsafe_b64encode(payload).decode()}"
+        return f"{head}.{_digest(key.signing, head)}", _token(key, head)
+
+    def read(self, reference: object) -> tuple[bytes, bytes]:
+        """Return payload and token of a reference.
+
+        Raises:
+            ParamError: It is not signed by a secret of the file. Nothing of it was used.
+        """
+        if not isinstance(reference, str) or len(reference) > _MAX_LENGTH:
+            raise ParamError(f"reference: {type(reference).__name__}: not a text of at most {_MAX_LENGTH} characters")
+        parts = _FORM.fullmatch(reference)
+        if parts is None:
+            raise ParamError("reference: not of the form version.key.payload.signature")
+        head, version, name, payload, signature = parts.groups()
+        if version != _VERSION:
+            raise ParamError(f"reference: version {version}: this connector reads version {_VERSION}")
+        known = self._current()
+        key = known.get(name)
+        if key is None or not hmac.compare_digest(_digest(key.signing, head), signature):
+            what = "its key is not known here" if key is None else "its signature is wrong"
+            raise ParamError(
+                f"reference: key {name}: {what}; believed keys: {', '.join(known)} ({self._option}: {self._path})"
+            )
+        return base64.urlsafe_b64decode(payload), _token(key, head)
+
+    def _current(self) -> dict[str, _Key]:
+        """Return the keys by name, the signing one first; a file that is bad now leaves those of before."""
+        complaint = ""
+        try:
+            stamp = self._files.stamp()
+            if stamp != self._stamp:
+                self._keys, self._stamp = self._read(), stamp
+        except (OSError, LLMException) as error:
+            complaint = str(error)
+            if complaint != self._complaint:
+                logger.warning("the secrets of references cannot be loaded; keeping the previous ones: %s", error)
+        self._complaint = complaint
+        return self._keys
+
+    def _read(self) -> dict[str, _Key]:
+        return {each.digest: _Key.of(each) for each in read_secrets(self._path, self._option)}
+
+
+def _digest(key: bytes, head: str) -> str:
+    return hmac.digest(key, head.encode(), "sha256").hex()
+
+
+def _token(key: _Key, head: str) -> bytes:
+    return hmac.digest(key.naming, head.encode(), "sha256")[:TOKEN_BYTES]
+
+
+def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:
+    """Return the file of secrets for references, and the option that names it.
+
+    Args:
+        own: ``reference_secret_file``; None if it was not given.
+        options: Those of ``init``.
+
+    Raises:
+        ParamError: Both files were given; or none, and the engine does not stay on this host.
+    """
+    config = LLMConfig()
+    config.device_id = 0
+    parsed = Options.parse(config.generate_options() | dict(options), LLMRole.DECODER)
+    shared = parsed.credentials.secrets if parsed.credentials is not None else None
+    if own is not None and shared is not None:
+        raise ParamError(f"{SECRET_FILE}={own}: {AUTH_SECRET} signs references already; give one of them")
+    if shared is not None:
+        return shared, AUTH_SECRET
+    if own is not None:
+        return Path(own), SECRET_FILE
+    if parsed.credentials is not None or parsed.insecure:
+        raise ParamError(
+            f"{SECRET_FILE}: not given: with certificates or {INSECURE} references need a secret that all engines "
+            "share; make one with `llm-datadist keys new FILE`"
+        )
+    return runtime_secret_file(), SECRET_FILE
+
+
+def runtime_secret_file() -> Path:
+    """Return the file of secrets of this user on this host; it is made if there is none.
+
+    Raises:
+        ParamError: The folder for it belongs to another user, or others may enter it.
+    """
+    uid = os.geteuid()
+    home = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(tempfile.gettempdir(), f"open-datadist-{uid}")
+    if home and os.path.isdir(home):
+        folder = Path(home, "open-datadist")
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        about = folder.lstat()  # a symbolic link is not followed
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != uid or about.st_mode & 0o077:
+            raise ParamError(
+                f"{SECRET_FILE}: {folder}: not a folder of user {uid} alone (mode 0700); remove it, or give a file"
+            )
+        path = folder / "references"
+        if not path.exists():
+            made = new_secret(folder / f".{secrets.token_hex(8)}", "host")
+            with suppress(FileExistsError):  # another engine was faster
+                os.link(made, path)
+            made.unlink()
+    except OSError as error:
+        raise ParamError(f"{SECRET_FILE}: {folder}: cannot be used: {error.strerror}; give a file") from None
+    return path

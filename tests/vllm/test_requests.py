@@ -1,0 +1,262 @@
+"""Both halves of the connector without a server: whatever a client says of KV costs its own request and no engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request, RequestStatus
+
+from llm_datadist.errors import ParamError
+from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
+from llm_datadist.integrations.vllm import engines, worker
+from llm_datadist.integrations.vllm.offers import Endpoint, Offer
+from llm_datadist.integrations.vllm.scheduler import Scheduler
+from llm_datadist.integrations.vllm.worker import Worker
+from tests.support.moves import wait_until
+from tests.vllm.odd import odd_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BLOCKS, TOKENS = 64, 8
+PROMPT = list(range(20))  # three blocks
+
+
+class Engine:
+    """A scheduler and a worker, with the KV cache of one layer."""
+
+    def __init__(self, role: str, **extra: Any) -> None:
+        given = {"pool": False} | extra
+
+        def option(name: str, default: Any) -> Any:
+            return given.get(name, default)
+
+        transfer = SimpleNamespace(
+            engine_id=role,
+            is_kv_producer=role == "prefill",
+            get_from_extra_config=option,
+        )
+        config: Any = SimpleNamespace(
+            kv_transfer_config=transfer,
+            cache_config=SimpleNamespace(block_size=TOKENS),
+            model_config=SimpleNamespace(model="m"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32)
+        cache: Any = SimpleNamespace(
+            transfer_group_ids=[0],
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])],
+            kv_cache_tensors=[],
+            num_blocks=BLOCKS,
+            select_transfer_block_ids=lambda ids: ids,
+        )
+        self.scheduler = Scheduler(config, cache)
+        self.worker = Worker(config, cache)
+        self.kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8)
+        self.worker.register({"layer": self.kv})
+        if (endpoint := self.worker.endpoint()) is not None:
+            self.scheduler.take_endpoints({(0, 0): endpoint})
+        self.ended: dict[str, bool] = {}  # fetches: whether they came
+        self.sent: set[str] = set()
+
+    def step(self) -> None:
+        """Let the worker have its orders, and the scheduler what came of earlier ones."""
+        self.worker.obey(self.scheduler.take_orders(), idle=True)
+        results = self.worker.results()
+        self.ended |= {each: each not in results.failed_recving for each in results.finished_recving}
+        self.sent |= results.finished_sending
+        told: Any = SimpleNamespace(
+            kv_connector_worker_meta=self.worker.take_claimed(), finished_sending=results.finished_sending
+        )
+        self.scheduler.take_output(told)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        limit = time.monotonic() + 60
+        while not done():
+            assert time.monotonic() < limit
+            self.step()
+
+    def decode(self, name: str, params: Any, blocks: list[int], prompt: list[int] = PROMPT) -> bool:
+        """Return True if the request is parked until its KV has come, or has failed to."""
+        request = asked(name, params, prompt)
+        self.scheduler.on_new_request(request)
+        count = self.scheduler.matched_tokens(request, 0)
+        given: Any = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.allocated(request, given, count)
+        request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(prompt)
+        if not count:
+            assert self.scheduler.finished(request, (blocks,)) == (False, None)
+        return count > 0
+
+    def prefill(self, name: str, params: Any, blocks: list[int], prompt: list[int] = PROMPT) -> dict[str, Any] | None:
+        request = asked(name, params, prompt)
+        self.scheduler.on_new_request(request)
+        request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(prompt)
+        kept, offer = self.scheduler.finished(request, (blocks,))
+        assert kept is (offer is not None)
+        return offer
+
+    def fetched(self, name: str, params: Any, blocks: list[int]) -> bool:
+        assert self.decode(name, params, blocks)
+        self.until(lambda: name in self.ended)
+        return self.ended[name]
+
+
+def asked(name: str, params: Any, prompt: list[int]) -> Request:
+    request = Request(name, prompt, SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = params  # past the checks of vLLM
+    return request
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def one(role: str, **extra: Any) -> Engine:
+        made.append(Engine(role, **extra))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.worker.stop()
+
+
+def offered(prefill: Engine, name: str, blocks: list[int]) -> dict[str, Any]:
+    """Return the offer of a request whose KV is random bytes."""
+    prefill.kv[blocks] = torch.randint(-128, 127, (len(blocks), 2, TOKENS, 64), dtype=torch.int8)
+    params = prefill.prefill(name, {"do_remote_decode": True}, blocks)
+    prefill.step()
+    assert params is not None
+    return params
+
+
+def comes(prefill: Engine, decode: Engine, name: str) -> bool:
+    params = offered(prefill, name, [1, 2, 3])
+    return decode.fetched(name, params, [6, 4, 5]) and bool((prefill.kv[[1, 2, 3]] == decode.kv[[6, 4, 5]]).all())
+
+
+def test_ten_thousand_odd_requests_end_no_engine(make: Callable[..., Engine]) -> None:
+    source = random.Random(5)
+    prefill, decode = make("prefill", lease_s=3600), make("decode")
+    true = offered(prefill, "true", [7, 8, 9])
+    parked = set()
+    for number in range(10_000):
+        name, params = f"odd{number}", odd_params(source, true)
+        if number % 2:
+            if decode.decode(name, params, [1, 2, 3], source.choice([PROMPT, PROMPT, [5]])):
+                parked.add(name)
+        else:
+            prefill.prefill(name, params, [1, 2, 3])
+        if number % 100 < 2:
+            prefill.step()
+            decode.step()
+    decode.until(lambda: parked <= decode.ended.keys())
+    assert len(parked) > 1000
+    assert comes(prefill, decode, "honest")
+
+
+def test_an_engine_that_listens_nowhere_offers_nothing(make: Callable[..., Engine]) -> None:
+    assert make("decode").prefill("one", {"do_remote_decode": True}, [1, 2, 3]) is None
+
+
+def test_a_reference_that_is_refused_costs_no_order_but_its_own_failure(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    params = offered(prefill, "one", [1, 2, 3])
+    text = params["datadist"]
+    assert decode.decode("forged", params | {"datadist": text[:-1] + ("0" if text[-1] != "0" else "1")}, [1, 2, 3])
+    assert decode.decode("another's", params, [1, 2, 3], PROMPT[1:])
+    orders = decode.scheduler.take_orders()
+    assert (orders.claims, orders.fetches, orders.drops) == ({}, {}, [])
+    assert orders.refused == ["forged", "another's"]
+    assert decode.fetched("true", params, [1, 2, 3])
+
+
+def test_blocks_of_unclaimed_offers_are_bounded_and_counted(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("prefill", max_unclaimed_blocks=6), make("decode")
+    first = offered(prefill, "first", [1, 2, 3])
+    offered(prefill, "second", [3, 4, 5])  # five blocks, because one is the same
+    assert prefill.prefill("third", {"do_remote_decode": True}, [6, 7]) is None
+    stats = prefill.scheduler.take_stats()
+    assert stats is not None
+    assert stats.data["refused_offers"] == 1
+    assert decode.fetched("first", first, [1, 2, 3])
+    prefill.until(lambda: "first" in prefill.sent)
+    assert prefill.prefill("fourth", {"do_remote_decode": True}, [6, 7]) is not None
+    assert make("prefill").scheduler._max_unclaimed == BLOCKS // 2
+
+
+def test_a_claimed_offer_counts_no_more(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("prefill", max_unclaimed_blocks=3), make("decode")
+    params = offered(prefill, "first", [1, 2, 3])
+    decode.scheduler.on_new_request(asked("waits", params, PROMPT))
+    decode.step()
+    prefill.until(lambda: not prefill.scheduler._unclaimed)
+    assert "first" not in prefill.sent
+    assert prefill.prefill("second", {"do_remote_decode": True}, [4, 5, 6]) is not None
+
+
+def signed(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return params with a changed offer, as an engine that has the secret could make them."""
+    keys = ReferenceKeys(runtime_secret_file())
+    offer, _ = Offer.read(params["datadist"], keys)
+    return params | {"datadist": msgspec.structs.replace(offer, **changes).sign(keys)[0]}
+
+
+def test_signed_references_without_grants_keep_no_other_request_waiting(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    params = offered(prefill, "first", [1, 2, 3])
+    names = {f"vain{number}" for number in range(80)}
+    for name in names:
+        assert decode.decode(name, signed(params, nonce=random.randbytes(16)), [7, 8, 9])
+    decode.step()
+    assert decode.fetched("first", params, [6, 4, 5])
+    assert len(decode.ended) < 80, "the others wait still"
+    decode.until(lambda: names <= decode.ended.keys())
+    assert not any(decode.ended[name] for name in names)
+
+
+@pytest.mark.parametrize("change", ["incarnation", "cluster_id", "port"])
+def test_another_process_than_that_of_the_reference_is_not_read(make: Callable[..., Engine], change: str) -> None:
+    prefill, decode = make("prefill"), make("decode", link_timeout_ms=1000)
+    params = offered(prefill, "first", [1, 2, 3])
+    endpoint = prefill.scheduler._ranks[0]
+    wrong: dict[str, Any] = {"incarnation": "0" * 32, "cluster_id": 7, "port": 1}
+    elsewhere: Endpoint = msgspec.structs.replace(endpoint, **{change: wrong[change]})
+    assert not decode.fetched("wrong", signed(params, ranks=[elsewhere]), [1, 2, 3])
+    assert decode.kv.count_nonzero() == 0
+    assert decode.worker._datadist.statistics().links == (), "it is linked to a process that it must not believe"
+    assert comes(prefill, decode, "honest")
+
+
+def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_MAX_ENGINES", 2)
+    decode, prefills = make("decode"), [make("prefill") for _ in range(3)]
+    for number in (0, 1, 0, 2):
+        assert comes(prefills[number], decode, f"request{len(decode.ended)}")
+    idle = prefills[1].worker._cluster_id
+    wait_until(lambda: idle not in {each.remote_cluster_id for each in decode.worker._datadist.statistics().links})
+    assert decode.worker._datadist.explain(prefills[0].worker._cluster_id).state == "ready"
+    assert comes(prefills[1], decode, "again")
+
+
+def test_an_engine_that_leaves_its_host_without_a_secret_does_not_start() -> None:
+    with pytest.raises(ParamError, match="reference_secret_file: not given"):
+        Engine("decode", options={"llm.Insecure": "1"})
