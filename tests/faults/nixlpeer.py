@@ -138,6 +138,7 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     pools = [(segment.address, segment.nbytes) for segment in peer.exports.regions.values()]
     regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]
     connection = SocketConnection(Nixl(wire, handler, pools), fabric(), regions, writable=writable)
+    connection.server._reads = True  # as over RDMA: tests read over TCP too
     server.append(connection.server)
     wire.start()
     return connection
@@ -207,6 +208,7 @@ class _NixlChild(Child):
     def _serve(self, writable: bool, private: bool) -> None:
         super()._serve(writable, private)
         self._handler = MemoryHandler(self._peer)
+        self._writable = writable
         self._server = socket.create_server(("127.0.0.1", 0))
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()
@@ -216,7 +218,7 @@ class _NixlChild(Child):
             while True:
                 sock, _ = self._server.accept()
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._open.append(open_over(sock, self._peer, self._handler, writable=False))
+                self._open.append(open_over(sock, self._peer, self._handler, writable=self._writable))
 
     def _stop(self) -> None:
         self._server.shutdown(socket.SHUT_RDWR)

@@ -113,15 +113,18 @@ def test_forced_nixl_moves_bytes_both_ways_and_says_what_ucx_uses(tcp_pair: Pair
     assert tcp_pair.decoder.do(progress_seconds) > before
 
 
-def test_one_end_that_asks_for_nixl_is_enough_and_auto_takes_what_is_better(tcp_pair: Pair) -> None:
-    start(tcp_pair, {}, OVER_NIXL)
+def test_a_peer_cannot_choose_nixl_for_an_end_that_does_not_and_auto_takes_what_is_better(tcp_pair: Pair) -> None:
+    """Over TCP a peer that UCX has connected writes any memory, and its metadata end the process."""
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    for mine, theirs in ((OVER_NIXL, {}), ({}, OVER_NIXL)):
+        start(tcp_pair, theirs, mine)
+        assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
+        prompt.stop()
+        decoder.stop()
+    start(tcp_pair, {}, {})
     tcp_pair.link()
-    assert {linked_over(tcp_pair.prompt, 2), linked_over(tcp_pair.decoder, 1)} == {"nixl"}
-    bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
-    tcp_pair.decoder.stop()
-    tcp_pair.decoder.start("DECODER", 2)
-    tcp_pair.link()
-    assert {linked_over(tcp_pair.prompt, 2), linked_over(tcp_pair.decoder, 1)} == {"shm"}
+    assert {linked_over(prompt, 2), linked_over(decoder, 1)} == {"shm"}
 
 
 def test_auto_takes_tcp_where_there_is_no_rdma_and_no_shared_memory(tcp_pair: Pair) -> None:

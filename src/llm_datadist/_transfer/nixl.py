@@ -63,7 +63,13 @@ def nixl_endpoint(options: Options, store: CacheStore, target: LaneTarget) -> Ni
         raise LLMException(f"{TRANSPORT}=nixl: {why_not}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
     pools = [(segment.address, segment.nbytes) for segment in store.exports.regions.values()]
     shared = Nixl(_LinkWire(), target, pools, fallback=options.nixl_fallback)
-    return NixlEndpoint(shared, "" if why_not else fabric(), why_not)
+    return NixlEndpoint(
+        shared,
+        "" if why_not else fabric(),
+        why_not,
+        asked=options.transport == "nixl",
+        authenticated=options.credentials is not None,
+    )
 
 
 def _why_not(options: Options) -> str:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.lanes import LaneGroup, Lanes, LaneSocket
 
+_NOT_ASKED: Final = (
+    "this end does not ask for it, and over TCP, or without credentials, no peer may choose it for this end: set "
+    "llm.Transport=nixl at both ends"
+)
 _SHUT_OUT: Final = "the kernel does not let the peer into this process"
 LANES_PER_LINK: Final = 5
 """Data lanes that the end dials which dialled the link: one for small transfers, the rest for all.
@@ -82,11 +86,17 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class NixlEndpoint:
-    """What this end offers of NIXL: ``fabric`` is what it can use, empty where it is not to be used: ``why_not``."""
+    """What this end offers of NIXL: ``fabric`` is what it can use, empty where it is not to be used: ``why_not``.
+
+    ``asked``: the option of this end asks for NIXL. ``authenticated``: all its peers are. No peer decides this: one
+    that UCX has connected over TCP can write any memory of this process, and its metadata can end the process.
+    """
 
     shared: Nixl
     fabric: str
     why_not: str = ""
+    asked: bool = False
+    authenticated: bool = False
 
     def offer(self, theirs: str) -> NixlOffer:
         """Return what both ends can use, when the peer can use ``theirs``."""
@@ -96,7 +106,10 @@ class NixlEndpoint:
             return NixlOffer("", self.why_not)
         if not theirs:
             return NixlOffer("", "the peer has no NIXL, or does not allow it (llm.NixlPlaintext, llm.PeerPolicy)")
-        if "tcp" in (self.fabric, theirs):
+        over = "tcp" if "tcp" in (self.fabric, theirs) else "rdma"
+        if not (self.asked or (self.authenticated and over == "rdma")):
+            return NixlOffer("", _NOT_ASKED)
+        if over == "tcp":
             return NixlOffer("tcp", f"UCX has no RDMA at both ends, it uses {ucx_transports('tcp')}")
         return NixlOffer("rdma", f"UCX uses RDMA ({ucx_transports('rdma')})")
 

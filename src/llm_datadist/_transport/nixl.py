@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +68,10 @@ _MAX_WAITING_BYTES: Final = 64 << 20
 _REQUEST_BYTES: Final = 2048  # what a request holds here beside its bytes
 #: Status of a request that needs the metadata of the receiver, which the sender there has forgotten.
 _UNKNOWN_RECEIVER: Final = 100
+#: Status of a request whose time was over at the owner first.
+_OVERDUE: Final = 101
+#: Status of a push whose receiver the owner has ended for the sake of another transfer: it may be asked for again.
+_AGAIN: Final = 102
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Known = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -236,6 +241,11 @@ class _End:
         agent = self._agent
         return "" if agent is None else agent.loaded.get(name, "")
 
+    def is_agent(self, name: str) -> bool:
+        """Return True until the agent of this name has ended."""
+        agent = self._agent
+        return agent is not None and agent.name == name
+
     def end(self, name: str | None = None) -> None:
         """End the agent, or only that of this name: no byte comes or goes through it any more."""
         with self._lock:
@@ -293,11 +303,12 @@ class NixlConnection(Connection):
         self.nixl = nixl
         self.fallback = fallback
         self._dialled = dialled
-        self.reads = fabric == "rdma"  # a pull is a READ of this end, which UCX only emulates over tcp
+        # A pull is a READ of this end. UCX only emulates it over tcp, and what can be read can be written.
+        self.reads = fabric == "rdma" and writable
         self.sender = _End(nixl, fabric, progress=False)
         self.receiver = _End(nixl, fabric, progress=True)  # of what is pulled
         self._pushed = _End(nixl, fabric, progress=False)  # the receiver of what is pushed
-        self.server = Server(nixl, self.sender, self.receiver, self._pushed)
+        self.server = Server(nixl, self.sender, self.receiver, self._pushed, reads=self.reads, writable=writable)
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
@@ -412,18 +423,19 @@ class _NixlTransfer:
         parts = (plan,) if is_one_job(plan) else split_plan(plan, _PART_BYTES, MAX_RUNS // 2)
         for part in parts:
             for each in _in_order(part):
-                (self._move_directly if direct else self._have_moved)(each)
+                while not (self._move_directly if direct else self._have_moved)(each):
+                    pass  # until the deadline: the parts of other transfers may end an agent again
                 self._done += each.nbytes
 
-    def _have_moved(self, part: Plan) -> None:
-        """Have the owner write a part into this end's receiver."""
+    def _have_moved(self, part: Plan) -> bool:
+        """Have the owner write a part into this end's receiver; return False if another transfer has ended that."""
         connection, receiver, local = self._connection, self._connection.receiver, self._transfer.local
         bases = local.bases[part.dst_first : part.dst_first + part.count]
         with receiver.using(self._turn) as agent:
             agent.cover(bases, local.extent)
             address = agent.address(connection._known)
             receiver.users += 1
-        quiet = False  # nothing comes any more
+        quiet = ended = False  # nothing comes any more; the receiver has ended
         try:
             while True:
                 offsets = part.runs[:, 0].astype("<u8").tobytes()
@@ -436,21 +448,27 @@ class _NixlTransfer:
                 quiet = isinstance(answer, Moved) or (isinstance(answer, Refused) and not answer.touched)
                 break
         finally:
+            ended = not receiver.is_agent(address.name)
             if not quiet:
                 receiver.end(address.name)
             receiver.leave()
         if isinstance(answer, Moved):
             connection._known = answer.loaded
-            return
-        self._refuse(answer)
+            return True
+        if ended and isinstance(answer, Refused) and answer.code == LOST:
+            return False
+        return self._refuse(answer)
 
-    def _move_directly(self, part: Plan) -> None:
-        """Move a part by this end's sender, once the owner has told where the other end of it is."""
+    def _move_directly(self, part: Plan) -> bool:
+        """Move a part by this end's sender, once the owner has told where the other end of it is.
+
+        Return False if the owner has ended its receiver for the sake of another transfer.
+        """
         sender, write = self._connection.sender, self._transfer.write
         answer = self._ask(self._request(part, None, b"", b""))
         if not isinstance(answer, Granted):
             self._refuse(answer)
-        moved = False
+        moved, failed = False, None
         try:
             with sender.using(self._turn) as agent:
                 try:
@@ -459,11 +477,19 @@ class _NixlTransfer:
                 finally:
                     if not moved:
                         sender.end()
+        except NixlFailed as error:
+            failed = error  # the owner knows whether it has ended the receiver
         finally:
-            if not moved:
+            if not moved and failed is None:
                 self._tell(Done(answer.move, good=False))
-        if not isinstance(done := self._ask(Done(answer.move, good=True)), Moved):
-            self._refuse(done)
+        done = self._ask(Done(answer.move, good=moved))
+        if isinstance(done, Moved):
+            return True
+        if isinstance(done, Refused) and done.code == _AGAIN:
+            return False
+        if failed is not None and isinstance(done, Refused) and done.code == LOST:
+            raise failed
+        return self._refuse(done)
 
     def _drive(self, agent: Agent, part: Plan, granted: Granted, verb: str) -> None:
         local, write = self._transfer.local, self._transfer.write
@@ -521,6 +547,8 @@ class _NixlTransfer:
         """Raise what the answer to a part means that was not moved."""
         if not isinstance(answer, Refused):
             raise ProtocolError(f"{self._what()}: the peer answered with {type(answer).__name__}")
+        if answer.code == _OVERDUE:
+            raise self._transfer.timeout(self._done)
         if answer.code in (LOST, _UNKNOWN_RECEIVER):
             raise NixlFailed(f"at the peer: {answer.text}")
         touched = answer.touched or self._done > 0
@@ -597,11 +625,15 @@ class Server:
 
     The control thread checks and grants; the thread moves the bytes of pulls, one after the other, and tells receivers
     to those that push. While a request is in ``_served``, its memory may be touched: :meth:`quiesce` cancels it and
-    waits for its end.
+    waits for its end. Of what was dropped because its time was over the last numbers are kept, for the answer.
     """
 
-    def __init__(self, nixl: Nixl, sender: _End, receiver: _End, pushed: _End) -> None:
+    def __init__(
+        self, nixl: Nixl, sender: _End, receiver: _End, pushed: _End, *, reads: bool = False, writable: bool = False
+    ) -> None:
         self.link: object = None
+        self._reads = reads  # the peer may read by itself
+        self._writable = writable  # it may push: else no receiver for that is ever made
         self._pushed = pushed  # the receiver of what is pushed, in which this thread makes progress
         self._nixl = nixl
         self._sender = sender
@@ -609,6 +641,7 @@ class Server:
         self._queue: SimpleQueue[_Served | _Told | _Meeting | None] = SimpleQueue()
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._served: dict[int, _Served] = {}
+        self._overdue: deque[int] = deque(maxlen=64)  # used by the thread alone
         self._waiting_bytes = 0  # of requests of the peer that are not answered yet
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -647,6 +680,8 @@ class Server:
             reply(_encode(Refused(code, " ".join(str(error).split())[:4000], touched=False)))
             return
         with self._changed:
+            if self._stopped:
+                return  # the link has ended: nobody waits for an answer, and nothing would take this away again
             if served.move in self._served:
                 raise ProtocolError(f"nixl: move {served.move} is asked for twice")
             self._served[served.move] = served
@@ -658,6 +693,13 @@ class Server:
         handler, request = self._nixl.handler, decode_request(ask.meta)
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
+        if ask.direct and not ask.write and not self._reads:
+            raise ProtocolError("nixl: a peer reads by itself over RDMA only, and with remote cache access only")
+        if ask.write and not self._writable:
+            raise LLMException(
+                "pushes over nixl need remote cache access at the owner (LLMConfig.enable_remote_cache_accessible)",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
         grant = (handler.on_write if ask.write else handler.on_read)(self.link, request)
         if request.extent != grant.tensors.extent:
             raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
@@ -781,7 +823,16 @@ class Server:
             else:
                 self._write(served)
         except (NixlFailed, LLMException) as error:
-            self._refuse(served, LOST, " ".join(str(error).split())[:4000], touched=True)
+            self._refuse(served, *self._why(served, error), touched=True)
+
+    @staticmethod
+    def _why(served: _Served, error: Exception) -> tuple[int, str]:
+        """Return the status of a request that failed: only a failure of NIXL itself is LOST."""
+        if served.cancelled:
+            return CHANGED, "the memory was taken back"
+        if time.monotonic() >= served.until:
+            return _OVERDUE, "its time was over"
+        return LOST, " ".join(str(error).split())[:4000]
 
     def _write(self, served: _Served) -> None:
         """Write what was asked for into the receiver of the peer, and answer."""
@@ -826,11 +877,17 @@ class Server:
     def _finish(self, held: dict[int, _Served], done: Done, reply: Callable[[bytes], None]) -> None:
         served = held.pop(done.move, None)
         if served is None:
-            reply(_encode(Refused(TORN, "its time was over, or the memory was taken back", touched=True)))
+            late = done.move in self._overdue
+            code, text = (_OVERDUE, "its time was over") if late else (TORN, "the memory was taken back")
+            reply(_encode(Refused(code, text, touched=True)))
             return
         served.reply = reply
-        if not done.good:
+        if not done.good or not self._pushed.is_agent(served.receiver):
+            # A receiver ends for all that are written to it when one of them is dropped.
+            ended = not self._pushed.is_agent(served.receiver)
             self._drop(served)
+            code = _AGAIN if ended else LOST
+            reply(_encode(Refused(code, "the receiver has ended" if ended else "given up", touched=True)))
         elif _unchanged(served):
             self._pushed.leave()
             self._answer(served, Moved(""))
@@ -841,6 +898,8 @@ class Server:
     def _drop_overdue(self, held: dict[int, _Served]) -> None:
         for served in [each for each in held.values() if self._gone(each)]:
             del held[served.move]
+            if not served.cancelled:
+                self._overdue.append(served.move)
             self._drop(served)
 
     def _drop(self, served: _Served) -> None:

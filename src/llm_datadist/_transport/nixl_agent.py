@@ -296,7 +296,9 @@ class Agent:
 
     def end(self) -> None:
         """End the agent: no byte comes or goes through it any more. Idempotent."""
-        self._nixl = None
+        bound, self._nixl = self._nixl, None
+        if bound is not None:
+            bound.agent = None  # whoever keeps the exception of a transfer keeps frames that hold ``bound``
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the threads that came with this agent, in seconds."""
@@ -326,6 +328,7 @@ def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
 
     Its ``dictConfig`` at import closes all handlers that exist; one that was opened with mode "w" then logs nothing.
     """
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its own default is stdout, which belongs to the program
     configure = logging.config.dictConfig
     logging.config.dictConfig = lambda config: None
     try:

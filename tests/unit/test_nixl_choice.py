@@ -1,0 +1,102 @@
+"""Who decides that a link uses NIXL, and what an owner serves over it. No NIXL is needed."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from llm_datadist._native import Plan, encode_request, plan_row
+from llm_datadist._transport.choose import choose
+from llm_datadist._transport.connect import NixlEndpoint
+from llm_datadist._transport.lanes import LaneGrant, LaneRequest
+from llm_datadist._transport.nixl import Ask, Nixl, Refused, Server, _answer_of, _encode, _End
+from llm_datadist.errors import LinkRefused, LLMStatusCode, ProtocolError
+from llm_datadist.testing.scene import tensors_over
+
+PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
+
+
+class Owner:
+    """Grants 64 bytes under one tag, whoever asks."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(64, np.uint8)
+
+    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+        return LaneGrant(tensors=tensors_over(self.memory), guards=(), tag=7, plan=None)
+
+    on_write = on_read
+
+    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+        raise AssertionError("there are no lanes here")
+
+
+class NoWire:
+    def ask(self, *_: object) -> bytes:
+        raise AssertionError("nothing is asked here")
+
+    def tell(self, *_: object) -> None:
+        raise AssertionError("nothing is told here")
+
+
+def server(*, writable: bool) -> Server:
+    nixl = Nixl(NoWire(), Owner(), [])
+    sender, receiver, pushed = (_End(nixl, "tcp", progress=False) for _ in range(3))
+    return Server(nixl, sender, receiver, pushed, writable=writable)
+
+
+def ask(*, write: bool) -> bytes:
+    return _encode(Ask(1, write, True, encode_request(b"x", 64, PLAN, write), None, b"", b"", "", 1000))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "asked", "authenticated", "used"),
+    [
+        ("tcp", "tcp", True, False, "tcp"),
+        ("tcp", "tcp", False, True, ""),
+        ("rdma", "tcp", False, True, ""),
+        ("tcp", "rdma", True, False, "tcp"),
+        ("rdma", "rdma", False, False, ""),
+        ("rdma", "rdma", False, True, "rdma"),
+        ("rdma", "rdma", True, False, "rdma"),
+        ("", "tcp", True, True, ""),
+    ],
+)
+def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
+    mine: str, theirs: str, asked: bool, authenticated: bool, used: str
+) -> None:
+    nixl = Nixl(NoWire(), Owner(), [])
+    offer = NixlEndpoint(nixl, mine, "not here", asked=asked, authenticated=authenticated).offer(theirs)
+    assert offer.fabric == used
+    if not used:
+        with pytest.raises(LinkRefused, match=r"not nixl: (this end does not ask for it|not here)"):
+            choose(same_process=False, same_host=None, forced="nixl", nixl=offer)
+
+
+def test_a_peer_reads_by_itself_only_where_rdma_keys_hold_it() -> None:
+    with pytest.raises(ProtocolError, match="over RDMA only"):
+        server(writable=True).on_request(ask(write=False), lambda answer: None)
+
+
+def test_without_remote_access_nothing_is_pushed_and_no_receiver_for_it_is_made() -> None:
+    owner = server(writable=False)
+    answers: list[bytes] = []
+    owner.on_request(ask(write=True), answers.append)
+    (answer,) = map(_answer_of, answers)
+    assert isinstance(answer, Refused)
+    assert answer.code == int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF
+    assert not answer.touched
+    owner.stop()
+    owner.join()
+
+
+def test_a_request_that_comes_after_the_end_of_its_link_holds_no_memory() -> None:
+    owner = server(writable=True)
+    owner.stop()
+    owner.on_request(ask(write=True), lambda answer: None)
+    waiting = threading.Thread(target=owner.quiesce, args=(7,), daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()
