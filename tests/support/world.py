@@ -7,6 +7,7 @@ Functions must be at the top level of a module (they travel by name); results an
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist._cache import store
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
 
@@ -75,7 +77,12 @@ class World:
         return self.dd.cache_manager
 
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
-        """Initialise a fresh LLMDataDist; return the port it listens on."""
+        """Initialise a fresh LLMDataDist; return the port it listens on.
+
+        In a process without another one cache ids count from 1, as in a fresh process: tests name caches by id.
+        """
+        if LLMDataDist.llm_engine_instance is None:
+            store._cache_ids = itertools.count(1)
         self.dd = LLMDataDist(LLMRole[role], cluster_id, device=device)
         self.dd.init(options)
         return self.dd.listen_port

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
 
+#: Of all caches of this process: an id that outlives its LLMDataDist must not name a cache of another one.
+_cache_ids = itertools.count(1)
 _REGIONS: Final = {Placement.DEVICE: 1, Placement.HOST: 2}
 _OPTIONS: Final = {
     Placement.DEVICE: "mem_pool_cfg (llm.MemPoolConfig)",
@@ -167,7 +169,7 @@ class CacheStore:
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
-        self.registry = Registry()
+        self.registry = Registry(_cache_ids)
         self.writers = WriteIntents()
         self.remote_accessible = options.remote_accessible
         self.quiesce: Callable[[Storage], None] = lambda storage: None
