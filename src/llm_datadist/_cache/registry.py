@@ -10,7 +10,6 @@ On failure: a refused call changes nothing; an illegal event is a StateError tha
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter, deque
@@ -26,7 +25,7 @@ from llm_datadist.metrics import CacheStatistics, KeyStatistics
 from llm_datadist.types import BlocksCacheKey, CacheKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 MAX_PINS_PER_PEER: Final = 4096
@@ -236,18 +235,18 @@ NOTHING: Final = Effects()
 class Registry:
     """The caches, keys and pins of one LLMDataDist. Any thread.
 
-    One lock, never held across a call out of here. Most private methods are called under it. ``ids`` gives the numbers
-    of its caches.
+    One lock, never held across a call out of here. Most private methods are called under it. Ids count from
+    ``first_id``.
     """
 
-    def __init__(self, ids: Iterator[int] | None = None) -> None:
+    def __init__(self, first_id: int = 1) -> None:
         self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number: no peer reaches another one's
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
-        self._ids = itertools.count(1) if ids is None else ids
+        self._next_id = first_id
         self._next_pin = 1
         #: Named pins that were released before they were asked for, which goes over another connection; by id() of the
         #: peer, because a wrong match costs a refusal only.
@@ -279,9 +278,9 @@ class Registry:
         with self._lock:
             if owned:
                 self._require_free(key for key, _, _ in keys)
-            cache_id = next(self._ids)
-            life = Lifecycle(f"cache {cache_id}")
-            entry = Entry(cache_id, geometry, storage, guard, owned, remote_accessible, life)
+            life = Lifecycle(f"cache {self._next_id}")
+            entry = Entry(self._next_id, geometry, storage, guard, owned, remote_accessible, life)
+            self._next_id += 1
             self._entries[entry.cache_id] = entry
             for key, row, key_guard in keys:
                 self._bind(entry, key, row, key_guard, effects)

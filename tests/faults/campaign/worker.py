@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import mmap
 import os
 import sys
@@ -121,7 +120,7 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     _ = world.dd._engine._lanes.engine  # made with the first lane otherwise, and kept: that is no leak
     life = directory.life(worker)
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
-    world.dd._engine.store.registry._ids = itertools.count(life * _IDS + 1)
+    world.dd._engine.store.registry._next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
     doing = Doing(partial(directory.does, worker))
     journal = Journal(
