@@ -50,6 +50,7 @@ __all__ = ["CacheManager"]
     register_cache="_unregister",
     register_blocks_cache="_unregister",
     claim_grant="_give_back",
+    transfer_cache_async="_stop",
 )
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
@@ -223,7 +224,7 @@ class CacheManager(EngineUser):
 
     def _unregister(self, cache: Cache) -> None:
         """Undo a registration whose caller never gets the handle."""
-        self.unregister_cache(cache.cache_id)
+        self._of.store.unregister(cache.cache_id, self._of.deadline())
 
     def unregister_cache(self, cache_id: int) -> None:
         """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
@@ -235,6 +236,7 @@ class CacheManager(EngineUser):
             ParamError: Outside int64.
             DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
                 registered, with its keys.
+            StateError: Called inside of another call of this thread, as by a finalizer: it cannot wait for that.
 
         Source: interface §6.7.
         """

@@ -26,7 +26,8 @@ from llm_datadist._checks import (
 )
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._memory.unmap import must_not_wait
+from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
 from llm_datadist._transfer.threads import Threads
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
@@ -68,7 +69,7 @@ def check_timeout(timeout: object) -> None:
     check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
-@public_calls_hold_signals(whole=("init", "finalize", "switch_role"), link="unlink")
+@public_calls_hold_signals(whole=("init", "finalize", "switch_role"), init="_undo_init", link="_unlink")
 class LLMDataDist:
     """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
 
@@ -104,8 +105,9 @@ class LLMDataDist:
         self._device = device
         self._engine: Engine | None = None
         self._manager: CacheManager | KvCacheManager | None = None
-        #: Held while the engine is made, taken down, or takes another role.
+        #: Held while the engine is made, taken down, or takes another role. Guards the next.
         self._lifecycle = threading.Lock()
+        self._init_undoable = False  # until another init() has found it initialised
 
     def init(self, options: dict[str, str]) -> None:
         """Reserve the pools, start to listen if ``llm.listenIpInfo`` is given, and become usable.
@@ -123,7 +125,8 @@ class LLMDataDist:
         Source: interface §3.1.
         """
         with self._lifecycle:
-            if self._engine is not None:
+            self._init_undoable = self._engine is None
+            if not self._init_undoable:
                 return
             parsed = Options.parse(options, self._role)
             _import_late(parsed)
@@ -144,14 +147,33 @@ class LLMDataDist:
                 LLMDataDist.llm_engine_instance = self
             logger.info("%r initialised", self)
 
+    def _undo_init(self, _: None) -> None:
+        """Undo an ``init`` whose caller gets an exception of a signal's handler."""
+        if self._init_undoable:
+            self._finalize()
+
     def finalize(self) -> None:
         """Give up links, listener, pools and tables. Peers are not told; they see their links end.
 
         No-op when not initialised. Managers taken before are dead from now on (interface R21); NumPy views stay safe to
-        read.
+        read. Inside of another call of this thread, as by a finalizer (``__del__``), it is done when that one ends.
+
+        Raises:
+            StateError: Called in the control thread, where the garbage collector may run finalizers: it cannot wait
+                for its own end.
 
         Source: interface §3.2.
         """
+        self._finalize()
+
+    def _finalize(self) -> None:
+        if must_not_wait():
+            raise StateError(
+                f"finalize: called in {threading.current_thread().name}, a control thread of this library, which would "
+                "wait for itself; call it from another thread"
+            )
+        if put_off(self._finalize):
+            return
         with self._lifecycle:
             engine, self._engine, self._manager = self._engine, None, None
             if engine is None:
@@ -174,6 +196,7 @@ class LLMDataDist:
         """The cluster id given to the constructor."""
         return self._cluster_id
 
+    @hold_signals
     def __repr__(self) -> str:
         engine = self._engine
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
@@ -268,6 +291,7 @@ class LLMDataDist:
         Raises:
             NoneArgument: A ``remote_cluster_id`` that is not set.
             ParamError: ``timeout`` not above 0.
+            StateError: Called inside of another call of this thread, as by a finalizer.
 
         Source: interface §3.4, §8.
         """
@@ -287,6 +311,7 @@ class LLMDataDist:
     def _unlinking(self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("unlink_clusters")
+        require_outermost("unlink_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
         check_type("force", force, bool)
@@ -386,11 +411,15 @@ class LLMDataDist:
         Raises:
             ParamError: Outside uint64.
             NotLinked: There is no such communicator.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``).
+            StateError: In v1 mode (``LLM_PARAM_INVALID``); inside of another call of this thread, as by a finalizer.
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
 
         Source: interface §3.5, B2.3.
         """
+        require_outermost("unlink")
+        self._unlink(comm_id)
+
+    def _unlink(self, comm_id: int) -> None:
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
         with engine.meters.call("unlink"):

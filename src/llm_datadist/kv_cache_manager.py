@@ -56,7 +56,7 @@ _ARGUMENTS: Final[Rules] = {
 }
 
 
-@public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard")
+@public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard", transfer_cache_async="_stop")
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``.
 

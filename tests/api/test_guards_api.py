@@ -3,6 +3,7 @@ success, and what is kept about a remote cache is never taken for another one.""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -282,11 +283,17 @@ def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair
     initiator = world.dd._require_engine("test").initiator
     resolve = initiator._resolve
 
+    def replace_cache() -> None:
+        forget(owner, "kv")
+        make(owner, "kv", PAGED, 9)
+
     def late(*args: Any, **kwargs: Any) -> Any:
         """Whenever the peer's answer has come, what it says is not true any more."""
         result = resolve(*args, **kwargs)
-        forget(owner, "kv")
-        make(owner, "kv", PAGED, 9)
+        # In this thread, inside of the pull, it would be put off.
+        other = threading.Thread(target=replace_cache)
+        other.start()
+        other.join()
         return result
 
     initiator._resolve = late

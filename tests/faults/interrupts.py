@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -24,7 +25,10 @@ import llm_datadist
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
+    LayerSynchronizer,
+    LLMDataDist,
     LLMException,
+    LLMRole,
     LLMStatusCode,
     Placement,
     TransferWithCacheKeyConfig,
@@ -38,6 +42,7 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, make, picture, show, wait_until
+from tests.support.world import make_config, small_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -120,6 +125,57 @@ def _send_layers(scene: Scene) -> None:
     task = scene.world.cm.transfer_cache_async(scene.world.caches["source"], Always(), [to], scene.blocks, scene.blocks)
     scene.world.memory["task"] = task
     task.synchronize(int(BOUND_SECONDS * 1e3))
+
+
+class _Held(LayerSynchronizer):
+    """No layer is ready before the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return self.gate.wait(BOUND_SECONDS)
+
+
+def _start_layers(scene: Scene) -> None:
+    to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
+    scene.world.memory["held"] = held = _Held()
+    scene.world.memory["task"] = scene.world.cm.transfer_cache_async(
+        scene.world.caches["source"], held, [to], scene.blocks, scene.blocks
+    )
+
+
+def _nothing_is_sent_late(scene: Scene) -> None:
+    """Let the model go on: a transfer whose caller was interrupted sends nothing of what is written from now on."""
+    task, held = scene.world.memory.pop("task", None), scene.world.memory.pop("held", None)
+    sources = _tensors(scene.world, "source")
+    mine = [tensor[scene.blocks].copy() for tensor in sources]
+    if task is None:
+        for tensor in sources:
+            tensor[scene.blocks] = _REFILL
+    if held is not None:
+        held.gate.set()
+    if task is not None:
+        assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
+    wait_until(lambda: not any(each.name.startswith("llm-datadist-task") for each in threading.enumerate()))
+    if task is None:
+        for got in scene.there.do(show, "served"):
+            assert not (got.reshape(_WINDOWS * _BLOCKS, -1)[scene.blocks] == _REFILL).all(), "bytes came late"
+    for tensor, bytes_ in zip(sources, mine, strict=True):
+        tensor[scene.blocks] = bytes_
+
+
+def _init(scene: Scene) -> None:
+    dd = LLMDataDist(LLMRole.PROMPT, 3)
+    dd.init(make_config(listen_ip_info="127.0.0.1:0", **small_pool()))
+    scene.world.memory["other"] = dd
+
+
+def _init_is_undone(scene: Scene) -> None:
+    other = scene.world.memory.pop("other", None)
+    if other is not None:
+        other.finalize()
+    assert len(LLMDataDist._live) == 1, "an instance listens that nobody holds"
 
 
 def _link(scene: Scene) -> None:
@@ -209,6 +265,8 @@ VERBS: Final[dict[str, Verb]] = {
     "pull_cache": Verb(_pull_by_key, before=_offer_key, rca=False),
     "push_blocks": Verb(_push),
     "transfer_cache_async": Verb(_send_layers, after=_join_task),
+    "transfer_cache_async, begun": Verb(_start_layers, after=_nothing_is_sent_late, at_random=False),
+    "init": Verb(_init, after=_init_is_undone, transports=("shm",), at_random=False),
     "copy_blocks": Verb(_copy, transports=("shm",)),
     "swap_blocks": Verb(_swap, writes="host", transports=("shm",)),
     "allocate_cache": Verb(_allocate, after=_give_back, transports=("shm",), at_random=False),

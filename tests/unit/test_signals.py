@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import deliver_signals
-from llm_datadist._native.signals import hold_signals, public_calls_hold_signals
+from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -197,3 +198,59 @@ def test_a_fork_in_a_held_call_holds_nothing_of_the_parent(came: list[int]) -> N
     finally:
         signal.signal(FIRST, before)
     assert signals == [FIRST]
+
+
+def test_what_is_put_off_is_done_once_after_the_outermost_call_and_its_error_is_reported(
+    monkeypatch: pytest.MonkeyPatch, came: list[int]
+) -> None:
+    done: list[object] = []
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: reported.append(what.exc_value))
+
+    def work(number: int) -> None:
+        signal.raise_signal(FIRST)
+        deliver_signals()
+        done.append((number, list(came)))
+        if number == 1:
+            assert not put_off(work, 3), "it is the only call of this thread now"
+            inner(4)
+            raise ValueError(number)
+
+    @hold_signals
+    def inner(number: int) -> None:
+        done.append(f"{number} put off: {put_off(work, number)}")
+
+    @hold_signals
+    def outer() -> None:
+        assert not put_off(work, 0)
+        inner(1)
+        inner(2)
+        done.append("outer ends")
+
+    assert not put_off(work, 0), "no call at all"
+    with pytest.raises(Raised):
+        outer()
+    assert done == [
+        "1 put off: True",
+        "2 put off: True",
+        "outer ends",
+        (1, []),
+        "4 put off: True",
+        (2, []),
+        (4, []),
+    ]
+    assert list(map(repr, reported)) == ["ValueError(1)"]
+
+
+def test_a_call_that_a_handler_makes_is_no_part_of_the_call_that_waits(came: list[int]) -> None:
+    done: list[object] = []
+    signal.signal(FIRST, lambda *_: done.append(hold_signals(lambda: put_off(done.append, "late"))()))
+
+    @hold_signals
+    def call() -> None:
+        signal.raise_signal(FIRST)
+        deliver_signals()
+        done.append("the call ends")
+
+    call()
+    assert done == [False, "the call ends"]

@@ -27,6 +27,7 @@ from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import ExternalSegment, Segment
 from llm_datadist._memory.write_intents import Hazard, WriteIntents
 from llm_datadist._native import Tensors, steps
+from llm_datadist._native.signals import put_off, require_outermost
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 
@@ -249,7 +250,12 @@ class CacheStore:
         return _Use(self, cache_id, what)
 
     def deallocate(self, cache_id: int) -> None:
-        """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2)."""
+        """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2).
+
+        Put off inside of another call of this thread, as is :meth:`remove_key`.
+        """
+        if put_off(self.deallocate, cache_id):
+            return
         self.apply(self.registry.drop_owner(cache_id))
 
     def discard(self, cache_id: int) -> None:
@@ -261,6 +267,8 @@ class CacheStore:
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; a placeholder or an unknown key is a no-op (interface R25)."""
+        if put_off(self.remove_key, key):
+            return
         table_key = key_of(key)
         if table_key is not None:
             self.apply(self.registry.remove_key(table_key))
@@ -269,8 +277,10 @@ class CacheStore:
         """Wait for the users of a registered cache to end, then drop it.
 
         Ignores any other id. Lookups fail meanwhile. A cache that is not dropped in time is as before, under a newer
-        guard; DeadlineExceeded (phase ``drain``) says what uses the memory.
+        guard; DeadlineExceeded (phase ``drain``) says what uses the memory. Raises StateError inside of another call:
+        its caller frees the memory next.
         """
+        require_outermost("unregister_cache")
         registry = self.registry
         entry = registry.registered(cache_id)
         if entry is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
 from llm_datadist._native import listen_for_input
+from llm_datadist._native.signals import do_what_was_put_off, hold_signals
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class _DirectSelector(selectors.EpollSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait, call the direct callbacks, and return the other events."""
+        do_what_was_put_off()  # by finalizers that ran in a callback
         asked = False
         for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
             callback = self._served.get(descriptor)
@@ -172,6 +174,7 @@ class ControlLoop:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("unexpected error on the control thread: %r", error, exc_info=error)
 
+    @hold_signals
     def _run(self) -> None:
         with never_wait_here():
             self._serve_until_stopped()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import readable
+from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
@@ -172,7 +173,7 @@ class RetryQueue(Generic[A]):
         deadline.wait_for(self._changed, lambda: all(each.owner != owner for each in self._current))
 
     def stop(self) -> None:
-        """Dial nothing any more, and join the threads. Not from one of them."""
+        """Dial nothing any more, and join the threads."""
         with self._changed:
             self._stopped = True
             dropped, self._waiting = self._waiting, []
@@ -183,7 +184,8 @@ class RetryQueue(Generic[A]):
         for attempt in current:
             attempt.hang_up()
         for thread in threads:
-            thread.join()
+            if thread is not threading.current_thread():  # a finalizer may have come here
+                thread.join()
 
     def abandon(self) -> None:
         """In a forked child, without the lock: close the child's descriptors."""
@@ -192,15 +194,23 @@ class RetryQueue(Generic[A]):
 
     def _run(self) -> None:
         """Make attempts until none waits, or the queue is stopped. One of the queue's threads."""
-        while (attempt := self._next()) is not None:
-            again = False
-            try:
-                again = self._dial(attempt)
-            except LLMException as error:  # this end is being closed
-                logger.info("%r: %s", attempt, error)
-            except Exception as error:  # noqa: BLE001 (a bug may cost this attempt, not the others)
-                logger.error("unexpected error in %r", attempt, exc_info=error)
-            self._finish(attempt, again=again)
+        while self._make_next():
+            pass
+
+    @hold_signals
+    def _make_next(self) -> bool:
+        """Make the next attempt; False when the thread is to end."""
+        attempt, again = self._next(), False
+        if attempt is None:
+            return False
+        try:
+            again = self._dial(attempt)
+        except LLMException as error:  # this end is being closed
+            logger.info("%r: %s", attempt, error)
+        except Exception as error:  # noqa: BLE001 (a bug may cost this attempt, not the others)
+            logger.error("unexpected error in %r", attempt, exc_info=error)
+        self._finish(attempt, again=again)
+        return True
 
     def _next(self) -> A | None:
         """Wait for the next attempt that is due; None when the thread is to end."""

@@ -43,8 +43,13 @@ def never_wait_here() -> Iterator[None]:
         _must_not_wait.discard(threading.get_ident())
 
 
+def must_not_wait() -> bool:
+    """Return True in a thread that has registered itself."""
+    return threading.get_ident() in _must_not_wait
+
+
 def unmap(address: int, nbytes: int, *, sparse: bool = False) -> None:
     """Unmap memory, soon if the calling thread must not wait, else now. ``sparse``: few of its pages are touched."""
     small = nbytes <= (_SMALL_SPARSE_BYTES if sparse else _SMALL_BYTES)
-    if small or threading.get_ident() not in _must_not_wait or not unmap_elsewhere(address, nbytes, _SMALL_BYTES):
+    if small or not must_not_wait() or not unmap_elsewhere(address, nbytes, _SMALL_BYTES):
         _libc.munmap(address, nbytes)

@@ -505,6 +505,18 @@ class HoldingCall:
     ) -> None: ...
     def __call__(self, *args: object, **kwargs: object) -> object: ...
 
+def inside_another_call() -> bool:
+    """Return True if the calling thread is in two calls of the library or more, one inside the other."""
+
+def put_off(function: Callable[..., object], *args: object) -> bool:
+    """Queue a function for the end of the thread's outermost call; False if the thread is in one call only.
+
+    It is called as if inside of one call; so it is no :class:`HoldingCall` that asks again.
+    """
+
+def do_what_was_put_off() -> None:
+    """Do it now, unless the thread is inside of a call inside of another one."""
+
 def deliver_signals() -> None:
     """Run the handlers of signals that the calling thread holds; raises what a handler raises."""
 

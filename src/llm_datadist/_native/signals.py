@@ -1,4 +1,4 @@
-"""Calls in which handlers of signals run only where the call waits, or when it has ended.
+"""Calls in which other code of the user runs only where it does no harm: handlers of signals, and finalizers.
 
 The interpreter runs the handler of a signal in the main thread, between any two instructions, and the handler may
 raise: ``KeyboardInterrupt``, or what an engine raises to end itself. Inside of a ``finally`` that would leave a lock
@@ -6,8 +6,13 @@ held, a pin that is never given back, or a lane that writes into memory which it
 call, and every finaliser, *holds* signals. A caller that waits calls :func:`deliver_signals`, where it holds no lock
 and where an exception is one more way for the wait to fail. After one exception no handler runs until the call ends.
 
-Threads: signals concern the main thread only; in others a call is a plain call. What another thread raises here by
-``PyThreadState_SetAsyncExc`` is not held.
+The garbage collector runs finalizers (``__del__``) wherever a thread allocates: below a lock of the library too, which
+the finalizer would wait for in vain. So a call that gives something back asks :func:`put_off` first. Inside of another
+call of its thread it is queued, and done when the outermost one ends. Calls that promise more at their return use
+:func:`require_outermost`. Threads of the library run their work as such calls.
+
+Threads: signals concern the main thread only. What another thread raises here by ``PyThreadState_SetAsyncExc`` is not
+held.
 """
 
 from __future__ import annotations
@@ -16,10 +21,13 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llm_datadist._native._native import HoldingCall
+from llm_datadist._native._native import HoldingCall, do_what_was_put_off, inside_another_call, put_off
+from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+__all__ = ["do_what_was_put_off", "hold_signals", "public_calls_hold_signals", "put_off", "require_outermost"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 C = TypeVar("C", bound=type)
@@ -33,6 +41,15 @@ def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, 
     """
     call = HoldingCall(function, undo, whole)
     return update_wrapper(call, function)  # type: ignore[return-value]  # it is as callable
+
+
+def require_outermost(call: str) -> None:
+    """Raise StateError if the thread is inside of another call, or is one of the library's."""
+    if inside_another_call():
+        raise StateError(
+            f"{call}: called by a finalizer or a callback inside of another call of this library: it would have to "
+            "wait for that; call it after that one, or from another thread"
+        )
 
 
 def public_calls_hold_signals(*, whole: tuple[str, ...] = (), **undone_by: str) -> Callable[[C], C]:

@@ -1,10 +1,11 @@
-// Calls that hold signals, and the points at which they let handlers run. See signals.hpp.
+// Calls that hold signals, and the points at which they let handlers run. See signals.hpp. Also what such calls put off.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <structmember.h>
 
 #include <cstddef>
+#include <utility>
 
 #include "signals.hpp"
 
@@ -22,11 +23,70 @@ struct MainThread {
     static bool here() { return PyThread_get_thread_ident() == id; }
 };
 
+// The calls of the library that a thread is in, and what it put off. Changed by that thread only.
+//
+// The garbage collector runs finalizers of the user wherever the interpreter allocates, so below a lock of the library
+// too. What they give back waits here until their thread is in no other call, and so holds no lock and no half-changed
+// table.
+struct ThisThread {
+    inline static thread_local int depth = 0;  // calls, one inside the other
+    inline static thread_local PyObject* put_off = nullptr;  // list of (function, arguments); null: nothing
+};
+
+// Leaves the calls of this thread for a while: a signal's handler is no part of the call that waits.
+class OutsideOfCalls {
+public:
+    OutsideOfCalls() = default;
+    OutsideOfCalls(const OutsideOfCalls&) = delete;
+    OutsideOfCalls& operator=(const OutsideOfCalls&) = delete;
+    ~OutsideOfCalls() {
+        ThisThread::depth = depth_;
+        ThisThread::put_off = put_off_;
+    }
+
+private:
+    int depth_ = std::exchange(ThisThread::depth, 0);
+    PyObject* put_off_ = std::exchange(ThisThread::put_off, nullptr);
+};
+
+// Queues a call if the caller's own is inside of another one; false: it is not.
+inline bool put_off(const nb::object& function, const nb::args& args) {
+    if (ThisThread::depth < 2) return false;
+    const nb::tuple work = nb::make_tuple(function, args);
+    if (ThisThread::put_off == nullptr) ThisThread::put_off = nb::list().release().ptr();
+    if (PyList_Append(ThisThread::put_off, work.ptr()) != 0) throw nb::python_error();
+    return true;
+}
+
+// Does what was put off, unless this thread is inside of a call inside of another one. Errors are reported as those of
+// destructors, and no signal's handler runs: nobody could catch what it raises.
+inline void do_what_was_put_off() {
+    if (ThisThread::put_off == nullptr || ThisThread::depth > 1) return;
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    const bool before = MainThread::interrupted;
+    const int depth = std::exchange(ThisThread::depth, 1);
+    if (MainThread::here()) MainThread::interrupted = true;
+    while (PyObject* list = std::exchange(ThisThread::put_off, nullptr)) {
+        for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
+            PyObject* work = PyList_GetItem(list, i);
+            PyObject* done = PyObject_CallObject(PyTuple_GetItem(work, 0), PyTuple_GetItem(work, 1));
+            if (done == nullptr) PyErr_WriteUnraisable(PyTuple_GetItem(work, 0));
+            Py_XDECREF(done);
+        }
+        Py_DECREF(list);
+    }
+    ThisThread::depth = depth;
+    if (MainThread::here()) MainThread::interrupted = before;
+    PyErr_Restore(kind, value, trace);
+}
+
 // Runs the handlers of signals that are kept, if this is the main thread; false: one has raised. Called where the caller
 // waits and holds no lock. After an exception no more handlers run before the call ends: it is being undone.
 inline bool deliver_signals() {
     if (!MainThread::here() || MainThread::depth == 0) return PyErr_CheckSignals() == 0;
     if (MainThread::interrupted) return true;
+    const OutsideOfCalls outside;
     while (KeptSignals::pass_one()) {
         if (PyErr_CheckSignals() == 0) continue;
         MainThread::interrupted = true;
@@ -110,21 +170,29 @@ inline bool is_main_thread() {
     }
 }
 
-inline PyObject* call_holding(PyObject* object, PyObject* const* args, std::size_t nargs, PyObject* names) {
-    auto* call = reinterpret_cast<HoldingCall*>(object);
-    if (!is_main_thread()) return PyObject_Vectorcall(call->function, args, nargs, names);
+inline PyObject* call_in_main_thread(HoldingCall* call, PyObject* const* args, std::size_t nargs, PyObject* names) {
     const bool before = MainThread::interrupted;
-    if (MainThread::depth++ == 0) KeptSignals::hold();
-    // Those that came before are handled here: between two instructions of the call it would be too late.
-    PyObject* result = nullptr;
-    if (PyErr_CheckSignals() == 0) {
-        if (call->whole) MainThread::interrupted = true;
-        result = PyObject_Vectorcall(call->function, args, nargs, names);
-        if (call->whole) MainThread::interrupted = before;
-    }
+    if (call->whole) MainThread::interrupted = true;
+    PyObject* result = PyObject_Vectorcall(call->function, args, nargs, names);
+    if (call->whole) MainThread::interrupted = before;
     if (result != nullptr && call->undo != Py_None && PyVectorcall_NARGS(nargs) > 0)
         result = settle(call, args[0], result);
-    if (--MainThread::depth == 0) {
+    return result;
+}
+
+inline PyObject* call_holding(PyObject* object, PyObject* const* args, std::size_t nargs, PyObject* names) {
+    auto* call = reinterpret_cast<HoldingCall*>(object);
+    const bool main = is_main_thread();
+    if (main && MainThread::depth++ == 0) KeptSignals::hold();
+    ++ThisThread::depth;
+    PyObject* result = nullptr;
+    if (!main)
+        result = PyObject_Vectorcall(call->function, args, nargs, names);
+    else if (PyErr_CheckSignals() == 0)  // those that came before: between two instructions of the call is too late
+        result = call_in_main_thread(call, args, nargs, names);
+    do_what_was_put_off();
+    --ThisThread::depth;
+    if (main && --MainThread::depth == 0) {
         MainThread::interrupted = false;
         KeptSignals::let_go();  // the interpreter runs their handlers after this call
     }
@@ -213,6 +281,9 @@ inline void bind_signals(nb::module_& m) {
     method_type() = nb::module_::import_("types").attr("MethodType");
     m.attr("HoldingCall") = nb::steal(PyType_FromSpec(&spec));
     m.def("set_signal_handler", &set_handler);
+    m.def("inside_another_call", [] { return ThisThread::depth > 1; });
+    m.def("put_off", &put_off);
+    m.def("do_what_was_put_off", &do_what_was_put_off);
     m.def("deliver_signals", [] {
         if (!deliver_signals()) throw nb::python_error();
     });

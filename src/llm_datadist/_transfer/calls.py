@@ -83,6 +83,11 @@ class EngineUser:
         """Undo an allocation whose caller never gets the handle."""
         self._of.store.discard(cache.cache_id)
 
+    @staticmethod
+    def _stop(task: CacheTask) -> None:
+        """End a transfer whose caller never gets the task; the source may be used again when this returns."""
+        task._job.stop()
+
 
 P = ParamSpec("P")
 User = TypeVar("User", bound=EngineUser)

@@ -30,7 +30,7 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_rule, check_type
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
 from llm_datadist._native import parse_indices
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
 from llm_datadist.errors import (
     CacheNotFound,
     LinkError,
@@ -206,6 +206,10 @@ class Grants:
             return given is not None and bool(given.claims)
 
     def revoke(self, grant: Grant) -> None:
+        if not put_off(self._revoke, grant):
+            self._revoke(grant)
+
+    def _revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)
         with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
             self._advanced.wait_for(lambda: grant._end)
@@ -425,9 +429,11 @@ class _Reader(msgspec.Struct, frozen=True, eq=False):
 
     link: Link
 
+    @hold_signals
     def release(self, grant: Grant) -> None:
         grant._reader = _RELEASED  # an interrupted call is not repeated: the owner may have been told
-        self.link.tell(ClaimEnded(grant.token, released=True))
+        if not put_off(self.link.tell, ended := ClaimEnded(grant.token, released=True)):
+            self.link.tell(ended)
 
 
 class _Released:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._native.signals import do_what_was_put_off, hold_signals, public_calls_hold_signals
 from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, Span, TransferOp
 from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
@@ -124,22 +124,26 @@ class TransferJob:
         selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
         if not self._synchronized(layer, selected):
             return False
-        for i in selected:
-            with self._lock:
-                self._sending = self._ended is None  # from here on end() leaves the rest to this thread
-            if not self._sending:
-                return False
-            try:
-                self._deliveries[i].send(layer)
-            except Exception as error:  # noqa: BLE001 (kept, logged and reported)
-                self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
-                return False  # still "sending": run() finishes the job, not end()
-            self.sent += 1
-            last = layer == self._deliveries[i].layers[-1]
-            with self._lock:
-                self._sending = False
-                if last:
-                    self._results[i] = LLMStatusCode.LLM_SUCCESS
+        return all(self._send_to(i, layer) for i in selected)
+
+    @hold_signals
+    def _send_to(self, i: int, layer: int) -> bool:
+        """Send a layer to a destination; return False when the job is over."""
+        with self._lock:
+            self._sending = self._ended is None  # from here on end() leaves the rest to this thread
+        if not self._sending:
+            return False
+        try:
+            self._deliveries[i].send(layer)
+        except Exception as error:  # noqa: BLE001 (kept, logged and reported)
+            self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
+            return False  # still "sending": run() finishes the job, not end()
+        self.sent += 1
+        last = layer == self._deliveries[i].layers[-1]
+        with self._lock:
+            self._sending = False
+            if last:
+                self._results[i] = LLMStatusCode.LLM_SUCCESS
         return True
 
     def _synchronized(self, layer: int, selected: list[int]) -> bool:
@@ -159,6 +163,7 @@ class TransferJob:
             self._fail(dict.fromkeys(selected, why), why, f"synchronize_layer({layer}) returned {ready!r}")
         return bool(ready)
 
+    @hold_signals
     def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
         """Give each unfinished destination its own error of ``failed``, or else LLM_FAILED and the ``cause``.
 
@@ -185,6 +190,7 @@ class TransferJob:
         code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         return LLMStatusCode.LLM_FAILED if code is LLMStatusCode.LLM_SUCCESS else code
 
+    @hold_signals
     def _finish(self) -> None:
         """Release the source, then publish the results. Idempotent. Threads: any."""
         with self._lock:
@@ -208,6 +214,12 @@ class TransferJob:
         if not sending:
             self._finish()
 
+    def stop(self) -> None:
+        """:meth:`end` the job, for an interrupt, and wait for the transfer in hand, which its own deadline bounds."""
+        text = f"{self.name}: its caller was interrupted"
+        self.end(LLMException(text, status_code=LLMStatusCode.LLM_FAILED))
+        self._done.wait()
+
     @property
     def done(self) -> bool:
         return self._done.is_set()
@@ -219,10 +231,12 @@ class TransferJob:
             raise StateError(f"{self.name}: its own synchronizer waits for it, and would for ever")
         deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)
         while not self._done.wait(deadline.next_turn()):
+            do_what_was_put_off()  # this may wait for long, and holds nothing
             if deadline.expired():
                 return False
         return True
 
+    @hold_signals
     def results(self) -> tuple[LLMStatusCode, list[LLMStatusCode | None], list[BaseException | None]]:
         """Return (first failure or success, results, errors) as they are now."""
         with self._lock:

@@ -13,6 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Threads:
                 self._queue.put(None)
         if wait:
             for thread in self._threads:
-                thread.join()
+                if thread is not threading.current_thread():  # a finalizer may have come here
+                    thread.join()
 
     def _start(self) -> None:
         name = f"{self._name}_{len(self._threads)}"
@@ -88,10 +90,14 @@ class Threads:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work.run()
+            self._do(work)
             del work  # it may hold what its caller wants to be rid of
-            with self._lock:
-                self._free += 1
+
+    @hold_signals
+    def _do(self, work: _Work[Any]) -> None:
+        work.run()
+        with self._lock:
+            self._free += 1
 
     def __enter__(self) -> Self:
         return self

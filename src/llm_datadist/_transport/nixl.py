@@ -31,6 +31,7 @@ from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
 from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
+from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
 from llm_datadist._transport.lanes import MAX_RUNS, LaneGrant, LaneHandler, decode_request
 from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress, keep_for_ever, spans_of
@@ -717,24 +718,29 @@ class Server:
             item: _Served | _Told | _Meeting | None = None
             with suppress(Empty):
                 item = self._receive(held) if held else self._queue.get()
-            try:
-                self._drop_overdue(held)
-                if isinstance(item, _Served):
-                    self._serve(held, item)
-                elif isinstance(item, _Meeting):
-                    self._meet(item)
-                elif item is not None:
-                    self._count(-item.nbytes)
-                    if isinstance(item.request, Done):
-                        self._finish(held, item.request, item.reply)
-                    else:
-                        self._meet(item.request)
-            except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
-                logger.exception("nixl: a request of %s failed", self.link)
-                if isinstance(item, _Served):
-                    self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
+            self._handle(held, item)
         self._end()
 
+    @hold_signals
+    def _handle(self, held: dict[int, _Served], item: _Served | _Told | _Meeting | None) -> None:
+        try:
+            self._drop_overdue(held)
+            if isinstance(item, _Served):
+                self._serve(held, item)
+            elif isinstance(item, _Meeting):
+                self._meet(item)
+            elif item is not None:
+                self._count(-item.nbytes)
+                if isinstance(item.request, Done):
+                    self._finish(held, item.request, item.reply)
+                else:
+                    self._meet(item.request)
+        except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
+            logger.exception("nixl: a request of %s failed", self.link)
+            if isinstance(item, _Served):
+                self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
+
+    @hold_signals
     def _receive(self, held: dict[int, _Served]) -> _Served | _Told | _Meeting | None:
         """Let pushed bytes come in until the next request, or until one that is held is overdue; raises Empty then.
 
@@ -864,6 +870,7 @@ class Server:
                 self._waiting_bytes -= served.nbytes
             self._changed.notify_all()
 
+    @hold_signals
     def _end(self) -> None:
         """End both agents; nothing is touched any more."""
         for each in (self._sender, self._receiver, self._pushed):

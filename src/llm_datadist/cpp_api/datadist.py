@@ -52,7 +52,7 @@ _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
 
 
-@public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"))
+@public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"), Initialize="_undo_initialize")
 class LlmDataDist:
     """One end of the links, as C++ sees it.
 
@@ -113,6 +113,7 @@ class LlmDataDist:
                 # Made at the first call: what is wrong with the constructor's arguments is a status.
                 if self._dist is None:
                     self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
+            self._dist._init_undoable = False
             if self._dist._engine is None:
                 device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
                 check_rule(
@@ -122,6 +123,10 @@ class LlmDataDist:
                 self._dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
+    def _undo_initialize(self, _: LLMStatusCode) -> None:
+        if self._dist is not None:
+            self._dist._undo_init(None)
+
     def Finalize(self) -> LLMStatusCode:
         """Give up links, listener, pools and tables; peers are not told. ``LLM_SUCCESS``, also when not initialised.
 
@@ -129,7 +134,7 @@ class LlmDataDist:
         """
         with _Call(self, "Finalize") as call:
             if self._dist is not None:
-                self._dist.finalize()
+                self._dist._finalize()
         return call.status
 
     @property

@@ -163,7 +163,8 @@ class Grant:
     def revoke(self) -> None:
         """End the grant now: pulls of it that are not complete fail. At the owner only; idempotent.
 
-        When this returns, the blocks may be used again.
+        When this returns, the blocks may be used again. Exception: inside of another call of this thread, as by a
+        finalizer (``__del__``), it is put off until that one ends, and :attr:`active` is True until then.
 
         Raises:
             StateError: This is a copy that came from another process.

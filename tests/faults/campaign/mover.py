@@ -17,6 +17,7 @@ from tests.faults.campaign.copies import copy_inside
 from tests.faults.campaign.directory import Found, Kind
 from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
+from tests.faults.campaign.litter import drop
 from tests.faults.campaign.memory import Destination, close_all
 from tests.faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
 from tests.faults.campaign.sends import LAYERS, send
@@ -103,6 +104,7 @@ class Mover:
             (3, self._copy_inside),
             (1, self._begin_anew),
             (2, self._pull_granted),
+            (2, lambda own: drop(self._scene, own.blocks.cache)),
         ]
         jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
         jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import mmap
 import os
 import sys
@@ -102,6 +103,7 @@ def prepare(world: World, folder: str, worker: int) -> None:
     os.close(complaints)
     faulthandler.enable()
     sys.setswitchinterval(0.001)
+    gc.set_threshold(200)  # finalizers run often, see tests.faults.campaign.litter
     world.memory["folder"] = Path(folder)
     world.memory["directory"] = Directory(Path(folder) / "directory")
     world.memory["worker"] = worker
@@ -248,6 +250,7 @@ def halt(world: World) -> None:
         if thread.is_alive():
             where = stack(thread.ident or 0)
             life.scene.journal.violation("hangs", f"{thread.name} has not ended:\n{where}")
+    gc.collect()
 
 
 def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
