@@ -17,7 +17,7 @@ from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall, awaited, blocking
+from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
 from llm_datadist._transfer.grants import GrantClaims, check_token
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import (
@@ -334,7 +334,7 @@ class CacheManager(EngineUser):
         check_rule(src_cache.is_blocks_cache, "src_cache: not a blocks cache")
         check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache")
         (pairs,) = check(ARGUMENTS, src_to_dst=src_to_dst)
-        return partial(calls.swap_blocks, engine, src_cache, dst_cache, pairs, ("src_cache", "dst_cache"))
+        return calls.swap_blocks(engine, src_cache, dst_cache, pairs, ("src_cache", "dst_cache"))
 
     swap_blocks_async = awaited(swap_blocks, "A cancelled swap is finished first: it has no timeout (interface R6).")
 
@@ -385,7 +385,7 @@ class CacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
-        call = TransferCall(engine, "pull_cache", "cache", cache.cache_id, name, layers)
+        call = transfer_call(engine, "pull_cache", "cache", cache, name, layers)
         return partial(calls.pull_row, call, batch_index, size)
 
     pull_cache_async = awaited(pull_cache)
@@ -437,7 +437,7 @@ class CacheManager(EngineUser):
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
-        call = TransferCall(engine, "pull_blocks", "dst_cache", dst_cache.cache_id, name, layers)
+        call = transfer_call(engine, "pull_blocks", "dst_cache", dst_cache, name, layers)
         pairs = isinstance(src_cache_key, BlocksCacheKey)
         return partial(calls.pull_blocks, call, sources if pairs else None, targets, grant)
 
@@ -520,7 +520,7 @@ class CacheManager(EngineUser):
         check(ARGUMENTS, size=size)
         check_rule(size == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
-        call = TransferCall(engine, "push_cache", "src_cache", src_cache.cache_id, name, layers)
+        call = transfer_call(engine, "push_cache", "src_cache", src_cache, name, layers)
         return partial(calls.push_row, call, src_batch_index)
 
     push_cache_async = awaited(push_cache)
@@ -563,7 +563,7 @@ class CacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        call = TransferCall(engine, "push_blocks", "src_cache", src_cache.cache_id, name, layers)
+        call = transfer_call(engine, "push_blocks", "src_cache", src_cache, name, layers)
         return partial(calls.push_blocks, call, sources, targets)
 
     push_blocks_async = awaited(push_blocks, "The lists are read at once.")
@@ -635,4 +635,4 @@ class CacheManager(EngineUser):
         blocks = src_block_indices, dst_block_indices, dst_block_memory_size
         by_key = engine.options.remote_accessible
         given = LayerwiseArguments(layer_synchronizer, transfer_configs, *blocks, by_key=by_key)
-        return calls.start_transfer(engine, src_cache.cache_id, given)
+        return calls.start_transfer(engine, src_cache, given)

@@ -12,7 +12,7 @@ from llm_datadist._native import parse_blocks
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, TransferCall
+from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, transfer_call
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
@@ -244,7 +244,7 @@ class KvCacheManager(EngineUser):
         check_type("dst", dst, KvCache)
         (pairs,) = check(_ARGUMENTS, src_to_dst=src_to_dst)
         with v1_codes():
-            calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"), engine.deadline())
+            calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"))(engine.deadline())
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return one tensor of the cache for each device (one here), over the cache's own memory.
@@ -261,8 +261,8 @@ class KvCacheManager(EngineUser):
 
         Source: interface §8.
         """
-        self._engine  # noqa: B018 (as above)
-        check_type("cache", cache, KvCache)
+        engine = self._engine
+        calls.local_id(engine, "get_cache_tensors", "cache", check_type("cache", cache, KvCache)._cache)
         index = check_int32("tensor_index", tensor_index)
         desc = cache.cache_desc
         check_rule(
@@ -313,7 +313,7 @@ class KvCacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, None)
-        call = TransferCall(engine, "pull_cache", "kv_cache", cache.cache_id, name, layers)
+        call = transfer_call(engine, "pull_cache", "kv_cache", cache, name, layers)
         with v1_codes():
             calls.pull_row(call, row, nbytes, engine.deadline(), src_offset=src_offset, dst_offset=dst_offset)
 
@@ -353,7 +353,7 @@ class KvCacheManager(EngineUser):
         check_rule(cache.is_blocks_cache, "decoder_kv_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)
-        call = TransferCall(engine, "pull_blocks", "decoder_kv_cache", cache.cache_id, name, layers)
+        call = transfer_call(engine, "pull_blocks", "decoder_kv_cache", cache, name, layers)
         with v1_codes():
             calls.pull_blocks(call, sources, targets, None, engine.deadline(), name="decoder_blocks")
 
@@ -392,4 +392,4 @@ class KvCacheManager(EngineUser):
             by_key=False,
         )
         with v1_codes():
-            return calls.start_transfer(engine, cache.cache_id, given, v1_code(LLMStatusCode.LLM_TIMEOUT))
+            return calls.start_transfer(engine, cache, given, v1_code(LLMStatusCode.LLM_TIMEOUT))

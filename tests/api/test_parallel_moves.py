@@ -40,19 +40,22 @@ def prepare(world: World, cluster_id: int) -> dict[str, Bytes]:
     return {name: make(world, name, spec, 100 * cluster_id + n) for n, (name, spec) in enumerate(specs.items())}
 
 
-def move(world: World, peer: int, push: bool) -> None:
-    """Every thread moves blocks and rows, each row once: into caches of its own, here or there."""
+def ids_of(world: World) -> dict[str, int]:
+    return {name: cache.cache_id for name, cache in world.caches.items()}
+
+
+def move(world: World, peer: int, push: bool, ids: dict[str, int]) -> None:
+    """Every thread moves blocks and rows, each row once: into caches of its own, here or there (``ids``)."""
     start = threading.Barrier(THREADS)
 
     def work(thread: int) -> None:
         blocks = [s for _, s in PAIRS[thread]], [d for d, _ in PAIRS[thread]]
-        there = 3 + thread * 2
         start.wait(30)
         for turn in range(ROUNDS):
             row = thread * ROUNDS + turn
             if push:
-                call(world, "push_blocks", CacheKeyByIdAndIndex(peer, there), Use("source"), *blocks)
-                call(world, "push_cache", CacheKeyByIdAndIndex(peer, there + 1, turn), Use("rows"), row)
+                call(world, "push_blocks", CacheKeyByIdAndIndex(peer, ids[f"blocks {thread}"]), Use("source"), *blocks)
+                call(world, "push_cache", CacheKeyByIdAndIndex(peer, ids[f"row {thread}"], turn), Use("rows"), row)
             else:
                 call(world, "pull_blocks", BlocksCacheKey(peer, 0), Use(f"blocks {thread}"), *blocks)
                 call(world, "pull_cache", CacheKey(peer, row), Use(f"row {thread}"), turn)
@@ -66,7 +69,8 @@ def test_both_ends_move_with_twelve_threads_at_the_same_time(pair: Pair, push: b
     pair.start(rca=push)
     ends = [(pair.prompt, 2), (pair.decoder, 1)]
     before = [pair.prompt.do(prepare, 1), pair.decoder.do(prepare, 2)]
-    calls = [Call(end.do, move, peer, push) for end, peer in ends]
+    ids = [end.do(ids_of) for end, _ in ends]
+    calls = [Call(end.do, move, peer, push, there) for (end, peer), there in zip(ends, ids[::-1], strict=True)]
     assert [each.outcome() for each in calls] == [None, None]
     for (end, _), expected, source in zip(ends, before, before[::-1], strict=True):
         for thread, pairs in enumerate(PAIRS):

@@ -16,7 +16,7 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.frozen import freeze
 from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, finalize, info, link, unlink
-from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
@@ -254,8 +254,9 @@ def test_in_one_process_registered_memory_waits_for_readers_too_and_pool_memory_
             with pytest.raises(DeadlineExceeded) as caught:  # its own call uses this end's
                 decoder.do(_unregister_within, 100)
             assert str(caught.value) == (
-                "unregister_cache: after 100 ms the memory of cache 1 is still in use by 1 calls of this process; the "
-                "cache stays registered: try again later (unlinking stops no writer, the end of its process does)"
+                f"unregister_cache: after 100 ms the memory of cache {decoder.do(cache_id, 'kv')} is still in use by 1 "
+                "calls of this process; the cache stays registered: try again later (unlinking stops no writer, the end "
+                "of its process does)"
             )
             with in_background(prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
                 move.finish()

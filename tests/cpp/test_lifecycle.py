@@ -110,6 +110,7 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         one.datadist  # noqa: B018 (a property that raises)
     desc, memory = Shape(1, 2, 4).desc, np.zeros(8, np.int32)
     off = {"llm.EnableRemoteCacheAccessible": "0", "llm.EnableCacheManager": "0"}
+    last = 0
     for _ in range(2):
         given = LISTEN | off
         assert one.Initialize(given) is OK
@@ -120,7 +121,10 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         assert one.Initialize(LISTEN | {LISTEN_IP: "nonsense"}) is OK  # it does nothing
         assert (one.datadist._engine, one.datadist.listen_port) == (engine, port)
         assert "MIX cluster 1: 0 links" in repr(one)
-        assert [one.RegisterKvCache(desc, [memory.ctypes.data]) for _ in range(2)] == [(OK, 1), (OK, 2)]
+        (status, first), again = [one.RegisterKvCache(desc, [memory.ctypes.data]) for _ in range(2)]
+        assert (status, again) == (OK, (OK, first + 1))
+        assert first > last, "no id of an earlier Initialize comes again"
+        last = first + 1
         del engine
         assert one.Finalize() is OK
         assert one.Finalize() is OK

@@ -22,7 +22,7 @@ from llm_datadist.cpp_api import (
 )
 from tests.support.memory import user_memory
 from tests.support.moves import Use
-from tests.support.world import fill
+from tests.support.world import fill, ids_as_in_a_fresh_process
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -66,6 +66,7 @@ def start(
         "llm.HostMemPoolConfig": pool,
         "llm.Transport": transport,
     } | options
+    ids_as_in_a_fresh_process()
     world.memory["dist"] = made = LlmDataDist(cluster_id, role, device=device)
     assert made.Initialize({key: value for key, value in every.items() if value}) is OK, made.last_error
     world.dd = made.datadist  # what World.stop ends and what pictures are taken of

@@ -7,6 +7,7 @@ Functions must be at the top level of a module (they travel by name); results an
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist._cache import store
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
+#: From the first cache id of one ``init`` of a process to that of the next.
+SPAN: Final = 10**12
 
 
 def make_config(**settings: Any) -> dict[str, str]:
@@ -61,6 +65,12 @@ def small_pool(mib: int = 1) -> dict[str, Any]:
     return {"mem_pool_cfg": f'{{"memory_size": {mib << 20}, "page_shift": 12}}', "host_mem_pool_cfg": None}
 
 
+def ids_as_in_a_fresh_process() -> None:
+    """Let cache ids count from 1 again, unless an instance is live: tests name caches by id."""
+    if LLMDataDist.llm_engine_instance is None:
+        store._first_ids = itertools.count(1, SPAN)
+
+
 @dataclass
 class World:
     """What lives at one end. ``caches`` and ``memory`` are for the tests' own functions."""
@@ -76,6 +86,7 @@ class World:
 
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
         """Initialise a fresh LLMDataDist; return the port it listens on."""
+        ids_as_in_a_fresh_process()
         self.dd = LLMDataDist(LLMRole[role], cluster_id, device=device)
         self.dd.init(options)
         return self.dd.listen_port

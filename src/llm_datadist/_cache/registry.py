@@ -235,17 +235,18 @@ NOTHING: Final = Effects()
 class Registry:
     """The caches, keys and pins of one LLMDataDist. Any thread.
 
-    One lock, never held across a call out of here. Most private methods are called under it.
+    One lock, never held across a call out of here. Most private methods are called under it. Ids count from
+    ``first_id``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = 1) -> None:
         self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number: no peer reaches another one's
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
-        self._next_id = 1
+        self._next_id = first_id
         self._next_pin = 1
         #: Named pins that were released before they were asked for, which goes over another connection; by id() of the
         #: peer, because a wrong match costs a refusal only.

@@ -24,7 +24,7 @@ from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
-from llm_datadist.errors import LLMStatusCode, ParamError, StateError
+from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 
 if TYPE_CHECKING:
@@ -138,15 +138,31 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
     return new_handle(engine, entry, cache_desc)
 
 
+def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
+    """Return the id by which ``engine`` knows the cache of a handle, the caller's argument ``name``.
+
+    CacheError: the handle is of another LLMDataDist, or of an earlier ``init``. All calls get ids from handles here.
+    """
+    granter = cache._granter
+    if granter is engine.grants or granter is None:
+        return cache.cache_id
+    raise CacheError(
+        f"{call}: {name}={cache!r}: a handle of {granter}, not of {engine.grants}; give a handle that this LLMDataDist "
+        "has made since init",
+        status_code=LLMStatusCode.LLM_PARAM_INVALID,
+    )
+
+
 def deallocate(engine: Engine, call: str, cache: Cache) -> None:
     """Give back the cache of a handle of this engine, and empty the handle."""
-    if cache._granter is not None and cache._granter is not engine.grants:
-        # Its id is another cache's here.
-        logger.warning("%s: %r was made by another LLMDataDist, or before finalize: nothing is given back", call, cache)
+    try:
+        cache_id = local_id(engine, call, "cache", cache)
+    except CacheError as error:
+        logger.warning("%s; nothing is given back", error)
         return
-    with engine.meters.span(call, "id=%d", cache.cache_id):
+    with engine.meters.span(call, "id=%d", cache_id):
         cache._empty()  # first: as long as the handle has addresses, the registry has the cache
-        engine.store.deallocate(cache.cache_id)
+        engine.store.deallocate(cache_id)
 
 
 def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
@@ -177,15 +193,15 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
         check_rule(not dst.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
         arguments.byte_count("size", size)
         arguments.check(rules, req_id=req_id)
+        to = CacheRow(local_id(engine, "copy_cache", "dst", dst), dst_row)
+        at = CacheRow(local_id(engine, "copy_cache", "src", src), src_row)
     what = f"copy_cache req_id={req_id}" if req_id is not None else "copy_cache"
     detail = "dst=%d[%d] src=%d[%d] offset=%d size=%d req_id=%s"
-    args = (dst.cache_id, dst_row, src.cache_id, src_row, offset, size, req_id)
+    args = (*to, *at, offset, size, req_id)
 
     def run(deadline: Deadline) -> None:
         with arguments.naming_request(req_id), engine.meters.span("copy_cache", detail, *args) as span:
-            span.nbytes = engine.local.copy_cache(
-                CacheRow(dst.cache_id, dst_row), CacheRow(src.cache_id, src_row), offset, size, deadline, what
-            )
+            span.nbytes = engine.local.copy_cache(to, at, offset, size, deadline, what)
 
     return run
 
@@ -193,10 +209,11 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
 def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
     local, (src_blocks, dst_blocks) = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
+    cache_id = local_id(engine, "copy_blocks", "cache", local)
 
     def run(deadline: Deadline) -> None:
-        with engine.meters.span("copy_blocks", "id=%d %d sources", local.cache_id, len(copy_block_info)) as span:
-            span.nbytes = engine.local.copy_blocks(local.cache_id, src_blocks, dst_blocks, deadline)
+        with engine.meters.span("copy_blocks", "id=%d %d sources", cache_id, len(copy_block_info)) as span:
+            span.nbytes = engine.local.copy_blocks(cache_id, src_blocks, dst_blocks, deadline)
 
     return run
 
@@ -207,12 +224,16 @@ def swap_blocks(
     dst: Cache,
     pairs: tuple[NDArray[np.int64], NDArray[np.int64]],
     names: tuple[str, str],
-    _: Deadline,
-) -> None:
+) -> Pending:
     """Move blocks between device and host memory; there is no deadline (interface R6)."""
-    ids = (src.cache_id, dst.cache_id, len(pairs[0]))
-    with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids) as span:
-        span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
+    # Its addresses count, not its id; but those of a foreign handle may be unmapped at any time.
+    ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
+
+    def run(_: Deadline) -> None:
+        with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, len(pairs[0])) as span:
+            span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
+
+    return run
 
 
 class TransferCall(msgspec.Struct, eq=False):
@@ -227,6 +248,12 @@ class TransferCall(msgspec.Struct, eq=False):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.argument}"
+
+
+def transfer_call(
+    engine: Engine, what: str, argument: str, cache: Cache, name: RemoteName, layers: LayerSelection
+) -> TransferCall:
+    return TransferCall(engine, what, argument, local_id(engine, what, argument, cache), name, layers)
 
 
 def pull_row(
@@ -385,12 +412,12 @@ def _indices(name: str, values: object) -> BlockList | None:
 
 def start_transfer(
     engine: Engine,
-    cache_id: int,
+    src_cache: Cache,
     given: LayerwiseArguments,
     timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
     """Hold the source, whose placement was checked, and start the thread."""
-    store = engine.store
+    store, cache_id = engine.store, local_id(engine, "transfer_cache_async", "src_cache", src_cache)
     with ExitStack() as undo:
         entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
         release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))

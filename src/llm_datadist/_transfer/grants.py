@@ -130,8 +130,14 @@ class Grants:
         self._ends: Counter[_End] = Counter()
         self._closed = False
 
+    def __str__(self) -> str:
+        """Return the instance whose grants and caches these are, for errors."""
+        return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
+
     def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most. Errors as :meth:`Cache.grant`."""
+        with self._lock:
+            self._require_open()
         numbers = parse_indices("blocks", blocks)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         seconds = _check_ttl(ttl)
@@ -157,8 +163,7 @@ class Grants:
         """Keep a new grant; return the answers to the claims that have waited for it."""
         token = grant.token
         with self._lock:
-            if self._closed:
-                raise StateError("grant: this LLMDataDist is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+            self._require_open()
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
             self._given[token] = _Given(grant, entry, until, until)
@@ -169,6 +174,14 @@ class Grants:
         if earliest:
             self._call_at(until, self._expire)
         return answers
+
+    def _require_open(self) -> None:
+        """Under the lock."""
+        if self._closed:
+            raise StateError(
+                f"grant: {self} is finalized; grant with a handle that was made since init",
+                status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+            )
 
     def _look_at(self, when: float, token: bytes) -> bool:
         """Under the lock: note an expiry; return True if it is the next one."""
