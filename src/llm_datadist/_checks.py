@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import operator
+import os
 import reprlib
 import socket
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
-from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, ParamError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,3 +199,12 @@ def check_enabled(condition: object, text: str) -> None:
     """Raise LLMException(``text``) with ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
     if not condition:
         raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+
+
+def require_process(owner: int, what: str) -> None:
+    """Refuse ``what`` in a forked child of the process ``owner``, whose shared memory, locks and threads it needs.
+
+    Takes no lock: at the fork, a thread that the child does not have may have held any.
+    """
+    if os.getpid() != owner:
+        raise StateError(f"{what}: it belongs to process {owner}, of which this one is a fork; call it there")
