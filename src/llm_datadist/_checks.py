@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import operator
+import os
 import reprlib
 import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
-from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, OutOfMemory, ParamError
+from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -210,3 +211,12 @@ def typed_memory_error(what: str) -> Iterator[None]:
         if isinstance(error, LLMException):
             raise
         raise OutOfMemory(f"{what}: this process has no memory left: {error!r}") from error
+
+
+def require_process(owner: int, what: str) -> None:
+    """Refuse ``what`` in a forked child of the process ``owner``, whose shared memory, locks and threads it needs.
+
+    Takes no lock: at the fork, a thread that the child does not have may have held any.
+    """
+    if os.getpid() != owner:
+        raise StateError(f"{what}: it belongs to process {owner}, of which this one is a fork; call it there")

@@ -5,12 +5,13 @@ Threads: any. A guard that cannot be allocated leaves the table as it was.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import require_intact
+from llm_datadist._checks import require_intact, require_process
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist._native import Canary, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
@@ -58,7 +59,7 @@ class GuardTable:
 
     Threads: callers and the control thread, under one lock; :meth:`load` takes none. Owns its segment, whose memory is
     sparse: 64 bytes for each slot ever used. A closed table raises StateError, and a slot that is not allocated
-    ValueError.
+    ValueError. A forked child shares the memory and must not write it: StateError there.
     """
 
     def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
@@ -71,6 +72,7 @@ class GuardTable:
         self._memory: NDArray[np.uint8] | None = self.segment.view()
         self._memory[:COOKIE_BYTES] = bytearray(self.cookie)
         self._base = self.segment.address
+        self._owner = os.getpid()
         self._lock = threading.Lock()  # guards the three below, and every change of a generation
         self._live: dict[int, int] = {}  # slot -> its generation
         self._reusable: list[int] = []
@@ -89,6 +91,7 @@ class GuardTable:
 
     def allocate_many(self, count: int) -> list[Guard]:
         """Return ``count`` guards as :meth:`allocate`: all of them, or none (OutOfMemory)."""
+        require_process(self._owner, "guard table")
         with self._lock:
             self._check_open()
             if count <= self.capacity - len(self._live):
@@ -102,6 +105,7 @@ class GuardTable:
 
     def advance(self, slot: int) -> int:
         """Void the promise under this slot, visibly to peers before this returns; return the new generation."""
+        require_process(self._owner, "guard table")
         with self._lock:
             self._check_live(slot)
             generation = self._live[slot] = advance_generation(self.address_of(slot))
@@ -109,6 +113,7 @@ class GuardTable:
 
     def void(self, guard: Guard) -> None:
         """Void this promise only: ignore it if its slot has another generation by now."""
+        require_process(self._owner, "guard table")
         with self._lock:
             self._check_open()
             if self._live.get(guard.slot) == guard.generation:
@@ -116,6 +121,7 @@ class GuardTable:
 
     def release(self, slot: int) -> None:
         """Advance the slot, then let it be reused."""
+        require_process(self._owner, "guard table")
         with self._lock:
             self._check_live(slot)
             advance_generation(self._base + slot * SLOT_BYTES)

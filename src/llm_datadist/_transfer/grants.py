@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import secrets
 import threading
 import time
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import check_rule, check_type
+from llm_datadist._checks import check_rule, check_type, require_process
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
@@ -119,6 +120,7 @@ class Grants:
         self._store = store
         self._policy = policy
         self._call_at = call_at
+        self._owner = os.getpid()
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
         self._given: dict[bytes, _Given] = {}
@@ -136,6 +138,7 @@ class Grants:
 
     def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most. Errors as :meth:`Cache.grant`."""
+        self.require_here(f"grant: {self}")
         with self._lock:
             self._require_open()
         numbers = parse_indices("blocks", blocks)
@@ -158,6 +161,9 @@ class Grants:
         for link, answer in answers:
             link.tell(answer)
         return grant
+
+    def require_here(self, what: str) -> None:
+        require_process(self._owner, what)
 
     def _add(self, grant: Grant, entry: Entry, until: float) -> list[tuple[Link, Message]]:
         """Keep a new grant; return the answers to the claims that have waited for it."""
@@ -433,9 +439,11 @@ class _Reader(msgspec.Struct, frozen=True, eq=False):
     """The reader's end of a claim."""
 
     link: Link
+    owner: int = msgspec.field(default_factory=os.getpid)
 
     @hold_signals
     def release(self, grant: Grant) -> None:
+        require_process(self.owner, f"release: {grant!r}")
         grant._reader = _RELEASED  # an interrupted call is not repeated: the owner may have been told
         if not put_off(self.link.tell, ended := ClaimEnded(grant.token, released=True)):
             self.link.tell(ended)

@@ -42,6 +42,9 @@ class Granter(Protocol):
     def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
         """Give one."""
 
+    def require_here(self, what: str) -> None:
+        """Refuse ``what`` in a forked child of the owner."""
+
     def claimed(self, grant: Grant) -> bool:
         """Return True while a reader holds it: one that has claimed it and has not released it."""
 
@@ -115,7 +118,7 @@ class Grant:
         """True until the grant ends. At the owner only.
 
         Raises:
-            StateError: This is a copy that came from another process.
+            StateError: This is a copy that came from another process, or a forked child calls.
         """
         self._at_owner("active")
         return not self._end
@@ -125,7 +128,7 @@ class Grant:
         """Why the grant has ended, in a few words; empty while it is active. At the owner only.
 
         Raises:
-            StateError: This is a copy that came from another process.
+            StateError: This is a copy that came from another process, or a forked child calls.
         """
         self._at_owner("end")
         return self._end
@@ -137,7 +140,7 @@ class Grant:
         and the grant lasts for the rest of its time.
 
         Raises:
-            StateError: This is a copy that came from another process.
+            StateError: This is a copy that came from another process, or a forked child calls.
         """
         return self._at_owner("claimed").claimed(self)
 
@@ -145,7 +148,7 @@ class Grant:
         """Return True once all its readers have released it. At the owner only.
 
         Raises:
-            StateError: This is a copy that came from another process.
+            StateError: This is a copy that came from another process, or a forked child calls.
         """
         self._at_owner("released")
         return self._end == RELEASED
@@ -156,7 +159,7 @@ class Grant:
         Raises:
             TypeError: ``ttl`` is no number.
             ParamError: It is not above 0, or not finite.
-            StateError: The grant has ended, or this is a copy that came from another process.
+            StateError: The grant has ended, or this is a copy that came from another process, or a forked child calls.
         """
         self._at_owner("renew").renew(self, ttl)
 
@@ -167,7 +170,7 @@ class Grant:
         finalizer (``__del__``), it is put off until that one ends, and :attr:`active` is True until then.
 
         Raises:
-            StateError: This is a copy that came from another process.
+            StateError: This is a copy that came from another process, or a forked child calls.
         """
         self._at_owner("revoke").revoke(self)
 
@@ -177,7 +180,7 @@ class Grant:
         Returns at once. Where the link is lost there is nothing to tell: that has ended the grant.
 
         Raises:
-            StateError: This grant was not claimed here.
+            StateError: This grant was not claimed here, or a forked child calls.
         """
         if self._reader is None:
             raise StateError(f"release: {self!r} was not claimed here (CacheManager.claim_grant)")
@@ -207,6 +210,7 @@ class Grant:
     def _at_owner(self, what: str) -> Granter:
         if self._granter is None:
             raise StateError(f"{what}: {self!r} is a copy; only the process of cluster {self.cluster_id} can do that")
+        self._granter.require_here(f"{what}: {self!r}")
         return self._granter
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
