@@ -41,6 +41,7 @@ pytestmark = pytest.mark.covers(
     "CacheManager.claim_grant",
     "Grant: active claimed end release released renew revoke",
     "GrantStatistics",
+    "LLMDataDist.incarnation",
 )
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
