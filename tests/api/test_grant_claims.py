@@ -311,9 +311,9 @@ def test_claims_that_wait_are_bounded_for_each_peer_and_late_answers_give_the_cl
     assert peer.told == []
     given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
     assert [(each.id, each.code) for each in peer.told] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
-    given.on_claim(other, Claim(1, tokens[0], 1, 0))
+    given.on_claim(other, Claim(1, tokens[0], 1, 1))
     given.check_integrity()
-    given.expire_claims(time.monotonic())
+    given.expire_claims(time.monotonic() + 1)
     assert given.statistics().waiting == 3
     local_pair.prompt.do(give, [1], tokens[1])
     answer = peer.told[-1]
