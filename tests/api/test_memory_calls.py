@@ -123,7 +123,7 @@ def test_memory_that_is_not_there_is_refused_with_its_tensor_address_and_length(
     geometry = desc(shape=(1, size - 6), data_type=DataType.DT_INT8)
     libc = ctypes.CDLL(None)
     for hidden in (0, 127) if reserved else (0, 70, 127):
-        where = map_at(1 << 41, size)
+        where = map_at(3 << 44, size)
         page = ctypes.c_void_p(where + hidden * PAGE), ctypes.c_size_t(PAGE)
         assert (libc.mprotect(*page, 0) if reserved else libc.munmap(*page)) == 0
         with refused(world, ParamError, f"addrs[1]={where + 3:#x}: its {size - 6} bytes must be", "device memory"):

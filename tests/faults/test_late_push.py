@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SPEC = Spec(tensors=1, rows=16, stride=65536, blocks=True)
 KEY = BlocksCacheKey(1, 3)
 ALL = list(range(SPEC.rows))
-PLACE, NBYTES = 1 << 41, SPEC.rows * SPEC.stride
+PLACE, NBYTES = 3 << 44, SPEC.rows * SPEC.stride
 
 STOP_ONCE = r"""
 #include <csignal>

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def map_at(address: int, nbytes: int) -> int:
-    """Map zero bytes at this address, where nothing is, and return it."""
+    """Map zero bytes at this address, where nothing is, and return it. Sanitizers take those below 1 << 44."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     where = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE
@@ -32,7 +32,7 @@ def map_at(address: int, nbytes: int) -> int:
 
 
 #: Two pages that have these addresses in each process that imports this: a table of calls names them beforehand.
-FIXED_ADDRS: Final = [map_at(1 << 40, 2 * mmap.PAGESIZE), (1 << 40) + mmap.PAGESIZE]
+FIXED_ADDRS: Final = [map_at(1 << 45, 2 * mmap.PAGESIZE), (1 << 45) + mmap.PAGESIZE]
 
 
 def desc(
