@@ -13,6 +13,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport import nixl_agent
 from llm_datadist.errors import LLMException, TransferFailed
+from tests.api.test_same_host_users import USER, become
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.nixl import NixlConnection
     from tests.conftest import Pair
-    from tests.support.ends import End
+    from tests.support.ends import ChildEnd, End
     from tests.support.world import World
 
 OVER_NIXL = {"llm.Transport": "nixl"}
@@ -86,6 +87,11 @@ def mend_transfers(world: World) -> None:
     nixl_agent.Agent.move = world.memory.pop("move")  # type: ignore[method-assign]
 
 
+def load_nixl(world: World) -> None:
+    """Load what another user may not be allowed to read."""
+    assert (nixl_agent.usable("tcp"), nixl_agent.package_version() != "?") == ("", True)
+
+
 def link_of(world: World, peer: int) -> Any:
     return links_of(world).peek(peer)
 
@@ -125,6 +131,25 @@ def test_a_peer_cannot_choose_nixl_for_an_end_that_does_not_and_auto_takes_what_
     start(tcp_pair, {}, {})
     tcp_pair.link()
     assert {linked_over(prompt, 2), linked_over(decoder, 1)} == {"shm"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("admitted", [True, False])
+def test_nixl_lets_in_another_user_only_where_both_ends_admit_it(four: list[ChildEnd], admitted: bool) -> None:
+    """What UCX has connected over TCP reaches all memory."""
+    owner, other = four[:2]
+    other.do(load_nixl)
+    other.do(become, USER)
+    users = {owner: str(USER), other: "0"} if admitted else {owner: "7", other: "0"}
+    for end, (role, number) in ((owner, ("PROMPT", 1)), (other, ("DECODER", 2))):
+        end.start(role, number, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL | {"llm.SameHostUsers": users[end]})
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    if admitted:
+        assert other.do(link, [info(1, owner.port)]) == SUCCESS
+        bytes_move_both_ways(owner, other)
+    else:
+        for end, peer in ((other, info(1, owner.port)), (owner, info(2, other.port))):
+            assert end.do(link, [peer]) == (failed, [failed])
 
 
 def test_auto_takes_tcp_where_there_is_no_rdma_and_no_shared_memory(tcp_pair: Pair) -> None:
@@ -286,7 +311,7 @@ def end(role, cluster, listen):
     if listen:
         config.listen_ip_info = "127.0.0.1:0"
     made = LLMDataDist(role, cluster)
-    made.init(config.generate_options() | {"llm.Transport": "nixl"})
+    made.init(config.generate_options() | {"llm.Transport": "nixl", "llm.SyncKvCacheWaitTime": "30000"})
     return made
 
 prompt, decoder = end(LLMRole.PROMPT, 1, True), end(LLMRole.DECODER, 2, False)
@@ -320,11 +345,10 @@ WAYS = ("finalized", "prompt first", "forgotten", "sys.exit", "while it pulls")
 @pytest.mark.parametrize("way", WAYS)
 def test_processes_end_cleanly(way: str) -> None:
     """Ten processes for each way to end; what NIXL's own destructors do at exit must not crash any."""
-    codes = []
     for _ in range(5):
         two = [
-            subprocess.Popen([sys.executable, "-c", EXITS, way], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.Popen([sys.executable, "-c", EXITS, way], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             for _ in range(2)
         ]
-        codes += [each.wait(60) for each in two]
-    assert codes == [0] * 10
+        said = [each.communicate(timeout=60)[1] for each in two]
+        assert [each.returncode for each in two] == [0, 0], said

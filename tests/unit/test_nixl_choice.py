@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -12,6 +16,7 @@ from llm_datadist._transport.choose import choose
 from llm_datadist._transport.connect import NixlEndpoint
 from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 from llm_datadist._transport.nixl import Ask, Nixl, Refused, Server, _answer_of, _encode, _End
+from llm_datadist._transport.peer_memory import why_stranger
 from llm_datadist.errors import LinkRefused, LLMStatusCode, ProtocolError
 from llm_datadist.testing.scene import tensors_over
 
@@ -100,3 +105,23 @@ def test_a_request_that_comes_after_the_end_of_its_link_holds_no_memory() -> Non
     waiting.start()
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end() -> None:
+    script = (
+        "import os, socket, sys; os.setuid(54321); near = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "near.recv(1)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with subprocess.Popen([sys.executable, "-c", script, str(port)]) as other:
+            stranger, _ = listener.accept()
+            with stranger:
+                assert why_stranger(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
+                assert why_stranger(stranger, frozenset({54321})) == ""
+            assert other.wait(60) == 0
+        with socket.create_connection(("127.0.0.1", port)) as near, listener.accept()[0] as far:
+            assert (why_stranger(near, frozenset()), why_stranger(far, frozenset())) == ("", "")
+            near.close()  # then the kernel shows root
+            assert why_stranger(far, frozenset()).startswith("the user of the peer is unknown")

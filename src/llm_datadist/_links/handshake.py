@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -53,7 +53,7 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
     read_lane_greeting,
 )
-from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.peer_memory import PeerMemory, why_stranger
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -153,14 +153,19 @@ class Endpoint:
         }
 
     def builder(
-        self, theirs: Greeting, memory: PeerMemory | LinkError | None, here: Exports | None
+        self, theirs: Greeting, memory: PeerMemory | LinkError | None, here: Exports | None, sock: socket.socket
     ) -> ConnectionBuilder:
         """Return what opens the connection to the end that sent a greeting; takes the memory over. Raises LinkRefused.
 
-        ``here`` is what that end exports, if it has proven that it lives in this process.
+        ``here`` is what that end exports, if it has proven that it lives in this process. ``sock`` is connected to it.
         """
         identity = PeerIdentity(theirs.incarnation, theirs.cookie, here, theirs.fabric)
-        return ConnectionBuilder(identity, memory, agree(self.transport, theirs.transport), self.nixl)
+        forced, nixl = agree(self.transport, theirs.transport), self.nixl
+        # Another user would reach all memory of this process. ``auto`` takes NIXL from authenticated peers only.
+        unproven = forced == "nixl" and self.credentials is None
+        if nixl is not None and unproven and (stranger := why_stranger(sock, self.exports.users)):
+            nixl = replace(nixl, fabric="", why_not=stranger)
+        return ConnectionBuilder(identity, memory, forced, nixl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +403,7 @@ class Dial(AbstractContextManager["Dial"]):
         memory = exchange_memory_with(
             welcome.rendezvous, self._token, offered, forced, deadline, here=self._here is not None
         )
-        with closing(self._endpoint.builder(welcome, memory, self._here)) as builder:
+        with closing(self._endpoint.builder(welcome, memory, self._here, self._frames.socket)) as builder:
             dial = partial(dial_lanes, self._address, welcome.lane_token, secret=self._lane_secret)
             group = lanes.open(dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
@@ -785,7 +790,7 @@ class Listener:
         """Open the connection if both ends chose alike, and install the link."""
         lanes, group = self._endpoint.lanes, handshake.group
         hello, theirs, frames = handshake.hello, handshake.choice, handshake.frames
-        with closing(self._endpoint.builder(hello, handshake.memory, handshake.here)) as builder:
+        with closing(self._endpoint.builder(hello, handshake.memory, handshake.here, frames.socket)) as builder:
             handshake.memory = None
             mine = builder.choice
             if theirs.transport != mine.name:

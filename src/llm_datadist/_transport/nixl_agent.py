@@ -88,6 +88,7 @@ def installed() -> bool:
         return False
 
 
+@cache
 def package_version() -> str:
     """Return the version of the installed package, "?" if it tells none."""
     from importlib.metadata import PackageNotFoundError, version

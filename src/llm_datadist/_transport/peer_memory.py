@@ -6,12 +6,14 @@ import errno
 import os
 import socket
 import struct
+import sys
 import warnings
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from llm_datadist._checks import is_loopback
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriterPage
@@ -29,6 +31,8 @@ _CREDENTIALS: Final = struct.Struct("=iII")
 _PROC: Final = Path("/proc")
 _OVERFLOW_UID: Final = _PROC / "sys/kernel/overflowuid"
 _USUAL_OVERFLOW_UID: Final = 65534
+_TCP_SOCKETS: Final = _PROC / "net/tcp"
+_ESTABLISHED: Final = "01"
 
 
 class PeerProcess(AbstractContextManager["PeerProcess"]):
@@ -65,6 +69,29 @@ def peer_credentials(sock: socket.socket, users: frozenset[int] = frozenset()) -
             f"same-host peer (pid {pid}) runs as uid {uid} of another user namespace, or as any other user"
         )
     return pid, uid
+
+
+def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
+    """Return why no process of our user or of ``users`` is at the other end of a TCP connection; empty if one is.
+
+    Empty for other hosts too. A closed connection has no owner, and the kernel shows root as the user of its socket.
+    """
+    (host, _), uid = sock.getpeername(), -1
+    if not is_loopback(host):
+        return ""
+    near, far = map(_kernel_form, (sock.getsockname(), sock.getpeername()))
+    for line in _TCP_SOCKETS.read_text().splitlines():
+        fields = line.split()
+        if fields[1:4] == [far, near, _ESTABLISHED]:
+            uid = int(fields[7])
+    if uid in users | {os.geteuid()}:
+        return ""
+    peer = f"the peer runs as uid {uid}" if uid >= 0 else "the user of the peer is unknown"
+    return f"{peer}, this process as uid {os.geteuid()}: llm.SameHostUsers of both may admit each other's"
+
+
+def _kernel_form(address: tuple[str, int]) -> str:
+    return f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
 
 
 @cache
