@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +16,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStat
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._memory.exports import Exports
+from llm_datadist._native import readable
 from llm_datadist._transport import samehost
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, ParamError
@@ -387,7 +388,10 @@ def offered(name: str, hello: wire.Hello, exports: Exports) -> Iterator[Packet]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, MemoryOffer(exports, hello.token) as offer:
         sock.settimeout(20)
         sock.connect(samehost._address(name))
-        offer.send(sock)
+        while not readable(sock.fileno()):
+            with suppress(PermissionError):  # until the listener has admitted this process
+                offer.send(sock)
+                break
         with Packet.receive(sock) as packet:
             yield packet
 
