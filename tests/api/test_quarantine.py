@@ -254,9 +254,9 @@ def test_in_one_process_registered_memory_waits_for_readers_too_and_pool_memory_
             with pytest.raises(DeadlineExceeded) as caught:  # its own call uses this end's
                 decoder.do(_unregister_within, 100)
             assert str(caught.value) == (
-                f"unregister_cache: after 100 ms the memory of cache {decoder.do(cache_id, 'kv')} is still in use by 1 "
-                "calls of this process; the cache stays registered: try again later (unlinking stops no writer, the end "
-                "of its process does)"
+                f"unregister_cache: after 100 ms the memory of cache {decoder.do(cache_id, 'kv')} is still in use by "
+                "1 calls of this process; the cache stays registered: try again later (unlinking stops no writer, the "
+                "end of its process does)"
             )
             with in_background(prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
                 move.finish()

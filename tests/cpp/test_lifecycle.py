@@ -122,6 +122,7 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         assert (one.datadist._engine, one.datadist.listen_port) == (engine, port)
         assert "MIX cluster 1: 0 links" in repr(one)
         (status, first), again = [one.RegisterKvCache(desc, [memory.ctypes.data]) for _ in range(2)]
+        assert first is not None
         assert (status, again) == (OK, (OK, first + 1))
         assert first > last, "no id of an earlier Initialize comes again"
         last = first + 1
