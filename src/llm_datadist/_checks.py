@@ -213,10 +213,15 @@ def typed_memory_error(what: str) -> Iterator[None]:
         raise OutOfMemory(f"{what}: this process has no memory left: {error!r}") from error
 
 
+#: The pid of this process, without a system call at each use.
+HERE: Final = {"pid": os.getpid()}
+os.register_at_fork(after_in_child=lambda: HERE.update(pid=os.getpid()))
+
+
 def require_process(owner: int, what: str) -> None:
     """Refuse ``what`` in a forked child of the process ``owner``, whose shared memory, locks and threads it needs.
 
     Takes no lock: at the fork, a thread that the child does not have may have held any.
     """
-    if os.getpid() != owner:
+    if HERE["pid"] != owner:
         raise StateError(f"{what}: it belongs to process {owner}, of which this one is a fork; call it there")

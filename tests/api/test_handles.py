@@ -3,7 +3,6 @@ number."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -28,7 +27,7 @@ from tests.support.v1 import POOL, desc, kv_make
 from tests.support.world import World, baseline, make_config, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from llm_datadist import LLMDataDist
     from tests.support.ends import ChildEnd
@@ -217,38 +216,3 @@ def test_a_grant_of_a_handle_from_before_finalize_says_that_it_is_finalized(worl
     assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
     assert (given.active, given.end) == (False, "finalized")
     given.revoke()
-
-
-def test_a_forked_child_neither_gives_nor_ends_grants() -> None:
-    end = LocalEnd("forker")
-    end.start("PROMPT", 1)
-    end.do(make, "kv", Spec(blocks=True), 1)
-    assert end.do(_grants_in_a_fork) == 0
-    end.stop()
-
-
-def _grants_in_a_fork(world: World) -> int:
-    """Return 0 if each call of a grant is refused in a forked child, and the parent's tables are intact after it."""
-    cache = world.caches["kv"]
-    granted = cache.grant([1], 600.0)
-    calls: list[Callable[[], object]] = [
-        lambda: cache.grant([2], 600.0),
-        granted.revoke,
-        lambda: granted.renew(1.0),
-        granted.claimed,
-        lambda: granted.active,
-    ]
-    child = os.fork()
-    if child == 0:
-        try:
-            for each in calls:
-                with pytest.raises(StateError, match="fork"):
-                    each()
-            os._exit(0)
-        finally:
-            os._exit(3)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    cache.grant([3], 600.0)  # by the parent's table, not where the child may have written
-    assert granted.active
-    world.dd.check_integrity()
-    return status

@@ -175,3 +175,29 @@ def test_promises_hold_until_one_of_them_is_void_and_none_is_outside_the_table(t
     for slot in (0, table.capacity + 1, 2**63, 2**64 - 1):
         with pytest.raises(ParamError, match="guard slot"):
             unchanged((slot, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
+def test_a_forked_child_changes_no_generation_even_where_the_fork_found_the_lock_held(table: GuardTable) -> None:
+    guard, before = table.allocate(), table.segment.view().copy()
+    changes = (
+        table.allocate,
+        lambda: table.allocate_many(2),
+        lambda: table.advance(guard.slot),
+        lambda: table.void(guard),
+        lambda: table.release(guard.slot),
+        table.close,
+    )
+    with table._lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                for change in changes:
+                    with pytest.raises(StateError, match="fork"):
+                        change()
+                os._exit(0)
+            finally:
+                os._exit(3)
+        assert os.waitpid(child, 0)[1] == 0
+    assert (table.segment.view() == before).all()
+    assert table.allocate().slot != guard.slot

@@ -23,7 +23,7 @@ from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
-from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError
+from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -236,9 +236,16 @@ def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, pa
     intent_writer = mapped(shared)
     announced = announce(intent_writer)
     if (child := os.fork()) == 0:
-        shared.retire()
-        announced.__del__()
-        os._exit(0)
+        try:
+            for write in (lambda: announce(intent_writer), writers.shut, writers.close):
+                with pytest.raises(StateError, match="fork"):
+                    write()
+            shared.retire()
+            announced.end()  # as where a handler of a signal forks inside of a push
+            announced.__del__()
+            os._exit(0)
+        finally:
+            os._exit(3)
     assert os.waitpid(child, 0)[1] == 0
     assert len(writers.busy(GUARD)) == 1
     announce(intent_writer).end()

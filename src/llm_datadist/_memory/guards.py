@@ -153,6 +153,7 @@ class GuardTable:
 
     def close(self) -> None:
         """Void every live guard, visibly to peers that still map the table, then close it. Idempotent."""
+        require_process(self._owner, "guard table")
         with self._lock:
             if self._memory is None:
                 return

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist._checks import require_intact
+from llm_datadist._checks import HERE, require_intact, require_process
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import (
     WRITER_PAGE_BYTES,
@@ -68,7 +68,7 @@ class WriterPage:
         self.cluster_id: int | None = None  # the peer's, once it is known
         self.retired = False  # True once no new writer is expected
         self._writers = writers
-        self._owner = os.getpid()
+        self._owner = HERE["pid"]
         self._pidfd = -1
 
     def belongs_to(self, pid: int, pidfd: int) -> None:
@@ -91,7 +91,7 @@ class WriterPage:
         """
         if self._memory is None:
             return
-        if os.getpid() == self._owner:
+        if HERE["pid"] == self._owner:
             close_writers(self.address)
             self._writers._retire(self)
         else:  # in a forked child the page and its writers are the parent's
@@ -129,6 +129,7 @@ class WriteIntents:
     """
 
     def __init__(self) -> None:
+        self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards the three below and the fields of every page
         self._pages: list[WriterPage] = []
         self._addresses: NDArray[np.uint64] = np.empty(0, np.uint64)
@@ -185,6 +186,7 @@ class WriteIntents:
 
     def shut(self) -> None:
         """Refuse new writers on every page, and new pages, for finalize."""
+        require_process(self._owner, "write intents")
         with self._lock:
             self._closed = True
             for page in self._pages:
@@ -264,7 +266,7 @@ class IntentWriter:
     def __init__(self, page: NDArray[np.uint8]) -> None:
         if page.nbytes != WRITER_PAGE_BYTES or page.ctypes.data % 64:
             raise ProtocolError(f"a page of writers has {page.nbytes} bytes, must have {WRITER_PAGE_BYTES}")
-        self.pid = os.getpid()
+        self.pid = HERE["pid"]
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
         # Used as a stack: the owner scans up to the highest slot that was ever used.
@@ -275,6 +277,7 @@ class IntentWriter:
 
         Check the generation after this; it decides whether the work may begin.
         """
+        require_process(self.pid, "announce")
         page = self._page
         if page is None:
             raise LinkError("the link is closed; link again", phase="copy")
@@ -323,8 +326,11 @@ class WriteIntent:
         self._slot = slot
 
     def end(self) -> None:
-        """Tell the owner that the work is over, done or not. Idempotent."""
-        if self._page is not None:
+        """Tell the owner that the work is over, done or not. Idempotent.
+
+        Only the process that announced it tells: in a forked child the work is the parent's, and goes on.
+        """
+        if self._page is not None and HERE["pid"] == self._intent_writer.pid:
             retract_writer(self._address, self._slot)
             self._page = None
             self._intent_writer._free.append(self._slot)
@@ -337,7 +343,4 @@ class WriteIntent:
 
     @hold_signals
     def __del__(self) -> None:
-        # An exception of a signal handler may prevent end(). In a forked child the work is the parent's, and goes on.
-        if self._page is not None and os.getpid() == self._intent_writer.pid:
-            retract_writer(self._address, self._slot)
-            self._intent_writer._free.append(self._slot)
+        self.end()  # an exception of a signal handler may have prevented it

@@ -6,16 +6,16 @@ one connection, or two. Nothing here knows keys, caches or pins, retries a trans
 
 from __future__ import annotations
 
-import os
 import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import msgspec
 import numpy as np
 
+from llm_datadist._checks import HERE
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute
 from llm_datadist._native.signals import hold_signals
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
     from llm_datadist.errors import DeadlineExceeded
-
-# The pid of this process, without a system call at each use.
-_here: Final = {"pid": os.getpid()}
-os.register_at_fork(after_in_child=lambda: _here.update(pid=os.getpid()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ class Connection(AbstractContextManager["Connection"]):
     capabilities: ClassVar[Capabilities]
 
     def __init__(self) -> None:
-        self._pid = _here["pid"]
+        self._pid = HERE["pid"]
         self._users = UseGate()  # counts the calls in progress; shut once this connection is closed
         self._aborted = False
         self._read, self._written = Meter(), Meter()
@@ -331,15 +327,15 @@ class Connection(AbstractContextManager["Connection"]):
 
     @property
     def _forked(self) -> bool:
-        return self._pid != _here["pid"]
+        return self._pid != HERE["pid"]
 
     def _enter(self, what: str) -> None:
-        if self._pid != _here["pid"] or not self._users.try_enter():
+        if self._pid != HERE["pid"] or not self._users.try_enter():
             self._refuse(what)
 
     def _check_usable(self, what: str) -> None:
         """Refuse as :meth:`_enter` does, for a call that keeps alive by itself what it uses."""
-        if self._pid != _here["pid"] or not self._users.is_open:
+        if self._pid != HERE["pid"] or not self._users.is_open:
             self._refuse(what)
 
     def _leave(self) -> None:
