@@ -31,7 +31,7 @@ from tests.support.layers import (
 from tests.support.linking import alone
 from tests.support.memory import pool
 from tests.support.moves import Spec, cache_id, forget, make, nothing_happens, picture, same_bytes, show, wait_until
-from tests.support.world import fill
+from tests.support.world import fill, nixl_stands_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,6 +110,8 @@ def to(pair: Pair, rca: bool, row: int, dst_row: int | None, stride: int, layers
 def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, bool]]:
     """A started pair, and whether it has remote cache access; without, what arrived is compared."""
     ends, transport, rca = request.param
+    if not rca and nixl_stands_in(transport):
+        pytest.skip(NOT_OVER_NIXL)
     for pair in _pair(request, ends):
         pair.transport = transport
         pair.start(rca=rca, extra={} if rca else {"llm.Checksum": "1"})
@@ -170,6 +172,8 @@ def test_r18_r05_dst_layer_range_counts_from_the_start_of_the_source_range_and_n
 
 @pytest.fixture(params=["inproc", "auto", "tcp"])
 def by_address(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if nixl_stands_in(request.param):
+        pytest.skip(NOT_OVER_NIXL)
     for pair in _pair(request, {"auto": "shm"}.get(request.param, request.param)):
         pair.transport = request.param
         pair.start()
@@ -267,6 +271,8 @@ def test_shm_alone_cannot_write_sealed_pools_and_says_what_to_set(shm_pair: Pair
 # --- layers of one destination go to one place ------------------------------------------------------------------------
 
 SIX = Spec(6, 4, STRIDE)
+NOT_OVER_NIXL = "over nixl nothing is written without remote cache access"
+
 SIX_BLOCKS = Spec(6, 4, STRIDE, blocks=True, blocks_key=KEY)
 SIX_PAGED = Spec(6, 4, STRIDE, blocks=True)
 

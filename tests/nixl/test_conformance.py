@@ -13,7 +13,7 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport.nixl_agent import Agent, Progress
+from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferAborted, TransferFailed
 from llm_datadist.testing import TransportConformance
 from llm_datadist.testing.peers import REGION_BYTES
@@ -215,6 +215,18 @@ def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
     assert not target[[1, 2, 4]].any()
     for agent in (sender, *receivers):
         agent.end()
+
+
+def test_a_kept_exception_keeps_no_agent() -> None:
+    """Its frames hold what NIXL was called by."""
+    Agent("tcp", progress=True).end()  # what the first agent of a process leaves
+    before = os.listdir("/proc/self/fd")
+    agent, known = Agent("tcp", progress=True), Address("nobody", 1, b"not metadata", "?")
+    with pytest.raises(NixlFailed) as kept:
+        agent.load(known)
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    agent.end()
+    assert (os.listdir("/proc/self/fd"), kept.value.__traceback__ is None) == (before, False)
 
 
 def _span(array: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], int]:

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport import nixl_agent
-from llm_datadist.errors import LLMException, TransferFailed
+from llm_datadist._transport.nixl import Server
+from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
 from tests.api.test_same_host_users import USER, become
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
-from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show
+from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,6 +83,25 @@ def fail_transfers(world: World) -> None:
 
     world.memory["move"] = nixl_agent.Agent.move
     nixl_agent.Agent.move = failing  # type: ignore[assignment]
+
+
+def hurry_owner(world: World) -> None:
+    """Let the time of each request be over at the owner first, while its bytes move."""
+    world.memory["grant"], world.memory["move"] = grant, _ = Server._grant, nixl_agent.Agent.move
+    Server._grant = lambda self, ask, reply: grant(  # type: ignore[method-assign]
+        self, msgspec.structs.replace(ask, budget_ms=50), reply
+    )
+
+    def waiting(self: nixl_agent.Agent, *arguments: Any) -> bool:
+        wait_until(arguments[4])  # until it is to stop
+        return False
+
+    nixl_agent.Agent.move = waiting  # type: ignore[assignment]
+
+
+def leave_owner_alone(world: World) -> None:
+    Server._grant = world.memory.pop("grant")  # type: ignore[method-assign]
+    mend_transfers(world)
 
 
 def mend_transfers(world: World) -> None:
@@ -263,6 +284,23 @@ def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pai
     assert "because" not in decoder.do(explain, 1).reason
 
 
+def test_a_timeout_that_the_owner_notices_costs_one_call_and_not_the_link(tcp_pair: Pair) -> None:
+    start(tcp_pair, OVER_NIXL, OVER_NIXL | {"llm.NixlFallback": "1", "llm.SyncKvCacheWaitTime": "60000"})
+    tcp_pair.link()
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    target = decoder.do(make, "kv", Spec(blocks=True), 2)
+    prompt.do(hurry_owner)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            decoder.do(call, *PULL)
+    finally:
+        prompt.do(leave_owner_alone)
+    decoder.do(call, *PULL)
+    same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
+    assert "because" not in decoder.do(explain, 1).reason
+
+
 def test_memory_that_was_registered_is_forgotten_by_the_agents(tcp_pair: Pair) -> None:
     start(tcp_pair, OVER_NIXL, OVER_NIXL)
     tcp_pair.link()
@@ -294,6 +332,21 @@ logging.warning("still here")
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=True, timeout=60)
     assert "still here" in (tmp_path / "log").read_text()
+
+
+def test_ucx_does_not_write_to_the_programs_output() -> None:
+    script = """
+from llm_datadist._transport.nixl_agent import fabric, usable
+assert usable(fabric()) == ""
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        timeout=60,
+        env={key: value for key, value in os.environ.items() if key != "UCX_LOG_FILE"} | {"UCX_LOG_LEVEL": "info"},
+    )
+    assert (done.stdout, b"UCX" in done.stderr) == (b"", True)
 
 
 # Exits

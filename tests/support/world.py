@@ -34,12 +34,16 @@ NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
 SPAN: Final = 10**12
 
 
+def nixl_stands_in(transport: str) -> bool:
+    """Return True where nixl is used instead; it writes nothing without remote cache access, by addresses too."""
+    return transport in os.environ.get(NIXL_VARIABLE, "").split(",")
+
+
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
 
     Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it, again and
-    again. Nixl stands in for what
-    :data:`NIXL_VARIABLE` names there: `tcp`, `auto` or both.
+    again. Nixl stands in for what :data:`NIXL_VARIABLE` names there: `tcp`, `auto` or both.
     """
     extra: dict[str, str] = settings.pop("extra", {})
     values: dict[str, Any] = {
@@ -55,7 +59,7 @@ def make_config(**settings: Any) -> dict[str, str]:
             setattr(config, name, value)
     secrets = os.environ.get(SECRETS_VARIABLE)
     secured = {"llm.AuthSecretFile": secrets, "llm.MaxLinkAge": "2"} if secrets else {}
-    if extra.get("llm.Transport", "auto") in os.environ.get(NIXL_VARIABLE, "").split(","):
+    if nixl_stands_in(extra.get("llm.Transport", "auto")):
         extra = extra | {"llm.Transport": "nixl", "llm.NixlPlaintext": "1"}
     return config.generate_options() | secured | extra
 

@@ -110,8 +110,8 @@ def test_a_request_that_comes_after_the_end_of_its_link_holds_no_memory() -> Non
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end() -> None:
     script = (
-        "import os, socket, sys; os.setuid(54321); near = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
-        "near.recv(1)"
+        "import os, socket, sys; os.setuid(54321); near = socket.socket()\n"
+        "near.connect(('127.0.0.1', int(sys.argv[1]))); near.recv(1)"
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
