@@ -521,12 +521,12 @@ def refuse(reason: str, *_: object) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
-def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, socket_folder: Path) -> None:
     exports = new_exports(writable=False)
-    tmp_path.chmod(mode)
+    socket_folder.chmod(mode)
     with pytest.raises(ParamError, match=r"llm\.ShmSocketDir.*sticky"):
-        SameHostListener(exports, str(tmp_path))
-    tmp_path.chmod(mode | stat.S_ISVTX)
-    with closing(SameHostListener(exports, str(tmp_path))) as listener:
+        SameHostListener(exports, str(socket_folder))
+    socket_folder.chmod(mode | stat.S_ISVTX)
+    with closing(SameHostListener(exports, str(socket_folder))) as listener:
         assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
     close_exports(exports)
