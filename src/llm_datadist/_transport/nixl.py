@@ -939,6 +939,7 @@ class Server:
         with self._changed:
             self._stopped = True
             self._served.clear()
+            self._waiting_bytes = 0
             self._changed.notify_all()
 
 
