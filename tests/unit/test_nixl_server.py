@@ -58,6 +58,14 @@ class NamedAgent(StillAgent):
         self.name = secrets.token_hex(8)
 
 
+class ExhaustedAgent(StillAgent):
+    """An agent in which memory runs out while bytes come in."""
+
+    def receive(self) -> None:
+        """End the thread."""
+        raise MemoryError
+
+
 class FailingAgent(StillAgent):
     """An agent that NIXL fails."""
 
@@ -177,3 +185,17 @@ def test_a_push_whose_receiver_ended_for_the_sake_of_another_is_asked_for_again(
         wait_until(lambda: len(answers) == 4)
     codes = [each.code for each in map(answer_of, answers[2:]) if isinstance(each, Refused)]
     assert codes == [LOST, _AGAIN]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nothing_waits_for_a_thread_that_has_ended() -> None:
+    answers: list[bytes] = []
+    with serving(ExhaustedAgent) as connection:
+        connection.server.on_request(encode(ask(1, write=True)), answers.append)
+        waiting = threading.Thread(target=connection.server.join, daemon=True)
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        connection.server.on_request(encode(ask(2, write=True)), answers.append)
+        assert connection.server._served == {}
+        connection._pushed.users = 0

@@ -756,12 +756,14 @@ class Server:
 
     def _run(self) -> None:
         held: dict[int, _Served] = {}
-        while not self._stopped:
-            item: _Served | _Told | _Meeting | None = None
-            with suppress(Empty):
-                item = self._receive(held) if held else self._queue.get()
-            self._handle(held, item)
-        self._end()
+        try:
+            while not self._stopped:
+                item: _Served | _Told | _Meeting | None = None
+                with suppress(Empty):
+                    item = self._receive(held) if held else self._queue.get()
+                self._handle(held, item)
+        finally:
+            self._end()  # also after MemoryError: else quiesce would wait without end
 
     @hold_signals
     def _handle(self, held: dict[int, _Served], item: _Served | _Told | _Meeting | None) -> None:
@@ -935,7 +937,9 @@ class Server:
         for each in (self._sender, self._receiver, self._pushed):
             each.close()
         with self._changed:
+            self._stopped = True
             self._served.clear()
+            self._waiting_bytes = 0
             self._changed.notify_all()
 
 

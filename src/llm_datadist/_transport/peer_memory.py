@@ -80,10 +80,11 @@ def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
     if not is_loopback(host):
         return ""
     near, far = map(_kernel_form, (sock.getsockname(), sock.getpeername()))
-    for line in _TCP_SOCKETS.read_text().splitlines():
-        fields = line.split()
-        if fields[1:4] == [far, near, _ESTABLISHED]:
-            uid = int(fields[7])
+    with suppress(OSError):  # /proc is not mounted
+        for line in _TCP_SOCKETS.read_text().splitlines():
+            fields = line.split()
+            if fields[1:4] == [far, near, _ESTABLISHED]:
+                uid = int(fields[7])
     if uid in users | {os.geteuid()}:
         return ""
     peer = f"the peer runs as uid {uid}" if uid >= 0 else "the user of the peer is unknown"
