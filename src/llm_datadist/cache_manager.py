@@ -58,7 +58,8 @@ class CacheManager(EngineUser):
     After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21), also when the
     LLMDataDist was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
 
-    Where a method says nothing else, an argument of a wrong type is a TypeError (``NoneArgument`` for None).
+    Where a method says nothing else, an argument of a wrong type is a TypeError (``NoneArgument`` for None), and a
+    ``Cache`` of another LLMDataDist, or of an earlier ``init``, a CacheError (``LLM_PARAM_INVALID``).
 
     A method under ``@blocking`` checks its arguments and returns the work that is left; the decorator does that work,
     within ``sync_kv_timeout``.

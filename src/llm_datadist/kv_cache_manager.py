@@ -69,7 +69,8 @@ class KvCacheManager(EngineUser):
     Statuses are v1's: ``LLM_WAIT_PROCESS_TIMEOUT`` where v2 has ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` where
     it has ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same. After ``finalize`` every
     method but ``is_initialized`` raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21). An argument of a
-    wrong type is a TypeError (``NoneArgument`` for None).
+    wrong type is a TypeError (``NoneArgument`` for None); a ``KvCache`` of another LLMDataDist, or of an earlier
+    ``init``, is a CacheError (``LLM_PARAM_INVALID``).
 
     Threads: any.
 

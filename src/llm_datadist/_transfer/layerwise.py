@@ -11,14 +11,13 @@ the interpreter jobs that still send may go on (:meth:`Tasks.finish`).
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from llm_datadist._checks import check_uint32
+from llm_datadist._checks import HERE, check_uint32, require_process
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals, public_calls_hold_signals
@@ -102,7 +101,7 @@ class TransferJob:
         self._sending = False
         self._ended: LLMException | None = None
         self._done = threading.Event()
-        self._pid = os.getpid()
+        self._pid = HERE["pid"]
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
@@ -225,8 +224,7 @@ class TransferJob:
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        if os.getpid() != self._pid:
-            raise StateError(f"{self.name}: it runs in process {self._pid}, of which this one is a fork")
+        require_process(self._pid, self.name)
         if threading.current_thread() is self._thread:
             raise StateError(f"{self.name}: its own synchronizer waits for it, and would for ever")
         deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from llm_datadist._checks import HERE, require_process
 from llm_datadist._deadline import Deadline
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transfer.threads import Threads
@@ -34,7 +34,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads = Threads(_MAX_WORKERS, "llm-datadist-async")
-        self._pid = os.getpid()
+        self._pid = HERE["pid"]
 
     async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
         """Run ``call`` in a worker thread, with a deadline that begins when the thread does.
@@ -48,8 +48,7 @@ class Workers:
         """
         import asyncio  # loaded already: there is an event loop
 
-        if os.getpid() != self._pid:
-            raise StateError(f"the call is one of process {self._pid}, whose threads are not in this fork of it")
+        require_process(self._pid, "awaited call")
         awaited: _Call[T] = _Call(call, budget_ms)
         try:
             waiting = asyncio.wrap_future(awaited.begin(self._threads))

@@ -245,8 +245,9 @@ class LlmDataDist:
             cfg: Reserved.
 
         Returns:
-            ``(LLM_SUCCESS, cache_id)``, ids count from 1; ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, no
-            address, another number of them than tensors, a zero address, one without memory for its tensor.
+            ``(LLM_SUCCESS, cache_id)``, an id that no earlier Initialize of this process has used;
+            ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, no address, another number of them than
+            tensors, a zero address, one without memory for its tensor.
 
         Source: interface §9, §6.6.
         """

@@ -129,8 +129,8 @@ class CacheDesc:
 class Cache:
     """The handle of a cache that a manager made, or of user memory for ``swap_blocks`` (``create_cpu_cache``).
 
-    Not made by users. The memory stays mapped while the handle lives, so the addresses can be used as long as it
-    is not deallocated.
+    Not made by users. The addresses can be used until it is deallocated, or its LLMDataDist is finalized. It knows the
+    LLMDataDist and the ``init`` that made it: calls of another one refuse it with CacheError.
 
     Source: interface §4.
     """
@@ -156,7 +156,7 @@ class Cache:
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
         # Keeps mapped what the addresses point into.
         self._memory = memory
-        self._granter = granter
+        self._granter = granter  # of one instance and init; calls know by it whose handle this is
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int]) -> Cache:
@@ -212,7 +212,8 @@ class Cache:
             ParamError: Not a blocks cache, a block outside it, none at all, a ttl that is not above 0, or a token of
                 another length or of a grant that there is or was.
             CacheNotFound: The cache was given back.
-            StateError: The handle is of no manager (``create_cpu_cache``), or its manager is finalized.
+            StateError: The handle is of no manager (``create_cpu_cache``), its manager is finalized
+                (``LLM_ENGINE_FINALIZED``), or this is a forked child.
         """
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")

@@ -10,7 +10,11 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.errors import StateError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tests.faults.campaign.journal import Journal
 
 __all__ = ["CHILDREN", "Child", "leave"]
@@ -18,6 +22,8 @@ __all__ = ["CHILDREN", "Child", "leave"]
 #: What a forked child does: it ends at once, ends as an interpreter does, or becomes another program.
 CHILDREN: Final = ("os._exit", "sys.exit", "exec")
 _SECONDS: Final = 20.0
+#: Exit status of a child whose call was not refused.
+_NOT_REFUSED: Final = 70
 
 
 def leave() -> None:
@@ -27,15 +33,28 @@ def leave() -> None:
     ctypes.pythonapi.Py_Exit(0)
 
 
-class Child:
-    """A forked child of the main thread. Owns the process until :meth:`wait`."""
+def _refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except StateError:
+        return True
+    return False
 
-    def __init__(self, how: str) -> None:
+
+class Child:
+    """A forked child of the main thread. Owns the process until :meth:`wait`.
+
+    First it makes ``calls``, with what it has a copy of: each has to be refused.
+    """
+
+    def __init__(self, how: str, calls: Sequence[Callable[[], object]]) -> None:
         self._how = how
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
             self._pid = os.fork()
         if self._pid == 0:
+            if not all(map(_refused, calls)):
+                os._exit(_NOT_REFUSED)
             if how == "sys.exit":
                 leave()
             if how == "exec":

@@ -90,6 +90,7 @@ class Lodgers:
         else:
             self._call("link_clusters", decoder.link_clusters, [info(1, prompt.listen_port)], _BUDGET_MS)
         self._pull(how, decoder, target, stamp)
+        self._mistake(target)
         for each, number in zip((prompt, decoder), numbers, strict=bool(numbers)):
             self._call("unlink", each.unlink, number)
 
@@ -106,6 +107,12 @@ class Lodgers:
             made.append(self._call("allocate", manager.allocate_blocks_cache, _SHAPE.desc(), key))
         self._made = made
         return tuple(each._cache if how == "v1" else each for each in made)
+
+    def _mistake(self, target: Cache) -> None:
+        """Give a cache of a lodger to the worker's own manager, which must not take it for one of its own."""
+        copy = self._scene.cm.copy_blocks
+        if self._scene.call("copy_blocks of a lodger", self._scene.budget, copy, target, {0: [1]}) is None:
+            self._scene.journal.violation("wrong bytes", "a cache of a lodger was taken for one of the worker's")
 
     def _pull(self, how: str, decoder: LLMDataDist, target: Cache, stamp: Stamp) -> None:
         manager: Any = decoder.kv_cache_manager if how == "v1" else decoder.cache_manager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.faults.campaign.epochs import MOVERS
 from tests.faults.campaign.memory import Memory, fill, same
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from numpy.typing import NDArray
@@ -331,6 +333,15 @@ class Producer:
             self._give_memories_back()
             self._slots.clear()
         return all(freed)
+
+    def calls_of_a_child(self) -> list[Callable[[], object]]:
+        """Return calls of grants, which a forked child must not make."""
+        found: list[Callable[[], object]] = []
+        for slot in self._slots:
+            if isinstance(slot, Granted) and slot.cache is not None:
+                found.append(partial(slot.cache.grant, [0], 0.01))
+                found += [slot._grant.revoke, partial(slot._grant.renew, 0.01)] if slot._grant is not None else []
+        return found
 
     def _begin(self) -> None:
         scene, shape = self._scene, self._scene.epoch.shape

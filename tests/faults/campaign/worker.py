@@ -185,7 +185,7 @@ def fork(world: World, how: str) -> None:
     life: _Life = world.memory["life"]
     if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
         try:
-            child = Child(how)
+            child = Child(how, life.producer.calls_of_a_child())
         finally:
             life.stalls.release()
         life.start("fork", lambda: child.wait(life.scene.journal))
