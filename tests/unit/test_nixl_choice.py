@@ -108,20 +108,23 @@ def test_a_request_that_comes_after_the_end_of_its_link_holds_no_memory() -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end() -> None:
+@pytest.mark.parametrize(("listen", "dial"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
+def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end(listen: str, dial: str) -> None:
     script = (
-        "import os, socket, sys; os.setuid(54321); near = socket.socket()\n"
-        "near.connect(('127.0.0.1', int(sys.argv[1]))); near.recv(1)"
+        "import os, socket, sys; os.setuid(54321); near = socket.socket(int(sys.argv[1]))\n"
+        "near.connect((sys.argv[2], int(sys.argv[3]))); near.recv(1)"
     )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in (listen, dial)]
+    with socket.create_server((listen, 0), family=families[0], dualstack_ipv6=listen == "::") as listener:
         port = listener.getsockname()[1]
-        with subprocess.Popen([sys.executable, "-c", script, str(port)]) as other:
+        arguments = [str(int(families[1])), dial, str(port)]
+        with subprocess.Popen([sys.executable, "-c", script, *arguments]) as other:
             stranger, _ = listener.accept()
             with stranger:
                 assert why_stranger(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
                 assert why_stranger(stranger, frozenset({54321})) == ""
             assert other.wait(60) == 0
-        with socket.create_connection(("127.0.0.1", port)) as near, listener.accept()[0] as far:
+        with socket.create_connection((dial, port)) as near, listener.accept()[0] as far:
             assert (why_stranger(near, frozenset()), why_stranger(far, frozenset())) == ("", "")
             near.close()  # then the kernel shows root
             assert why_stranger(far, frozenset()).startswith("the user of the peer is unknown")

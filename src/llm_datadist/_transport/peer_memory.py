@@ -6,7 +6,6 @@ import errno
 import os
 import socket
 import struct
-import sys
 import warnings
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache
@@ -31,7 +30,9 @@ _CREDENTIALS: Final = struct.Struct("=iII")
 _PROC: Final = Path("/proc")
 _OVERFLOW_UID: Final = _PROC / "sys/kernel/overflowuid"
 _USUAL_OVERFLOW_UID: Final = 65534
-_TCP_SOCKETS: Final = _PROC / "net/tcp"
+_TCP_SOCKETS: Final = _PROC / "net/tcp", _PROC / "net/tcp6"
+#: How ``::ffff:`` begins an address there: words of 32 bits in the byte order of this host.
+_IPV4_IN_IPV6: Final = "{:08X}{:08X}{:08X}".format(*struct.unpack("=3I", bytes(10) + b"\xff\xff"))
 _ESTABLISHED: Final = "01"
 
 
@@ -76,15 +77,15 @@ def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
 
     Empty for other hosts too. A closed connection has no owner, and the kernel shows root as the user of its socket.
     """
-    (host, _), uid = sock.getpeername(), -1
-    if not is_loopback(host):
+    if not is_loopback(sock.getpeername()[0].removeprefix("::ffff:")):
         return ""
-    near, far = map(_kernel_form, (sock.getsockname(), sock.getpeername()))
-    with suppress(OSError):  # /proc is not mounted
-        for line in _TCP_SOCKETS.read_text().splitlines():
-            fields = line.split()
-            if fields[1:4] == [far, near, _ESTABLISHED]:
-                uid = int(fields[7])
+    ends, uid = [_kernel_form(sock.getpeername()), _kernel_form(sock.getsockname())], -1
+    for table in _TCP_SOCKETS:
+        with suppress(OSError):  # /proc is not mounted, or there is no IPv6
+            for line in table.read_text().splitlines():
+                fields = line.replace(_IPV4_IN_IPV6, "").split()
+                if fields[1:4] == [*ends, _ESTABLISHED]:
+                    uid = int(fields[7])
     if uid in users | {os.geteuid()}:
         return ""
     peer = f"the peer runs as uid {uid}" if uid >= 0 else "the user of the peer is unknown"
@@ -92,7 +93,11 @@ def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
 
 
 def _kernel_form(address: tuple[str, int]) -> str:
-    return f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
+    """Return an address as the kernel's tables show it, an IPv4 one in IPv6 as IPv4."""
+    host, port = address[:2]
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return f"{''.join(f'{word:08X}' for word in words).replace(_IPV4_IN_IPV6, '')}:{port:04X}"
 
 
 @cache
