@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from llm_datadist import LLMClusterInfo
 from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.errors import ParamError
-from tests.support.linking import SUCCESS, bytes_move_both_ways, link, links
+from tests.support.linking import SUCCESS, bytes_move_both_ways, has_ipv6, link, links
 from tests.support.moves import BLOCKS, Spec, Use, call, make, same_bytes, show
 
 if TYPE_CHECKING:
@@ -24,14 +22,7 @@ def explain(world: World, cluster_id: int) -> tuple[str, str | None]:
     return found.transport, found.private_transport
 
 
-def _has_ipv6() -> bool:
-    with suppress(OSError), socket.socket(socket.AF_INET6) as sock:
-        sock.bind(("::1", 0))
-        return True
-    return False
-
-
-@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 @pytest.mark.parametrize("dialled", ["::1", "[::1]"])
 @pytest.mark.parametrize("transport", ["inproc", "shm", "auto", "tcp"])
 def test_two_ends_link_and_move_bytes_over_ipv6(request: pytest.FixtureRequest, transport: str, dialled: str) -> None:

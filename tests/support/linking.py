@@ -144,3 +144,11 @@ def bytes_move_both_ways(first: End, second: End) -> None:
         same_bytes(there.do(show, "proof source"), source)
         there.do(forget, "proof source")
         here.do(forget, "proof target")
+
+
+def has_ipv6() -> bool:
+    """Return True if this machine has the loopback address of IPv6."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as sock:
+        sock.bind(("::1", 0))
+        return True
+    return False

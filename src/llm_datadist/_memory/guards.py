@@ -5,13 +5,12 @@ Threads: any. A guard that cannot be allocated leaves the table as it was.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import require_intact, require_process
+from llm_datadist._checks import HERE, require_intact, require_process
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist._native import Canary, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
@@ -72,7 +71,7 @@ class GuardTable:
         self._memory: NDArray[np.uint8] | None = self.segment.view()
         self._memory[:COOKIE_BYTES] = bytearray(self.cookie)
         self._base = self.segment.address
-        self._owner = os.getpid()
+        self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards the three below, and every change of a generation
         self._live: dict[int, int] = {}  # slot -> its generation
         self._reusable: list[int] = []

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 import secrets
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import check_rule, check_type, require_process
+from llm_datadist._checks import HERE, check_rule, check_type, require_process
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
@@ -120,7 +119,7 @@ class Grants:
         self._store = store
         self._policy = policy
         self._call_at = call_at
-        self._owner = os.getpid()
+        self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
         self._given: dict[bytes, _Given] = {}
@@ -439,7 +438,7 @@ class _Reader(msgspec.Struct, frozen=True, eq=False):
     """The reader's end of a claim."""
 
     link: Link
-    owner: int = msgspec.field(default_factory=os.getpid)
+    owner: int = msgspec.field(default_factory=lambda: HERE["pid"])
 
     @hold_signals
     def release(self, grant: Grant) -> None:

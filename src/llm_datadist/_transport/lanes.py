@@ -7,7 +7,6 @@ one link. Requests of peers are answered on the control thread. A lane that brea
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import socket
 import struct
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE
 from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, StandingGrants, Tensors, WriteAsked
@@ -296,7 +296,7 @@ class Lanes:
     def __init__(self, threads: int, handler: LaneHandler) -> None:
         self._threads = threads
         self._handler = handler
-        self._pid = os.getpid()
+        self._pid = HERE["pid"]
         # Single dict operations only: callers add, the loop's thread looks up.
         self._groups: dict[int, LaneGroup] = {}
         self._by_token: dict[bytes, LaneGroup] = {}
@@ -337,7 +337,7 @@ class Lanes:
 
     def close(self) -> None:
         """Lose every lane and join the threads: no memory is touched any more. Idempotent, any thread."""
-        if self._pid != os.getpid():
+        if self._pid != HERE["pid"]:
             self._making = threading.Lock()  # may be held for ever by a thread that only the parent has
         with self._making:
             self._closed = True
@@ -411,7 +411,7 @@ class Lanes:
 
     def shut(self, group: LaneGroup) -> None:
         """Close all lanes of a link: its jobs fail, and no memory is touched for it any more. Idempotent."""
-        if self._pid != os.getpid():  # a forked child's copies go with the engine, and the lock may be held there
+        if self._pid != HERE["pid"]:  # a forked child's copies go with the engine, and the lock may be held there
             return
         self._by_token.pop(group.token, None)
         lanes, waiting = group.close()

@@ -884,12 +884,12 @@ class Server:
             reply(_encode(Refused(code, text, touched=True)))
             return
         served.reply = reply
-        if not done.good or not self._pushed.is_agent(served.receiver):
-            # A receiver ends for all that are written to it when one of them is dropped.
-            ended = not self._pushed.is_agent(served.receiver)
+        # A receiver ends for all that are written to it when one of them is dropped.
+        ended = not self._pushed.is_agent(served.receiver)
+        if ended or not done.good:
             self._drop(served)
-            code = _AGAIN if ended else LOST
-            reply(_encode(Refused(code, "the receiver has ended" if ended else "given up", touched=True)))
+            code, text = (_AGAIN, "the receiver has ended") if ended else (LOST, "given up")
+            reply(_encode(Refused(code, text, touched=True)))
         elif _unchanged(served):
             self._pushed.leave()
             self._answer(served, Moved(""))

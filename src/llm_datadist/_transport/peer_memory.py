@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from llm_datadist._checks import is_loopback
+from llm_datadist._checks import HERE, is_loopback
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriterPage
@@ -166,7 +166,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         self._page = page
         self.pid = process.pid
         self.uid = process.uid
-        self._owner = os.getpid()
+        self._owner = HERE["pid"]
         # One item for every holder but one. Each use is one atomic list operation: a lock could be held when a fork,
         # or a connection's __del__, needs it.
         self._others: list[None] = []
@@ -219,7 +219,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     @hold_signals
     def __del__(self) -> None:
         if getattr(self, "pidfd", -1) >= 0:
-            if os.getpid() == self._owner:
+            if HERE["pid"] == self._owner:
                 warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
             self._release()
 

@@ -34,7 +34,7 @@ _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 _MAX_PACKET: Final = 16 << 10
 # Linux 6.16, asm-generic/socket.h: the kernel refuses descriptors for a socket.
 _SO_PASSRIGHTS: Final = 83
-MAX_CLOSING: Final = 64
+_MAX_CLOSING: Final = 64
 _closing: Final[set[threading.Thread]] = set()
 _FD_BYTES: Final = array.array("i").itemsize
 # CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
@@ -84,7 +84,15 @@ def pass_rights(sock: socket.socket, *, allowed: bool) -> bool:
     return True
 
 
-def close_elsewhere(close: Callable[[], None]) -> None:
+def close_socket(sock: socket.socket, *, guarded: bool) -> None:
+    """Close a socket. Unless it was ``guarded`` by the kernel, descriptors of a stranger may wait in it."""
+    if guarded:
+        sock.close()
+    else:
+        _close_elsewhere(sock.close)
+
+
+def _close_elsewhere(close: Callable[[], None]) -> None:
     """Run a close on a thread of its own, for which nothing waits: the last close of a peer's descriptor may block."""
     thread = threading.Thread(target=close, name="llm-datadist-close", daemon=True)
     _closing.add(thread)
@@ -94,7 +102,7 @@ def close_elsewhere(close: Callable[[], None]) -> None:
 def closers_are_busy() -> bool:
     """Return True while as many threads as there may be wait in a close."""
     _closing.difference_update([thread for thread in tuple(_closing) if not thread.is_alive()])
-    return len(_closing) >= MAX_CLOSING
+    return len(_closing) >= _MAX_CLOSING
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -153,7 +161,7 @@ class Packet(AbstractContextManager["Packet"]):
             if _is_memory(fd):
                 os.close(fd)
             else:
-                close_elsewhere(partial(os.close, fd))
+                _close_elsewhere(partial(os.close, fd))
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._checks import HERE
 from llm_datadist._native import readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.cma import probe
@@ -34,7 +35,7 @@ from llm_datadist._transport.rendezvous import (
     Packet,
     Refusal,
     RendezvousHello,
-    close_elsewhere,
+    close_socket,
     closers_are_busy,
     decode,
     pass_rights,
@@ -78,7 +79,7 @@ class SameHostListener:
     def __init__(self, exports: Exports, socket_dir: str | None, *, idle_timeout: float = 5.0) -> None:
         self._exports = exports
         self._idle_timeout = idle_timeout
-        self._pid = os.getpid()
+        self._pid = HERE["pid"]
         self._expected: dict[bytes, tuple[_Callback, Exports | LinkError]] = {}
         self._pending: dict[socket.socket, asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,7 +117,7 @@ class SameHostListener:
         loop = self._loop
         if self._closed:
             return
-        if os.getpid() != self._pid:
+        if HERE["pid"] != self._pid:
             self._close_descriptors()
         elif loop is None or not loop.is_running() or threading.get_ident() == self._thread:
             self._close_here()
@@ -153,7 +154,7 @@ class SameHostListener:
             _log.info("same-host peer refused: %s", error)
             with suppress(OSError):
                 send_packet(sock, Refusal(str(error)), [])
-            self._let_go(sock)
+            close_socket(sock, guarded=self._guarded)
             return
         pass_rights(sock, allowed=True)
         self._pending[sock] = self._running_loop().call_later(self._idle_timeout, self._drop, sock, "it said nothing")
@@ -213,7 +214,7 @@ class SameHostListener:
         if timer is not None:
             timer.cancel()
             self._running_loop().remove_reader(sock.fileno())
-        self._let_go(sock)
+        close_socket(sock, guarded=self._guarded)
         if reason is not None:
             _log.info("same-host peer dropped: %s", reason)
 
@@ -239,22 +240,15 @@ class SameHostListener:
     def _close_descriptors(self) -> None:
         self._closed = True
         self._expected.clear()
-        self._let_go(self._socket)
+        close_socket(self._socket, guarded=self._guarded)
         while self._pending:
-            self._let_go(self._pending.popitem()[0])
-
-    def _let_go(self, sock: socket.socket) -> None:
-        """Close a socket, in which descriptors of a stranger may wait unless the kernel has refused them."""
-        if self._guarded:
-            sock.close()
-        else:
-            close_elsewhere(sock.close)
+            close_socket(self._pending.popitem()[0], guarded=self._guarded)
 
     @hold_signals
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
             return
-        if os.getpid() == self._pid:
+        if HERE["pid"] == self._pid:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
             self._close_here()
         else:
@@ -283,10 +277,7 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
             peer.settle()
             return peer
     finally:
-        if guarded:
-            sock.close()
-        else:  # descriptors of a stranger may wait in it
-            close_elsewhere(sock.close)
+        close_socket(sock, guarded=guarded)
 
 
 def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
