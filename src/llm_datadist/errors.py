@@ -16,6 +16,7 @@ __all__ = [
     "CacheNotFound",
     "ChecksumMismatch",
     "DeadlineExceeded",
+    "GrantEnded",
     "KeyInUse",
     "LLMException",
     "LLMStatusCode",
@@ -219,6 +220,10 @@ class CacheNotFound(CacheError, LookupError):
 
     default_status = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     retryable = True
+
+
+class GrantEnded(CacheError):
+    """The grant of the blocks has ended, for ever; the text says why and since when, if its owner has answered."""
 
 
 class KeyInUse(CacheError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, start_http_server
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMDataDist, LLMRole
-from llm_datadist.errors import CacheNotFound, NotLinked, ParamError, TransferFailed
+from llm_datadist.errors import CacheNotFound, GrantEnded, NotLinked, ParamError
 from llm_datadist.prometheus import register
 from llm_datadist.types.grant import Grant
 from tests.support.linking import SUCCESS, link, link_number, lose
@@ -95,7 +95,7 @@ def work(world: World, rows_id: int, revoked: bytes) -> None:
     _fails(CacheNotFound, lambda: cm.pull_blocks(BlocksCacheKey(1, 99), kv, [0], [0]))
     _fails(ParamError, lambda: cm.pull_blocks(BLOCKS, kv, [9999], [0]))
     _fails(NotLinked, lambda: cm.pull_blocks(BlocksCacheKey(77), kv, [0], [0]))
-    _fails(TransferFailed, lambda: cm.pull_blocks(BLOCKS, kv, [1], [1], grant=Grant.from_bytes(revoked)))
+    _fails(GrantEnded, lambda: cm.pull_blocks(BLOCKS, kv, [1], [1], grant=Grant.from_bytes(revoked)))
 
 
 def _fails(kind: type[Exception], pull: Callable[[], None]) -> None:

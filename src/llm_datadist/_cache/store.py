@@ -168,7 +168,8 @@ class Pools:
 class CacheStore:
     """All caches of one LLMDataDist.
 
-    ``quiesce`` ends all use of a storage by our own data lanes and NIXL; the engine sets it.
+    The engine sets ``quiesce``, which ends all use of a storage by our own data lanes and NIXL, and ``freed``, which
+    learns of every cache that is freed.
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
@@ -176,6 +177,7 @@ class CacheStore:
         self.writers = WriteIntents()
         self.remote_accessible = options.remote_accessible
         self.quiesce: Callable[[Storage], None] = lambda storage: None
+        self.freed: Callable[[Entry], None] = lambda entry: None
         self._patience_ms = options.sync_kv_timeout_ms
         self._quarantine = Quarantine(self.writers)
         self.pools = Pools(options, device, host)
@@ -307,6 +309,8 @@ class CacheStore:
 
     def apply(self, effects: Effects) -> None:
         """Carry out the registry's decisions: stop peers by the guards, then free the memory."""
+        for entry in effects.free:
+            self.freed(entry)  # first: whoever meets an advanced guard may ask at once what it means
         for guard in effects.advance:
             # Later effects of another thread may have been applied already; what has the slot then is left alone.
             self._guards.void(guard)

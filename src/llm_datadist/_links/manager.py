@@ -22,6 +22,7 @@ from llm_datadist._links.messages import (
     Authenticated,
     Beat,
     Claimed,
+    ClaimOver,
     CommunicatorId,
     Failed,
     Hello,
@@ -68,7 +69,7 @@ _UNLINK_MS: Final = 1000
 #: When both ends dialled at once, the one that gave way looks that often for the other's link.
 _CROSSING_POLL_MS: Final = 50
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
-_FINAL: Final = (Failed, UnlinkAck, Located, Verified)
+_FINAL: Final = (Failed, UnlinkAck, Located, Verified, ClaimOver)
 _ANSWERS: Final = (Resolved, Claimed, NixlSaid, *_FINAL)
 _IGNORED: Final = (Beat, *_FINAL)
 

@@ -23,7 +23,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
@@ -359,16 +359,17 @@ class NixlSaid(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """Reader -> owner of blocks: give me the grant of this token. Answered by :class:`Claimed` or :class:`Failed`.
+    """Reader -> owner of blocks: give me the grant of this token.
 
-    Where there is no such grant yet, the answer comes with it, unless ``budget_ms`` are over before; if they are 0,
-    :class:`Failed` comes at once, with LLM_TIMEOUT. ``readers``, of which this is one, share the grant: it ends when
-    all of them have released it.
+    Answered by :class:`Claimed`, :class:`ClaimOver` or :class:`Failed`. Where there is no such grant yet, the answer
+    comes with it, unless ``budget_ms`` are over before; if they are 0, :class:`Failed` comes at once, with LLM_TIMEOUT.
+    ``readers``, of which this is one, share the grant: it ends when all of them have released it. 0 readers only ask
+    whether it has ended: :class:`Failed` says that it has not.
     """
 
     id: Id
     token: Identity16
-    readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
+    readers: Annotated[int, msgspec.Meta(ge=0, le=MAX_READERS)]
     budget_ms: Id
 
 
@@ -380,6 +381,14 @@ class Claimed(Message, frozen=True):
 
     id: Id
     grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT)]
+
+
+class ClaimOver(Message, frozen=True):
+    """Owner -> reader: the grant has ended, so many milliseconds ago."""
+
+    id: Id
+    why: Text
+    ms: Id
 
 
 class ClaimEnded(Message, frozen=True):
@@ -405,7 +414,7 @@ _TRANSFER = (
     | NixlAsk
     | NixlSaid
 )
-_GRANTS = Claim | Claimed | ClaimEnded
+_GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
 _ANY = _HANDSHAKE | _LINK | _TRANSFER | _GRANTS
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode

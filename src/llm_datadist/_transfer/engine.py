@@ -107,6 +107,7 @@ class Engine:
             undo.callback(self._control.stop)
             self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
             undo.callback(self.grants.close)
+            self.store.freed = self.grants.drop_cache
             self._checksums = ChecksumServer(self.store, access, self._copy_pool)
             undo.callback(self._checksums.close)
             self._lane_reconnector = lane_reconnector = LaneReconnector()

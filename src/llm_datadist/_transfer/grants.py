@@ -2,11 +2,11 @@
 
 Who owns what: :class:`Grants`, at the owner of the blocks, holds one guard for each grant that has not ended. Peers
 name a grant by its token. A reader sends ``Claim`` and gets the guard to check; if there is no such grant yet, the
-claim waits, at most as long as the reader does. It sends ``ClaimEnded`` once it needs the blocks no more. The end of
-its link ends every grant that it has claimed and not released.
+claim waits, at most as long as the reader does; if it is over, ``ClaimOver`` says why. It sends ``ClaimEnded`` once it
+needs the blocks no more. The end of its link ends every grant that it has claimed and not released.
 
     given --Claim of each reader--> claimed --ClaimEnded of all readers--> released
-      either, at any time: expired | revoked | its reader was lost | finalized
+      either, at any time: expired | revoked | its reader was lost | its cache was freed | finalized
 
 Each end advances the guard, so a pull that is under way fails, and the owner may use the blocks again.
 
@@ -22,18 +22,22 @@ import secrets
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import HERE, check_rule, check_type, require_process
-from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, RemoteFailure, failed
-from llm_datadist._native import parse_indices
+from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
+from llm_datadist._memory.guards import SLOT_BYTES
+from llm_datadist._native import GuardSet, parse_indices
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
 from llm_datadist.errors import (
+    CacheError,
     CacheNotFound,
     DeadlineExceeded,
+    GrantEnded,
     LinkError,
     LLMException,
     LLMStatusCode,
@@ -42,7 +46,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.metrics import GrantStatistics
-from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant
+from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,9 +59,12 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transfer.access import AccessPolicy
 
-_End = Literal["released by its readers", "revoked", "its time was over", "a reader was lost", "finalized"]
+_End = Literal[
+    "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
+]
 _REVOKED: Final = "revoked"
 _EXPIRED: Final = "its time was over"
+_FREED: Final = "its cache was freed"
 _FINALIZED: Final = "finalized"
 
 #: Claims of one peer that may wait for their grants; beyond, the answer is LLM_LINK_BUSY.
@@ -127,7 +134,7 @@ class Grants:
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
         self._claimed: dict[Link, set[bytes]] = {}  # tokens that the peer has claimed and not released
-        self._ended: dict[bytes, _End] = {}  # oldest first
+        self._ended: dict[bytes, tuple[_End, float]] = {}  # why, and when (monotonic); oldest first
         self._ends: Counter[_End] = Counter()
         self._closed = False
 
@@ -150,13 +157,13 @@ class Grants:
             for block in (int(numbers.min()), int(numbers.max())):
                 check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
             guard = self._store.exports.guards.allocate()
-        incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
-        grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
-        try:
-            answers = self._add(grant, entry, time.monotonic() + seconds)
-        except LLMException:
-            self._store.exports.guards.release(guard.slot)
-            raise
+            incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
+            grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
+            try:
+                answers = self._add(grant, entry, time.monotonic() + seconds)
+            except LLMException:
+                self._store.exports.guards.release(guard.slot)
+                raise
         for link, answer in answers:
             link.tell(answer)
         return grant
@@ -170,7 +177,7 @@ class Grants:
         with self._lock:
             self._require_open()
             if token in self._given or token in self._ended:
-                raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
+                raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
             self._given[token] = _Given(grant, entry, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
@@ -198,7 +205,7 @@ class Grants:
         with self._lock:
             given = self._given.get(grant.token)
             if given is None:
-                raise StateError(f"renew: {grant!r} has ended: {self._ended.get(grant.token, _EXPIRED)}")
+                raise StateError(f"renew: {grant!r} has ended: {self._ended.get(grant.token, (grant._end,))[0]}")
             given.until = until
             if until < given.looked_at:  # a later look finds a longer time by itself
                 given.looked_at = until
@@ -252,7 +259,7 @@ class Grants:
             if token in self._given or token in self._ended or self._closed:
                 answer = self._claim(link, message)
             elif not message.budget_ms:
-                answer = failed(message.id, DeadlineExceeded("the grant is not given yet"))
+                answer = failed(message.id, DeadlineExceeded("no such grant is known there yet"))
             elif self._waiting_of[link] >= _MAX_WAITING:
                 error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
                 answer = failed(message.id, error)
@@ -268,8 +275,11 @@ class Grants:
         number, token = claim.id, claim.token
         given = self._given.get(token)
         if given is None:
-            why: str = self._ended.get(token, _FINALIZED)
-            return failed(number, CacheNotFound(f"the grant has ended: {why}"))
+            now = time.monotonic()
+            why, when = self._ended.get(token, (_FINALIZED, now))
+            return ClaimOver(number, why, int(1e3 * (now - when)))
+        if not claim.readers:
+            return failed(number, CacheError("the grant has not ended"))
         try:
             self._policy.require_sight(link, given.entry)
         except ParamError as denied:
@@ -311,6 +321,13 @@ class Grants:
         for token in tokens:
             self._end(token, READER_LOST)
 
+    def drop_cache(self, entry: Entry) -> None:
+        """End the grants of a cache that is freed."""
+        with self._lock:
+            tokens = [token for token, given in self._given.items() if given.entry is entry]
+        for token in tokens:
+            self._end(token, _FREED)
+
     def expire_claims(self, now: float) -> None:
         """Drop the claims whose readers wait no more."""
         with self._lock:
@@ -351,7 +368,7 @@ class Grants:
                 return
             for link in list(given.claims):
                 self._forget_claim(link, given)
-            self._ended[token] = why
+            self._ended[token] = why, time.monotonic()
             self._ends[why] += 1
             while len(self._ended) > _MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
@@ -393,19 +410,25 @@ class GrantClaims:
 
     def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline, *, wait: bool = True) -> Grant:
         """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
-        link, what = self._links.get(cluster_id), f"claim_grant: grant {token.hex()}"
+        link, what = self._links.get(cluster_id), f"claim_grant: grant {shown(token)} of cluster {cluster_id}"
+
+        def ask(budget_ms: int, of: str) -> Message:
+            return link.request(lambda number: Claim(number, token, readers, budget_ms), deadline, of, "claim")
+
         with link:
             try:
-                answer = link.request(
-                    lambda number: Claim(number, token, readers, deadline.remaining_ms() if wait else 0),
-                    deadline,
-                    f"{what}, which is not active,",
-                    "claim",
-                )
+                try:
+                    answer = ask(0, what)
+                except RemoteFailure as failure:
+                    if not wait or failure.status_code != LLMStatusCode.LLM_TIMEOUT:
+                        raise
+                    answer = ask(deadline.remaining_ms(), f"{what}: no such grant is known there yet; waiting for it")
             except RemoteFailure as failure:
                 if failure.status_code == LLMStatusCode.LLM_TIMEOUT:
                     raise DeadlineExceeded(f"{what}: {failure}", peer=cluster_id, phase="claim") from failure
                 raise failure.typed(what) from failure
+        if isinstance(answer, ClaimOver):
+            raise _over(link, what, answer)
         if not isinstance(answer, Claimed):
             raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
         try:
@@ -432,6 +455,32 @@ class GrantClaims:
         except ParamError as error:
             raise ProtocolError(f"the peer sent a Claimed without a grant: {error}") from error
         link.tell(ClaimEnded(grant.token, released=False))
+
+
+def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantEnded | None:
+    """Ask the owner whether a grant has ended, and why; None unless it has.
+
+    Where the owner says nothing in time, its guard decides, if this end has it mapped.
+    """
+    what, over = f"{what}: {grant!r}", link.peer.incarnation != grant.incarnation
+    if not over:
+        try:
+            answer = link.request(lambda number: Claim(number, grant.token, 0, 0), deadline, what, "claim")
+            if isinstance(answer, ClaimOver):
+                return _over(link, what, answer)
+        except RemoteFailure as failure:
+            over = failure.status_code is LLMStatusCode.LLM_TIMEOUT  # forgotten: it ended long ago
+        except DeadlineExceeded:
+            with suppress(LLMException):  # over lanes the guards are the owner's
+                over = not link.connection.shared.guards_unchanged(GuardSet([grant.guard], SLOT_BYTES))
+        except LLMException:
+            return None  # the link has ended meanwhile, as the next call says
+    return _over(link, what) if over else None
+
+
+def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
+    why = "" if told is None else f": {' '.join(told.why.split())}, {told.ms / 1e3:.1f} s ago"
+    return GrantEnded(f"{what} has ended{why}", peer=link.peer.cluster_id, phase="claim")
 
 
 class _Reader(msgspec.Struct, frozen=True, eq=False):

@@ -15,10 +15,12 @@ from llm_datadist._cache.geometry import CacheKind, CachePair
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
+from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, keep, open_answer, with_grant
 from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist._transport.tcp import is_one_job
 from llm_datadist.errors import (
+    CacheNotFound,
     DeadlineExceeded,
     LinkError,
     LLMException,
@@ -127,30 +129,37 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
-        key = op.name, op.push
         if op.push and op.destination_pin is None:
             op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
         with link:
-            for attempt in range(_ATTEMPTS):
-                kept: Resolution | None = link.caches.kept.get(key) or (None if attempt else _assumed(link, op))
-                remote = kept or self._resolve(link, op)
-                plan: Plan | None = None
-                try:
-                    plan = self._attempt(link, op, remote)
-                    if plan is not None:
-                        return plan.nbytes
-                except ParamError:
-                    # With remote guards an outdated answer looks like a current one: it may be what does not fit.
-                    if kept is None or not remote.tensors.remote_guards:
-                        raise
-                finally:
-                    if remote.pin or op.consumes:
-                        _settle(link, op, remote, plan)
-                link.caches.kept.pop(key, None)
-                link.caches.assumed.pop(op.local.geometry, None)
+            try:
+                return self._run_over(link, op)
+            except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
+                if op.grant is None or (ended := why_ended(link, op.grant, op.what, op.deadline)) is None:
+                    raise
+                raise ended from error
+
+    def _run_over(self, link: Link, op: TransferOp) -> int:
+        key = op.name, op.push
+        for attempt in range(_ATTEMPTS):
+            kept: Resolution | None = link.caches.kept.get(key) or (None if attempt else _assumed(link, op))
+            remote = kept or self._resolve(link, op)
+            plan: Plan | None = None
+            try:
+                plan = self._attempt(link, op, remote)
+                if plan is not None:
+                    return plan.nbytes
+            except ParamError:
+                # With remote guards an outdated answer looks like a current one: it may be what does not fit.
+                if kept is None or not remote.tensors.remote_guards:
+                    raise
+            finally:
+                if remote.pin or op.consumes:
+                    _settle(link, op, remote, plan)
+            link.caches.kept.pop(key, None)
+            link.caches.assumed.pop(op.local.geometry, None)
         raise TransferFailed(
-            f"{op.what}: {op.name} changed, or its data lanes broke, {_ATTEMPTS} times in a row"
-            + ("" if op.grant is None else f"; or {op.grant!r} was revoked, or its time is over"),
+            f"{op.what}: {op.name} changed, or its data lanes broke, {_ATTEMPTS} times in a row",
             peer=op.name.cluster_id,
             phase="copy",
         )
@@ -251,7 +260,7 @@ class Initiator:
                 link.caches.kept.clear()
                 raise TransferFailed(
                     f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
-                    f"copy, or its grant ended; the {'remote' if op.push else 'local'} bytes addressed are undefined",
+                    f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
                     peer=link.peer.cluster_id,
                     phase="copy",
                 )

@@ -108,8 +108,7 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
     """Add the grant's guard to those of the answer; raise TransferFailed if it is not for this cache."""
     if (link.peer.incarnation, remote.cache_id) != (grant.incarnation, grant.cache_id):
         raise TransferFailed(
-            f"{what}: {grant!r} has ended: {link.peer} has been initialised again, or the key is bound to cache "
-            f"{remote.cache_id} now",
+            f"{what}: {grant!r} is not of what the key names: cache {remote.cache_id} of {link.peer}",
             peer=link.peer.cluster_id,
             phase="resolve",
         )

@@ -26,6 +26,11 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
+def shown(token: bytes) -> str:
+    """Return as much of a token as logs and errors may show: who has all of it may claim the grant."""
+    return token[:4].hex()
+
+
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     cluster_id: U64
     incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -223,4 +228,5 @@ class Grant:
         return hash((self.incarnation, self.guard))
 
     def __repr__(self) -> str:
-        return f"<Grant of {len(self.blocks)} blocks of cache {self.cache_id} of cluster {self.cluster_id}>"
+        where = f"{len(self.blocks)} blocks of cache {self.cache_id} of cluster {self.cluster_id}"
+        return f"<Grant {shown(self.token)} of {where}>"

@@ -300,6 +300,7 @@ LINK: Final[dict[str, tuple[int, Any]]] = {
     ),
     "claimed": (2, _claimed),
     "claimended": (4, lambda rng: ["claimended", _token(rng), rng.random() < 0.5]),
+    "claimover": (2, lambda rng: ["claimover", _id(rng), rng.choice(("revoked", "no\nway")), _id(rng)]),
     "verify": (6, _verify),
     "nixlask": (3, lambda rng: ["nixlask", _id(rng), _nixl_request(rng)]),
     "nixlsaid": (3, lambda rng: ["nixlsaid", _id(rng), _nixl_answer(rng)]),
