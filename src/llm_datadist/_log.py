@@ -20,6 +20,11 @@ _LEVELS: Final = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "
 _NAMES: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
+def named(error: BaseException) -> str:
+    """Return what a log line says of an exception: its class and its text."""
+    return f"{type(error).__name__}: {error}"
+
+
 def apply_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Set the logger's level from ``ASCEND_GLOBAL_LOG_LEVEL``; unset or empty leaves the level alone.
 

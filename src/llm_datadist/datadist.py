@@ -26,7 +26,7 @@ from llm_datadist._checks import (
     typed_memory_error,
 )
 from llm_datadist._deadline import Deadline, wait_all
-from llm_datadist._log import logger
+from llm_datadist._log import logger, named
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
 from llm_datadist._transfer.threads import Threads
@@ -61,7 +61,7 @@ _NAME_LIMIT: Final = 128
 
 def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
     """Log why a cluster was not linked or unlinked: the callers get statuses only."""
-    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, error)
+    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, named(error))
 
 
 def check_timeout(timeout: object) -> None:
@@ -648,6 +648,8 @@ def _one_call(
 
             def failed(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
                 call.error = error
+                if name == "link_clusters" and cluster.remote_cluster_id is not None:
+                    engine.links.note(cluster.remote_cluster_id, "link_clusters failed", error)
                 report(verb, cluster, error)
 
             statuses = work(deadline, failed)
@@ -671,7 +673,7 @@ def _each(
             work(cluster)
         except LLMException as error:
             report(verb, cluster, error)
-            return error.status_code
+            return error.status_code.because(error)
         return LLMStatusCode.LLM_SUCCESS
 
     if not clusters:

@@ -6,6 +6,7 @@ The numeric values are those of the interface (interface §1.2); the tree is our
 
 from __future__ import annotations
 
+import copy
 from enum import IntEnum
 
 __all__ = [
@@ -77,6 +78,20 @@ class LLMStatusCode(IntEnum):
 
     def __str__(self) -> str:
         return f"LLMStatusCode.{self.name}"
+
+    @property
+    def error(self) -> LLMException | None:
+        """Why, in a failure that ``link_clusters`` or ``unlink_clusters`` returned; None in any other (extension)."""
+        return vars(self).get("_error")
+
+    def because(self, error: LLMException | None) -> LLMStatusCode:
+        """Return the same status, equal to this one, with an :attr:`error` (extension)."""
+        if error is None:
+            return self
+        status = int.__new__(LLMStatusCode, self)
+        # A copy keeps no frames, and so none of what they have in hand.
+        vars(status).update(_name_=self.name, _value_=self.value, _error=copy.copy(error))
+        return status
 
 
 def code_2_status(code: int) -> LLMStatusCode:

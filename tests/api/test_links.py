@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import LLMException, NotLinked, ParamError, PeerLost
+from llm_datadist.errors import AuthFailed, LinkRefused, LLMException, NotLinked, ParamError, PeerLost
 from tests.faults.gates import Gate
 from tests.support import linking
+from tests.support.authority import secret_file
 from tests.support.background import Call, begin_there, result_there
 from tests.support.gates import gated_call
 from tests.support.linking import OK, SUCCESS, alone, bytes_move_both_ways, info, link, links, not_linked, unlink
@@ -96,6 +98,52 @@ def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair:
         odd = [info(10), refused_, info(7, silent, silent)]
         assert decoder.do(link, odd, 500) == (INVALID, [INVALID, FAILED, INVALID])
     bytes_move_both_ways(shm_pair.prompt, decoder)
+
+
+def failure_of(world: World, cluster: LLMClusterInfo) -> tuple[Any, ...]:
+    """Link to a cluster in vain; return what a program learns of it."""
+    overall, (status,) = world.dd.link_clusters([cluster], 3000)
+    assert (overall, status, hash(status)) == (FAILED, FAILED, hash(FAILED))
+    assert (isinstance(status, LLMStatusCode), str(status)) == (True, str(FAILED))
+    assert overall.error is status.error
+    with pytest.raises(NotLinked) as caught:
+        world.dd.explain(cluster.remote_cluster_id or 0)
+    again = caught.value.__cause__
+    assert (type(again), str(again)) == (type(status.error), str(status.error))
+    return status.error, str(caught.value)
+
+
+def test_a_program_can_read_why_a_link_failed(end: LocalEnd, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = (secret_file(tmp_path / name, a=name.encode() * 8) for name in ("ours", "them"))
+    end.start("DECODER", 2, extra=ours | {"llm.Transport": "tcp"})
+    with ExitStack() as leaving:
+
+        def listener(**extra: str) -> int | None:
+            world = World("prompt")
+            leaving.callback(world.stop)
+            return world.start("PROMPT", 1, make_config(listen_ip_info="127.0.0.1:0", extra=extra))
+
+        plain = {"llm.Transport": "tcp"}
+        for port, wanted, kind, text in (
+            (linking.free_port(), 1, LinkRefused, "Connection refused"),
+            (listener(**plain, **ours), 3, LinkRefused, "remote_cluster_id=3"),
+            (listener(**plain, **theirs), 1, AuthFailed, "not authenticated"),
+            (listener(**{"llm.Transport": "shm"}, **ours), 1, LinkRefused, "llm.Transport"),
+        ):
+            caplog.clear()
+            error, told = end.do(failure_of, info(wanted, port))
+            assert type(error) is kind
+            assert text in str(error)
+            assert error.__traceback__ is None, "it keeps nothing alive"
+            said = rf"cluster {wanted} is not linked; link_clusters failed \d+\.\d s ago: {kind.__name__}: "
+            assert re.match(said + re.escape(str(error)), told), told
+            assert f"link cluster {wanted}: {FAILED}: {kind.__name__}: {error}" in caplog.messages
+        good = listener(**plain, **ours)
+        overall, codes = end.do(link, [info(1, good), info(8, linking.free_port())])
+        assert (overall, [type(code.error) for code in codes]) == (FAILED, [type(None), LinkRefused])
+        assert end.do(linking.explain, 1).state == "ready"
+        assert end.do(unlink, [info(1, good)]) == SUCCESS
+        not_linked(end, 1, "; the link ended ", " s ago: unlinked; link_clusters makes the link")
 
 
 def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local_pair: Pair) -> None:

@@ -185,7 +185,7 @@ def test_a_peer_whose_secret_was_taken_back_is_unlinked_and_comes_back_with_a_ne
     start(pair, prompt | AGED, decoder)
     secret_file(files[0], b=OTHER)
     alone(pair.prompt, pair.decoder)
-    not_linked(pair.decoder, 1, "its link was lost", "is being dialled again")
+    not_linked(pair.decoder, 1, "the link was lost", "is being dialled again")
     failed = LLMStatusCode.LLM_LINK_FAILED
     assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (failed, [failed])
     secret_file(files[1], b=OTHER)

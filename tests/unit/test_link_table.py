@@ -50,6 +50,20 @@ class End:
         return sorted(link.choice.name for link in self.table.all() if link.usable)
 
 
+def test_what_became_of_links_is_remembered_of_so_many_clusters() -> None:
+    table, error = LinkTable(b"x" * 16), LinkRefused("not you")
+    for cluster_id in range(5000):
+        table.note(cluster_id, "link_clusters failed", error)
+    assert [table.past(0), table.past(5000 - 4097)] == [("", None)] * 2
+    for cluster_id in (5000 - 4096, 4999):
+        text, kept = table.past(cluster_id)
+        assert (type(kept), str(kept), kept is error) == (LinkRefused, "not you", False)
+        assert text.startswith("; link_clusters failed ")
+        assert text.endswith(" s ago: LinkRefused: not you")
+    table.note(4999, "the link was lost", "its process has ended")
+    assert table.past(4999)[1] is None
+
+
 def dial(here: End, there: End) -> Iterator[None]:
     """One call of link_clusters, step by step; between two steps anything else may happen."""
     while True:

@@ -40,7 +40,7 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
-from llm_datadist._log import logger
+from llm_datadist._log import logger, named
 from llm_datadist._transport import inproc
 from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly
 from llm_datadist._transport.choose import Choice, agree
@@ -645,7 +645,7 @@ class Listener:
         except AuthFailed as error:
             self._warn(address, error)
         except (TimeoutError, OSError, LLMException) as error:
-            reason = str(error) or "it took too long"
+            reason = named(error) if str(error) else "it took too long"
             logger.info("a connection from %s came to nothing: %s", show_address(address[:2]), reason)
         finally:
             self._greetings.pop(sock, None)
@@ -658,7 +658,7 @@ class Listener:
         now = self._control.loop.time()
         if now >= self._warn_again_at:
             self._warn_again_at = now + 1
-            logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), error)
+            logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), named(error))
 
     async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
         """Do all steps; return True when the socket has another owner."""

@@ -40,7 +40,7 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
-from llm_datadist._log import logger
+from llm_datadist._log import logger, named
 from llm_datadist._native import Meter, steps
 from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
@@ -110,6 +110,7 @@ class LinkManager:
             **hooks.handlers,
         }
         self._table = LinkTable(endpoint.exports.incarnation, max_links)
+        self.note = self._table.note
         self._listener: Listener | None = None
         self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
@@ -204,7 +205,8 @@ class LinkManager:
         if link is None or not (link.usable and link.origin.open):
             story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
             story = story or "; link_clusters makes the link, from either side"
-            raise NotLinked(f"cluster {cluster_id} is not linked{story}", peer=cluster_id)
+            past, error = self._table.past(cluster_id) if link is None else ("", None)
+            raise NotLinked(f"cluster {cluster_id} is not linked{past}{story}", peer=cluster_id) from error
         return link
 
     def _usable(self, cluster_id: int | None) -> Link | None:
@@ -513,7 +515,7 @@ class LinkManager:
                 link.request(UnlinkRequest, deadline, what, "unlink")
         except BaseException as error:
             if isinstance(error, LLMException) and not isinstance(error, DeadlineExceeded):
-                logger.info("%s: %s", what, error)  # a link that breaks meanwhile is unlinked too
+                logger.info("%s: %s", what, named(error))  # a link that breaks meanwhile is unlinked too
                 return
             link.tell(UnlinkCancel())
             link.cancel_unlink()
@@ -530,6 +532,7 @@ class LinkManager:
         if link.end(reason, lost=lost):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
+            self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
             if not expected:
                 self._lost.setdefault(kind, Meter()).add(0)
             self._on_end(link)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger
+from llm_datadist._log import logger, named
 from llm_datadist._native import readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport import inproc
@@ -206,7 +206,7 @@ class RetryQueue(Generic[A]):
         try:
             again = self._dial(attempt)
         except LLMException as error:  # this end is being closed
-            logger.info("%r: %s", attempt, error)
+            logger.info("%r: %s", attempt, named(error))
         except Exception as error:  # noqa: BLE001 (a bug may cost this attempt, not the others)
             logger.error("unexpected error in %r", attempt, exc_info=error)
         self._finish(attempt, again=again)
@@ -310,7 +310,7 @@ class Reconnector(RetryQueue[Reconnect]):
                     logger.info("%s is being dialled again at %s", link.peer, show_address(link.origin.address))
                     return reconnect
             except LinkRefused as error:
-                logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, error)
+                logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, named(error))
         reconnect.close()
         return None
 
@@ -337,7 +337,7 @@ class Reconnector(RetryQueue[Reconnect]):
         for each in self.statistics():
             if each.remote_cluster_id == cluster_id:
                 last = f", the last attempt: {each.reason}" if each.reason else ""
-                return f"; its link was lost and {each.address} is being dialled again ({each.attempts} attempts{last})"
+                return f"; {each.address} is being dialled again ({each.attempts} attempts{last})"
         return ""
 
     def _attempt(self, reconnect: Reconnect) -> bool:
@@ -352,7 +352,7 @@ class Reconnector(RetryQueue[Reconnect]):
             reconnect.reason = str(error)
             final = error.status_code in _FINAL
             if final and not reconnect.cancelled:
-                logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, error)
+                logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, named(error))
             return not final
         self.succeeded += 1
         self._made[reconnect.peer.cluster_id] = (reconnect.delay, time.monotonic())

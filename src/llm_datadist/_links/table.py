@@ -8,9 +8,12 @@ docs/protocol.md ("Two dials at once") states: so the outcome is the same at bot
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+import time
+from copy import copy
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMStatusCode
+from llm_datadist._log import named
+from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
 
-#: Unlinked clusters that are remembered.
-_MAX_UNLINKED: Final = 4096
+#: Clusters of which something is remembered while they are not linked.
+_MAX_REMEMBERED: Final = 4096
+
+V = TypeVar("V")
 
 
 class LinkTable:
@@ -35,6 +40,8 @@ class LinkTable:
         self._dialling: set[bytes] = set()
         #: Clusters that this end has unlinked, the oldest first: they may not reconnect.
         self._unlinked: dict[int, None] = {}
+        #: What became last of a link, when, and why.
+        self._past: dict[int, tuple[str, float, LLMException | str]] = {}
         self._sequence = 0
         self._closed = False
 
@@ -164,10 +171,18 @@ class LinkTable:
     def refuse_reconnects(self, cluster_id: int) -> None:
         """Admit no reconnect of an unlinked cluster until a call links it again."""
         with self._changed:
-            self._unlinked.pop(cluster_id, None)
-            self._unlinked[cluster_id] = None
-            if len(self._unlinked) > _MAX_UNLINKED:
-                del self._unlinked[next(iter(self._unlinked))]
+            _remember(self._unlinked, cluster_id, None)
+
+    def note(self, cluster_id: int, what: str, why: LLMException | str) -> None:
+        """Remember what has become of the link to a cluster, for :meth:`past`."""
+        with self._changed:  # a copy, because an exception keeps frames, and what they have in hand
+            _remember(self._past, cluster_id, (what, time.monotonic(), copy(why)))
+
+    def past(self, cluster_id: int) -> tuple[str, LLMException | None]:
+        """Return what was noted last, as the end of an error text, with the exception if it was one."""
+        what, when, why = self._past.get(cluster_id, ("", 0.0, ""))
+        error, ago = why if isinstance(why, LLMException) else None, time.monotonic() - when
+        return f"; {what} {ago:.1f} s ago: {named(error) if error else why}" if what else "", error
 
     def remove(self, link: Link) -> None:
         with self._changed:
@@ -200,3 +215,11 @@ class LinkTable:
             for link in self._loopback:
                 if link.peer.incarnation != self._mine:
                     raise AssertionError(f"{link!r} is filed as a link to ourselves")
+
+
+def _remember(table: dict[int, V], cluster_id: int, value: V) -> None:
+    """Note something of a cluster, at the expense of the oldest note."""
+    table.pop(cluster_id, None)
+    table[cluster_id] = value
+    if len(table) > _MAX_REMEMBERED:
+        del table[next(iter(table))]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger
-from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked
+from llm_datadist._log import logger, named
+from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked, ParamError
 from llm_datadist.types import LLMClusterInfo, LLMRole
 from llm_datadist.types.cluster import host_of
 
@@ -34,7 +34,7 @@ _CODES: Final = {
 
 def v1_code(code: LLMStatusCode) -> LLMStatusCode:
     """Return what v1 calls ``code``: its own for time-outs and memory, the same for all others."""
-    return _CODES.get(code, code)
+    return _CODES.get(code, code).because(code.error)
 
 
 @contextmanager
@@ -63,10 +63,10 @@ def link_clusters(
     """
     refused = _refusals(role, clusters)
     if refused:
-        for reason, status in refused.values():
-            logger.warning("link_clusters: %s: %s", status, reason)
-        untried = ("", LLMStatusCode.LLM_LINK_FAILED)
-        return list(refused.values())[-1][1], [refused.get(i, untried)[1] for i in range(len(clusters))]
+        for status in refused.values():
+            logger.warning("link_clusters: %s: %s", status, status.error)
+        untried = LLMStatusCode.LLM_LINK_FAILED
+        return list(refused.values())[-1], [refused.get(i, untried) for i in range(len(clusters))]
     before = links.all()
     try:
         overall, statuses = link_each()
@@ -90,20 +90,23 @@ def link_clusters(
     return LLMStatusCode.LLM_LINK_FAILED, codes
 
 
-def _refusals(role: LLMRole, clusters: Sequence[LLMClusterInfo]) -> dict[int, tuple[str, LLMStatusCode]]:
-    """Return what is wrong before any peer is asked: position -> (reason, status)."""
-    invalid = LLMStatusCode.LLM_PARAM_INVALID
+def _refusals(role: LLMRole, clusters: Sequence[LLMClusterInfo]) -> dict[int, LLMStatusCode]:
+    """Return what is wrong before any peer is asked: position -> status, with its error."""
+    invalid, twice = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQUEST
     if role is not LLMRole.DECODER:
-        return dict.fromkeys(range(len(clusters)), (f"only a DECODER links, and this is a {role.name}", invalid))
-    refused: dict[int, tuple[str, LLMStatusCode]] = {}
+        error = ParamError(f"only a DECODER links, and this is a {role.name}")
+        return dict.fromkeys(range(len(clusters)), invalid.because(error))
+    refused: dict[int, LLMStatusCode] = {}
     seen: set[int] = set()
     for i, cluster in enumerate(clusters):
         ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
         number = cluster.remote_cluster_id
         if not ours == theirs == 1:
-            refused[i] = (f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1", invalid)
+            text = f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1"
+            refused[i] = invalid.because(ParamError(text))
         elif number in seen:
-            refused[i] = (f"clusters[{i}]: cluster {number} is in the list twice", LLMStatusCode.LLM_REPEAT_REQUEST)
+            text = f"clusters[{i}]: cluster {number} is in the list twice"
+            refused[i] = twice.because(ParamError(text, status_code=twice))
         if number is not None:
             seen.add(number)
     return refused
@@ -114,7 +117,7 @@ def _undo(links: LinkManager, link: Link, deadline: Deadline) -> None:
     try:
         links.unlink(link.peer.cluster_id, deadline, force=False)
     except LLMException as error:
-        logger.info("undoing the link to %s by force: %s", link.peer, error)
+        logger.info("undoing the link to %s by force: %s", link.peer, named(error))
         links.unlink(link.peer.cluster_id, deadline, force=True)
 
 
