@@ -171,6 +171,14 @@ def is_ipv6(text: str) -> bool:
         return False
 
 
+def is_ip(value: object) -> bool:
+    """Return True for the text of an IPv4 address, or of an IPv6 address without brackets."""
+    try:
+        return isinstance(value, str) and (is_ipv6(value) or bool(socket.inet_pton(socket.AF_INET, value)))
+    except (OSError, ValueError):
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Return True if ``host`` is an address that only this host has; a name may be anything but ``localhost``."""
     try:

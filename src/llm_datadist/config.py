@@ -708,7 +708,7 @@ def _packed_cluster_info(text: str) -> str | None:
     info = parse_json("cluster_info", text)
     endpoints = info.get("listen_ip_info") if isinstance(info, dict) else None
     for endpoint in endpoints if isinstance(endpoints, list) else ():
-        if isinstance(endpoint, dict) and isinstance(endpoint.get("ip"), str):
+        if isinstance(endpoint, dict) and isinstance(endpoint.get("ip"), str) and not is_ipv6(endpoint["ip"]):
             endpoint["ip"] = trans_str_ip(endpoint["ip"], "cluster_info: listen_ip_info.ip")
     return json.dumps(info)
 

@@ -239,8 +239,8 @@ WRONG: list[Row] = [
     bad(RULE, "rank_id 0", "cluster 2", rank_table=devices("7")),
     bad(RULE, "server_list[0].host_ip", "a host", rank_table=servers(host_ip="a host")),
     bad(RULE, "server_list[0].host_ip", "int", rank_table=servers(host_ip=1)),
-    bad(RULE, "device[0].device_ip", "::1", rank_table=devices("0", device_ip="::1")),
-    bad(RULE, "no IPv4", "rank 0", rank_table=servers(host_ip="", server_id="0", device=[{"rank_id": "0"}])),
+    bad(RULE, "device[0].device_ip", "::g", rank_table=devices("0", device_ip="::g")),
+    bad(RULE, "no IP address", "rank 0", rank_table=servers(host_ip="", server_id="0", device=[{"rank_id": "0"}])),
 ]
 #: Several things are wrong: interface R19 says which check comes first.
 IN_ORDER: list[Row] = [

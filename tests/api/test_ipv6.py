@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llm_datadist import LLMClusterInfo
+from llm_datadist import LLMClusterInfo, cpp_api
 from llm_datadist.config import parse_listen_ip_info
+from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import ParamError
+from tests.support import ranks
 from tests.support.linking import SUCCESS, bytes_move_both_ways, has_ipv6, link, links
 from tests.support.moves import BLOCKS, Spec, Use, call, make, same_bytes, show
+from tests.support.ranks import Meeting
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -46,6 +49,31 @@ def test_two_ends_link_and_move_bytes_over_ipv6(request: pytest.FixtureRequest, 
         pair.decoder.do(make, "mine", Spec(blocks=True), 2)
         pair.decoder.do(call, "pull_blocks", BLOCKS, Use("mine"), list(range(8)), list(range(8)))
         same_bytes(pair.decoder.do(show, "mine"), theirs)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_members_of_a_rank_table_meet_over_ipv6_also_where_its_address_is_not_of_this_host(local_pair: Pair) -> None:
+    ends = ranks.start_two(local_pair)
+    for listens in ("::1", "fd00::1:2:3"):
+        meeting = Meeting((1, 2), table=ranks.table(listens, "::1"))
+        if listens == "::1":
+            ids = meeting.join(*ends)
+            assert ranks.settle(ends, ids) == [ranks.OK] * 2
+            bytes_move_both_ways(*ends)
+        else:
+            ids = meeting.join(ends[0])  # listens at all addresses: it does not know how others reach it
+        for end, comm_id in zip(ends, ids, strict=False):
+            end.do(ranks.drop, comm_id)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_the_cpp_shaped_interface_and_cluster_info_take_ipv6_addresses(local_pair: Pair) -> None:
+    local_pair.prompt.start("PROMPT", 1, listen_ip_info="[::1]:0")
+    local_pair.decoder.start("DECODER", 2, cluster_info='{"listen_ip_info": [{"ip": "::1", "port": 1}]}')
+    there = cpp_api.IpInfo("::1", local_pair.prompt.port or 0)
+    (cluster,) = cpp_arguments.cluster_infos([cpp_api.ClusterInfo(1, 0, [cpp_api.IpInfo("[::1]")], [there])])
+    assert local_pair.decoder.do(link, [cluster]) == SUCCESS
+    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
 
 
 def test_an_ipv6_address_to_listen_at_stands_in_brackets() -> None:

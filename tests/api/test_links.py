@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import AuthFailed, LinkRefused, LLMException, NotLinked, ParamError, PeerLost
+from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkRefused, LLMException, NotLinked, ParamError, PeerLost
 from tests.faults.gates import Gate
 from tests.support import linking
 from tests.support.authority import secret_file
@@ -157,6 +159,43 @@ def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local
     decoder.start("DECODER", 2, local_comm_res='{"version": "1.2"}')
     assert decoder.do(link, [info(1, prompt.port, local=None)]) == SUCCESS
     bytes_move_both_ways(prompt, decoder)
+
+
+def test_the_name_of_a_host_is_looked_up_in_a_thread_and_within_the_time_of_the_call(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_pair.start(linked=False, extra={"llm.Insecure": "0"})
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    real, answer = socket.getaddrinfo, threading.Event()
+    #: Nobody listens at the first two; the last is beyond this host, where nothing may be dialled without credentials.
+    known = {"prefill.test": ("::1", "127.0.0.2", "127.0.0.1"), "far.test": ("127.0.0.1", "192.0.2.1")}
+
+    def look_up(host: str, port: int, **kind: Any) -> Any:
+        assert threading.current_thread().name == "llm-datadist-resolve"
+        if host == "slow.test":
+            answer.wait()
+        if host.endswith(".test") and host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [each for ip in known.get(host, (host,)) for each in real(ip, port, **kind)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        for name, status, kind, text in (
+            ("unknown.test", FAILED, LinkRefused, "cannot resolve 'unknown.test': Name or service not known"),
+            ("far.test", INVALID, ParamError, "192.0.2.1 is beyond this host"),
+            ("slow.test", TIMEOUT, DeadlineExceeded, "looking up 'slow.test': no answer within 500 ms"),
+        ):
+            overall, (code,) = decoder.do(link, [info(1, prompt.port, ip=name)], 500)
+            assert (overall, code, type(code.error)) == (status, status, kind)
+            assert text in str(code.error)
+        for name in ("localhost", "prefill.test"):
+            clusters = [info(9, prompt.port, ip="slow.test"), info(1, prompt.port, ip=name)]
+            assert decoder.do(link, clusters, 2000) == (TIMEOUT, [TIMEOUT, OK])
+            bytes_move_both_ways(prompt, decoder)
+            assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+            alone(prompt, decoder)
+    finally:
+        answer.set()
 
 
 def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer_cost_the_others_nothing(

@@ -21,9 +21,11 @@ from llm_datadist.doctor import peer
 from llm_datadist.doctor.finding import State
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
+from llm_datadist.types.cluster import show_address
 from tests.doctor.hosts import forbid, needs
 from tests.support.authority import Authority
 from tests.support.ends import LocalEnd
+from tests.support.linking import has_ipv6
 from tests.support.source import ROOT
 
 if TYPE_CHECKING:
@@ -48,13 +50,14 @@ def _two_ports() -> int:
 
 
 @contextmanager
-def _served(*options: str) -> Iterator[int]:
+def _served(*options: str, host: str = "127.0.0.1") -> Iterator[int]:
     port = _two_ports()
     command = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", str(port), *options]
+    command += ["--host", host]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_ENVIRONMENT) as process:
         assert process.stdout is not None
         try:
-            assert process.stdout.readline().startswith(f"serving at 127.0.0.1:{port}")
+            assert process.stdout.readline().startswith(f"serving at {show_address((host, port))}")
             yield port
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
@@ -91,6 +94,14 @@ def test_good_peer_with_one_secret(tmp_path: Path) -> None:
         assert found[f"peer_{name}"]["state"] == "ok", found
     assert found["peer_transport"]["value"].startswith("shm: ")
     assert "GB/s, memcpy " in found["peer_bandwidth"]["value"]
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_good_peer_over_ipv6() -> None:
+    with _served(host="::1") as port:
+        code, found = _doctor(port, host="[::1]")
+    assert code < 2, found
+    assert [found[f"peer_{name}"]["state"] for name in ("reachable", "clock", "link")] == ["ok"] * 3, found
 
 
 def test_closed_port() -> None:

@@ -19,6 +19,7 @@ def test_host_ip_comes_first_then_server_id_then_device_ip() -> None:
         ({"server_id": 7}, {"device_ip": "10.0.0.3"}, "10.0.0.3"),
         ({"server_id": "10.0.0.2"}, {}, "10.0.0.2"),
         ({}, {"device_ip": "10.0.0.3", "rank_id": 0}, "10.0.0.3"),
+        ({"server_id": "fd00::1"}, {"device_ip": "10.0.0.3"}, "fd00::1"),
     ]
     for server, device, address in rows:
         table = {"server_list": [server | {"device": [{"rank_id": "0"} | device]}]}

@@ -290,14 +290,35 @@ def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints_with_the_firs
     assert info.local_ip_info_list == [(0x0100000A, 0)]
     assert info.remote_ip_info_list == [(0x0200000A, 26000), (0x0300000A, 65535)]
     assert repr(info) == (f"<LLMClusterInfo {MAX64}: local [10.0.0.1:0], remote [10.0.0.2:26000, 10.0.0.3:65535]>")
+    names = ["localhost", "prefill-0.prefill.ns.svc.cluster.local", "a_b.", "1st", f"{'a' * 63}.b"]
+    for name in names:
+        info.append_remote_ip_info(name, 1)
+    assert info.remote_ip_info_list[2:] == [(name, 1) for name in names]
 
 
 def test_r01_cluster_info_refuses() -> None:
     info = LLMClusterInfo()
-    no_ips = ("1.2.3", "300.1.1.1", "::g", "localhost", "", "1.2.3.4\0", -1, 2**32)
-    endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in no_ips)), "port": integer(0, 2**16 - 1)}
-    refuse_each(info.append_local_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
-    refuse_each(info.append_remote_ip_info, {"ip": "1.2.3.4", "port": 1}, endpoint)
+    no_ips = ("1.2.3", "300.1.1.1", "::g", "", "1.2.3.4\0", -1, 2**32)
+    no_names = (
+        "-a",
+        "a-.b",
+        "a..b",
+        ".a",
+        "a b",
+        "a\n",
+        "\u00e4",
+        "a.7",
+        "7",
+        f"{'a' * 64}.b",
+        "a." * 127 + "a",
+        "a:1",
+    )
+    for append, wrong in (
+        (info.append_local_ip_info, (*no_ips, "localhost")),
+        (info.append_remote_ip_info, (*no_ips, *no_names)),
+    ):
+        endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in wrong)), "port": integer(0, 2**16 - 1)}
+        refuse_each(append, {"ip": "1.2.3.4", "port": 1}, endpoint)
     refuse_each(partial(assign, info), {}, {"remote_cluster_id": UINT64, "remote_role_type": Spec(("PROMPT", 1.0))})
     assert info.local_ip_info_list == info.remote_ip_info_list == []
 

@@ -24,7 +24,7 @@ class CommunicatorPlan:
 
     name: str
     ranks: dict[int, int]  # cluster id -> rank, this end's own among them
-    addresses: dict[int, str]  # cluster id -> IPv4 address, from the rank table
+    addresses: dict[int, str]  # cluster id -> address, from the rank table
     table: bytes  # digest of the rank table
     seconds: int  # link_total_time: all that the preparation may take
     attempts: int  # link_retry_count: no single attempt may take more than that part of it

@@ -408,4 +408,4 @@ def _listen(host: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     # Behind address translation the table has an address that only other hosts know this one by.
-    return listening_socket(("0.0.0.0", port))
+    return listening_socket(("::" if ":" in host else "0.0.0.0", port))

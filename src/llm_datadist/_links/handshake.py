@@ -42,7 +42,7 @@ from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
 from llm_datadist._log import logger, named
 from llm_datadist._transport import inproc
-from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly
+from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly, resolve
 from llm_datadist._transport.choose import Choice, agree
 from llm_datadist._transport.connect import LANES_PER_LINK, ConnectionBuilder, PeerIdentity, exchange_memory_with
 from llm_datadist._transport.lanes import (
@@ -248,8 +248,8 @@ def _lane_secret(hello: Hello, welcome: Welcome) -> bytes:
 class _BlockingFrames(DialledSocket):
     """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded, LinkRefused or AuthFailed."""
 
-    def __init__(self, address: tuple[str, int], deadline: Deadline, what: str, seal: Seal | None) -> None:
-        super().__init__(address, deadline, what)
+    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, seal: Seal | None) -> None:
+        super().__init__(addresses, deadline, what)
         self.parser = FrameParser()
         self.seal = seal
         self._heard = False  # the peer has said something that it could say after it was authenticated only
@@ -325,16 +325,18 @@ class Dial(AbstractContextManager["Dial"]):
         incarnation: bytes | None = None,
         communicator: CommunicatorId | None = None,
     ) -> None:
-        endpoint.check_reach(address[0])
         self._what = f"link to {show_address(address)}"
+        addresses = resolve(address, deadline, self._what)
+        for host, _ in addresses:
+            endpoint.check_reach(host)
         self._address = address
         self._incarnation = incarnation
         self._communicator = communicator
         self._endpoint = endpoint
         self._deadline = deadline
-        self._frames = _BlockingFrames(address, deadline, self._what, endpoint.session(server_side=False))
+        self._frames = _BlockingFrames(addresses, deadline, self._what, endpoint.session(server_side=False))
         self._undo = ExitStack()
-        self._undo.callback(self._frames.socket.close)
+        self._undo.callback(self._frames.close)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._here: Exports | None = None  # of the target, if it is in this process
         self._transcript: Transcript
@@ -404,7 +406,7 @@ class Dial(AbstractContextManager["Dial"]):
             welcome.rendezvous, self._token, offered, forced, deadline, here=self._here is not None
         )
         with closing(self._endpoint.builder(welcome, memory, self._here, self._frames.socket)) as builder:
-            dial = partial(dial_lanes, self._address, welcome.lane_token, secret=self._lane_secret)
+            dial = partial(dial_lanes, self._frames.address, welcome.lane_token, secret=self._lane_secret)
             group = lanes.open(dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
             self._undo.callback(lanes.shut, group)
             self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dial)

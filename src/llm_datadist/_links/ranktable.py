@@ -10,11 +10,10 @@ import hashlib
 import json
 import math
 import os
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist._checks import check_rule, is_digits
+from llm_datadist._checks import check_rule, is_digits, is_ip
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ _CANDIDATES: Final = 8
 class RankTable:
     """A well-formed rank table."""
 
-    addresses: dict[int, str | None]  # rank -> IPv4 address of its host; None where the table has none
+    addresses: dict[int, str | None]  # rank -> address of its host; None where the table has none
     digest: bytes  # equal for tables that differ in spaces and in the order of fields only
 
     @classmethod
@@ -64,7 +63,7 @@ class RankTable:
         address = self.addresses[rank]
         if address is None:
             raise ParamError(
-                f"rank_table.server_list: no IPv4 address for rank {rank} (cluster {cluster_id}): its server needs a "
+                f"rank_table.server_list: no IP address for rank {rank} (cluster {cluster_id}): its server needs a "
                 "host_ip or a server_id that is one, or its device a device_ip"
             )
         return address
@@ -114,17 +113,10 @@ def _address(where: str, server: dict[str, Any], at: str, device: dict[str, Any]
     given = ((f"{where}.host_ip", server.get("host_ip")), (f"{at}.device_ip", device.get("device_ip")))
     for name, value in given:
         check_rule(
-            value in (None, "") or is_ip(value), f"{name}: {_kind(value)}, an IPv4 address such as 10.0.0.1 is needed"
+            value in (None, "") or is_ip(value), f"{name}: {_kind(value)}, an IP address such as 10.0.0.1 is needed"
         )
     candidates = (server.get("host_ip"), server.get("server_id"), device.get("device_ip"))
     return next((value for value in candidates if is_ip(value)), None)
-
-
-def is_ip(value: object) -> bool:
-    try:
-        return isinstance(value, str) and bool(socket.inet_pton(socket.AF_INET, value))
-    except (OSError, ValueError):
-        return False
 
 
 def _kind(value: object) -> str:

@@ -1,12 +1,14 @@
-"""Sockets for addresses of listeners, (host, port): IPv4, IPv6, or a name of an IPv4 host."""
+"""Sockets for addresses of listeners, (host, port): IPv4, IPv6, or the name of a host."""
 
 from __future__ import annotations
 
 import select
 import socket
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from llm_datadist._checks import is_ip
 from llm_datadist.errors import LinkRefused, ProtocolError
 
 if TYPE_CHECKING:
@@ -23,6 +25,33 @@ def new_socket(address: tuple[str, int]) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
 
 
+def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tuple[str, int]]:
+    """Return the addresses of a named host, in the order in which they are to be tried; of any other its own.
+
+    Raises LinkRefused for a name that is not known, DeadlineExceeded. The resolver of the C library cannot be told to
+    hurry: a thread, which nothing waits for at exit, is left behind with it.
+    """
+    host, port = address
+    if is_ip(host):
+        return [address]
+    found: list[list[tuple[str, int]] | OSError] = []
+
+    def look_up() -> None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found.append([(str(each[4][0]), port) for each in infos])
+        except OSError as error:
+            found.append(error)
+
+    threading.Thread(target=look_up, name="llm-datadist-resolve", daemon=True).start()
+    if not deadline.poll(lambda: bool(found)):
+        raise deadline.error(f"{what}: looking up {host!r}", "resolve")
+    if isinstance(found[0], OSError):
+        reason = found[0].strerror or found[0]
+        raise LinkRefused(f"{what}: cannot resolve {host!r}: {reason}", phase="resolve") from found[0]
+    return found[0]
+
+
 async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, what: str) -> bytes:
     """Read so many bytes, and not one more: what follows has another reader. Raises ProtocolError."""
     data = b""
@@ -35,21 +64,40 @@ async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, cou
 
 
 class DialledSocket:
-    """A connection whose calls wait within one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused."""
+    """A connection whose calls wait within one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused.
 
-    def __init__(self, address: tuple[str, int], deadline: Deadline, what: str) -> None:
-        self._address = address
+    ``addresses`` are those of one host: each of them is tried until one accepts.
+    """
+
+    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str) -> None:
+        self._left = list(addresses)
         self._deadline = deadline
         self.what = what
+        self._open()
+
+    def _open(self) -> None:
+        self.address = self._left.pop(0)
         try:
-            self.socket = new_socket(address)
+            self.socket = new_socket(self.address)
             self.socket.setblocking(False)
         except OSError as error:
-            raise LinkRefused(f"{what}: no socket: {error.strerror}") from error
+            if not self._left:
+                raise LinkRefused(f"{self.what}: no socket: {error.strerror}") from error
+            self._open()
 
     def connect(self, tune: Callable[[socket.socket], None]) -> None:
-        self._call("connect", select.POLLOUT, lambda: self.socket.connect(self._address))
-        self._call("connect", select.POLLOUT, lambda: tune(self.socket))
+        try:
+            self._call("connect", select.POLLOUT, lambda: self.socket.connect(self.address))
+            self._call("connect", select.POLLOUT, lambda: tune(self.socket))
+        except LinkRefused:
+            if not self._left:
+                raise
+            self.close()
+            self._open()
+            self.connect(tune)
+
+    def close(self) -> None:
+        self.socket.close()
 
     def send(self, data: bytes) -> None:
         while data:

@@ -38,7 +38,7 @@ MAX_RUNS: Final = 1 << 15
 """Runs of one request: half of what a meta of 1 MiB has room for."""
 
 #: As the preamble of a control connection (magic, protocol version), with purpose 1.
-LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 8, 1)
+LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 9, 1)
 TOKEN_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
@@ -113,7 +113,7 @@ def dial_lanes(
     dialled: list[LaneSocket] = []
     with ExitStack() as opened:
         for _ in range(count):
-            lanes.append(lane := DialledSocket(address, deadline, what))
+            lanes.append(lane := DialledSocket([address], deadline, what))
             opened.callback(lane.socket.close)
             lane.connect(_tune)
             nonces.append(secrets.token_bytes(NONCE_BYTES) if secret else b"")

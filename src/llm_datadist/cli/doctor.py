@@ -16,6 +16,7 @@ from llm_datadist.doctor import kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
 from llm_datadist.doctor.serve import serving
 from llm_datadist.errors import LLMException
+from llm_datadist.types.cluster import show_address
 
 __all__ = ["doctor"]
 
@@ -78,7 +79,7 @@ def _serve(host: str, port: int, given: dict[str, str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before threads are made, which have the same mask
     try:
         with serving(host, port, given):
-            print(f"serving at {host}:{port} and {port + 1}; interrupt to end", flush=True)
+            print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
             signal.sigwait(ends)
     except (OSError, LLMException) as error:
         print(f"llm-datadist doctor: {error}", file=sys.stderr)

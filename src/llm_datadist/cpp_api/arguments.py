@@ -18,7 +18,6 @@ from llm_datadist._checks import (
     check_rule,
     check_type,
     check_uint8,
-    check_uint16,
     check_uint32,
     check_uint64,
     check_uint64_list,
@@ -42,7 +41,7 @@ from llm_datadist.cpp_api.structs import (
     Undefined,
 )
 from llm_datadist.errors import ParamError
-from llm_datadist.types.cluster import trans_str_ip
+from llm_datadist.types.cluster import check_endpoint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,20 +69,20 @@ def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: boo
     if cluster_id or not learn:
         info.remote_cluster_id = cluster_id
     info.remote_role_type = check_int32(f"{name}.remote_role_type", cluster.remote_role_type)
-    for ip, port in _endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos):
+    for ip, port in _endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos, named=False):
         info.append_local_ip_info(ip, port)
     check_rule(info.local_ip_info_list or not local_ip, f"{name}.local_ip_infos is empty: this host's ip is needed")
     if not info.local_ip_info_list:
         info.append_local_ip_info(0, 0)  # any address does
-    for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos):
+    for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos, named=True):
         info.append_remote_ip_info(ip, port)
     return info
 
 
-def _endpoints(name: str, infos: object) -> list[tuple[int, int]]:
+def _endpoints(name: str, infos: object, *, named: bool) -> list[tuple[int | str, int]]:
     endpoints = check_list(name, infos, IpInfo, tuple_ok=True)
     return [
-        (trans_str_ip(each.ip, f"{name}[{i}].ip"), check_uint16(f"{name}[{i}].port", each.port))
+        check_endpoint(check_type(f"{name}[{i}].ip", each.ip, str), each.port, f"{name}[{i}].", named=named)
         for i, each in enumerate(endpoints)
     ]
 

@@ -164,7 +164,7 @@ class CacheIndex:
 
 @dataclass(slots=True)
 class IpInfo:
-    """An IPv4 endpoint: ``ip`` of the form 1.2.3.4, ``port`` in uint16.
+    """An endpoint: ``ip`` of the form 1.2.3.4 or an IPv6 address, of a peer also a name; ``port`` in uint16.
 
     Source: interface §9.
     """

@@ -5,6 +5,7 @@ The raw answers come from the port above the instance's: the time for ``t``, ``S
 
 from __future__ import annotations
 
+import socket
 import socketserver
 import struct
 import threading
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +54,7 @@ def describe() -> CacheDesc:
 @contextmanager
 def serving(host: str, port: int, given: dict[str, str]) -> Iterator[None]:
     """Answer peers while the block runs. Raise OSError for a port that is taken, or what ``init`` raises."""
-    end = make_end(LLMRole.PROMPT, CLUSTER, given, f"{host}:{port}")
+    end = make_end(LLMRole.PROMPT, CLUSTER, given, show_address((host, port)))
     try:
         cache = end.cache_manager.allocate_blocks_cache(describe(), KEY)
         with _Raw((host, port + 1), _Answer) as raw:
@@ -71,6 +73,10 @@ def serving(host: str, port: int, given: dict[str, str]) -> Iterator[None]:
 class _Raw(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
 
 
 class _Answer(socketserver.BaseRequestHandler):

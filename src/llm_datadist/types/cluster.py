@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from typing import Final
 
 from llm_datadist._checks import Attribute, check_int, check_type, check_uint16, check_uint32, check_uint64, is_ipv6
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
+
+#: The name of a host; what ends like an IPv4 address is none.
+_NAME: Final = re.compile(r"(?!(.*\.)?\d+\.?\Z)(?=.{1,253}\Z)(\w([\w-]{0,61}\w)?(\.|\Z))+", re.ASCII)
 
 
 def trans_str_ip(ip: str, name: str = "ip") -> int:
@@ -33,7 +38,7 @@ def trans_int_ip(ip: int) -> str:
 
 
 def host_of(ip: int | str) -> str:
-    """Return the address of an endpoint as text: IPv4 is packed in a cluster info, IPv6 is text already."""
+    """Return the host of an endpoint as text: IPv4 is packed in a cluster info, all else is text already."""
     return ip if isinstance(ip, str) else trans_int_ip(ip)
 
 
@@ -43,14 +48,16 @@ def show_address(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _endpoint(ip: object, port: object) -> tuple[int | str, int]:
+def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = False) -> tuple[int | str, int]:
+    """Return an endpoint as a cluster info has it; ``named`` allows names of hosts. Errors begin with ``where``."""
+    name = f"{where}ip"
     if isinstance(ip, str):
-        if is_ipv6(inner := ip.removeprefix("[").removesuffix("]")):
-            return inner, check_uint16("port", port)
-        return trans_str_ip(ip), check_uint16("port", port)
+        inner = ip.removeprefix("[").removesuffix("]")
+        host = inner if is_ipv6(inner) else ip if named and _NAME.fullmatch(ip) else trans_str_ip(ip, name)
+        return host, check_uint16(f"{where}port", port)
     if not hasattr(ip, "__index__"):
-        check_type("ip", ip, (str, int))
-    return check_uint32("ip", ip), check_uint16("port", port)
+        check_type(name, ip, (str, int))
+    return check_uint32(name, ip), check_uint16(f"{where}port", port)
 
 
 def _role(name: str, value: object) -> LLMRole | int:
@@ -73,7 +80,7 @@ class LLMClusterInfo:
         "The local endpoints: (packed IPv4 or IPv6 text, port)."
     )
     remote_ip_info_list = Attribute[list[tuple[int | str, int]]](
-        "The remote endpoints: (packed IPv4 or IPv6 text, port)."
+        "The remote endpoints: (packed IPv4, IPv6 text or the name of a host, port)."
     )
 
     def __init__(self) -> None:
@@ -89,14 +96,16 @@ class LLMClusterInfo:
 
         Source: interface §2.1.
         """
-        self._local_ip_info_list.append(_endpoint(ip, port))
+        self._local_ip_info_list.append(check_endpoint(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
         """Add the peer's listening endpoint; arguments and errors as in :meth:`append_local_ip_info`.
 
+        The name of a host is taken too, and looked up when it is linked, within the time of that call (extension).
+
         Source: interface §2.1.
         """
-        self._remote_ip_info_list.append(_endpoint(ip, port))
+        self._remote_ip_info_list.append(check_endpoint(ip, port, named=True))
 
     def __repr__(self) -> str:
         local = ", ".join(show_address((host_of(ip), port)) for ip, port in self._local_ip_info_list)

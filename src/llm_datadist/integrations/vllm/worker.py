@@ -45,6 +45,7 @@ from llm_datadist.integrations.vllm.offers import (
 from llm_datadist.integrations.vllm.placement import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import DEFAULT_LEASE_S, init_options
 from llm_datadist.integrations.vllm.stats import Stats
+from llm_datadist.types.cluster import show_address
 from llm_datadist.types.grant import READER_LOST, RELEASED
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Worker:
             size = -(-self._pool_bytes // page) * page
             config.mem_pool_cfg = json.dumps({"memory_size": size, "page_shift": _PAGE_SHIFT})
         if self._producer:
-            config.listen_ip_info = f"{self._host}:0"
+            config.listen_ip_info = show_address((self._host, 0))
         options = config.generate_options() | self._options
         if transport != "auto":
             options["llm.Transport"] = transport
