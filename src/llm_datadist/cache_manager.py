@@ -422,7 +422,8 @@ class CacheManager(EngineUser):
 
         Raises:
             ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as :meth:`pull_cache`;
-                different block sizes are a ParamError (interface R17), a grant that has ended is TransferFailed.
+                different block sizes are a ParamError (interface R17).
+            GrantEnded: The grant has ended; the addressed blocks are undefined.
 
         Source: interface §6.11.
         """
@@ -465,9 +466,10 @@ class CacheManager(EngineUser):
             ParamError: A token of another length, or a number of readers outside [1, 1024].
             CacheMismatch: The grant is shared by another number of readers, or has more blocks than a message holds.
             NotLinked: There is no link to the owner.
-            CacheNotFound: The grant has ended, or has as many readers as it is for.
-            DeadlineExceeded: The owner has not given such a grant in time; if ``wait`` is False, not yet: its
-                ``budget_ms`` is 0 then. Retryable.
+            GrantEnded: The grant has ended.
+            CacheNotFound: The grant has as many readers as it is for.
+            DeadlineExceeded: The owner knows of no such grant, and has not given one in time; if ``wait`` is False,
+                not yet: its ``budget_ms`` is 0 then. Retryable.
             PeerLost: The link broke.
 
         Source: extension.

@@ -223,7 +223,8 @@ class LLMDataDist:
             timeout: Milliseconds for all of it.
 
         Returns:
-            ``(status, statuses)``: SUCCESS or the status of the last failing cluster, and one status each:
+            ``(status, statuses)``: SUCCESS or the status of the last failing cluster, and one status each, whose
+            ``error`` is the exception (extension):
             ``LLM_ALREADY_LINK``, ``LLM_LINK_FAILED`` (unreachable, refused, another cluster id), ``LLM_TIMEOUT``,
             ``LLM_PARAM_INVALID`` (not exactly one remote ip, RCA differs between the ends).
 
@@ -381,7 +382,7 @@ class LLMDataDist:
             cluster_rank_info: Cluster id -> rank of each member, this one too: 2 to 4, ranks ascending.
             rank_table: JSON object with ``server_list``: servers with ``device`` lists, in which each device has its
                 ``rank_id``. A rank is reached at its server's ``host_ip``, else at the ``server_id`` if that is an
-                IPv4 address, else at its ``device_ip``. Other fields have no effect.
+                address, else at its ``device_ip``. Other fields have no effect.
 
         Returns:
             The communicator's id: 1, 2, ... since ``init``; never the value of a status.
@@ -556,7 +557,8 @@ class LLMDataDist:
         """Return the link to a cluster: its state, the transport it uses and why that one. An extension.
 
         Raises:
-            NotLinked: There is no link.
+            NotLinked: There is no link. The text says what became of it; after a ``link_clusters`` that failed,
+                ``__cause__`` is the exception.
         """
         engine = self._require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()

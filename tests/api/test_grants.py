@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheError, CacheNotFound, GrantEnded, ParamError, StateError, TransferFailed
+from llm_datadist.errors import (
+    CacheError,
+    CacheNotFound,
+    DeadlineExceeded,
+    GrantEnded,
+    ParamError,
+    StateError,
+    TransferFailed,
+)
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.frozen import frozen
@@ -178,8 +186,11 @@ def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says
     shm_pair.decoder.do(pull, data, [1], [1])  # so that the place is known
     shm_pair.decoder.do(refill, "kv", 2)
     shm_pair.prompt.do(reuse)
-    with frozen(shm_pair.prompt), pytest.raises(GrantEnded, match=r"has ended$"):
-        shm_pair.decoder.do(pull, data, [1], [1])
+    with frozen(shm_pair.prompt):
+        with pytest.raises(GrantEnded, match=r"has ended$"):
+            shm_pair.decoder.do(pull, data, [1], [1])
+        with pytest.raises(DeadlineExceeded, match=r"claim_grant: grant [0-9a-f]{8} of cluster 1 from .*: no answer"):
+            shm_pair.decoder.do(claim, data)
     same_bytes(shm_pair.decoder.do(show, "kv"), dst)
 
 

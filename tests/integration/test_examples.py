@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers(
     "examples/both_sides_listen.py",
     "examples/cpp_shaped.py",
+    "examples/grants.py",
     "examples/pull_blocks.py",
     "examples/pull_cache.py",
     "examples/pull_from_cache_to_blocks.py",
@@ -35,6 +36,11 @@ EXAMPLES: Final = sorted(path for path in (ROOT / "examples").glob("*.py") if no
 #: What some print that no example checks by itself.
 PRINTED: Final = {
     "both_sides_listen": ("prompt: linked to cluster 2: ready", "decoder: linked to cluster 1: ready"),
+    "grants": (
+        "prompt: the first grant has ended: released by its readers; its blocks are free",
+        "decoder: GrantEnded: released",
+        "decoder: GrantEnded: revoked",
+    ),
     "pull_blocks": (r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",),
     "pull_cache": (
         "decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST",

@@ -412,21 +412,21 @@ class GrantClaims:
         """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
         link, what = self._links.get(cluster_id), f"claim_grant: grant {shown(token)} of cluster {cluster_id}"
 
-        def ask(budget_ms: int, of: str) -> Message:
-            return link.request(lambda number: Claim(number, token, readers, budget_ms), deadline, of, "claim")
-
-        with link:
+        def ask(of: str, budget_ms: int) -> Message | None:
+            """Return None where there is no such grant (yet)."""
             try:
-                try:
-                    answer = ask(0, what)
-                except RemoteFailure as failure:
-                    if not wait or failure.status_code != LLMStatusCode.LLM_TIMEOUT:
-                        raise
-                    answer = ask(deadline.remaining_ms(), f"{what}: no such grant is known there yet; waiting for it")
+                return link.request(lambda number: Claim(number, token, readers, budget_ms), deadline, of, "claim")
             except RemoteFailure as failure:
-                if failure.status_code == LLMStatusCode.LLM_TIMEOUT:
-                    raise DeadlineExceeded(f"{what}: {failure}", peer=cluster_id, phase="claim") from failure
+                if failure.status_code is LLMStatusCode.LLM_TIMEOUT:
+                    return None
                 raise failure.typed(what) from failure
+
+        unknown = f"{what}: no such grant is known there yet"
+        with link:
+            if (answer := ask(what, 0)) is None and wait:
+                answer = ask(f"{unknown}; waiting for it", deadline.remaining_ms())
+        if answer is None:
+            raise DeadlineExceeded(unknown, peer=cluster_id, phase="claim")
         if isinstance(answer, ClaimOver):
             raise _over(link, what, answer)
         if not isinstance(answer, Claimed):

@@ -75,8 +75,9 @@ class Grant:
     ``pull_blocks(..., grant=...)`` checks it before the first byte and after the last, so that bytes of a block that
     was used again meanwhile are never taken for the old ones.
 
-    It ends once its time is over, the owner revokes it, all its readers have released it, or the link to a reader that
-    has claimed it is lost. The owner may use the blocks again once :attr:`active` is False.
+    It ends once its time is over, the owner revokes it or frees the cache, all its readers have released it, or the
+    link to a reader that has claimed it is lost; pulls and claims are ``GrantEnded`` from then on. The owner may use
+    the blocks again once :attr:`active` is False.
 
     Attributes:
         cluster_id: The owner.
