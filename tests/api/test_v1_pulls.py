@@ -121,7 +121,13 @@ def test_a_call_that_cannot_be_links_nothing_and_unlinking_what_is_not_linked_su
         assert end.do(link, [clusters[0], bad]) == (INVALID, [FAILED, INVALID])
         assert end.do(links) == {}
     assert end.do(link, []) == (INVALID, [])
-    assert end.do(link, [*clusters, clusters[0]]) == (REPEAT, [FAILED, FAILED, REPEAT])
+    refused = end.do(link, [*clusters, clusters[0]])
+    assert refused == (REPEAT, [FAILED, FAILED, REPEAT])
+    assert [str(status.error) for status in refused[1]] == [
+        "None",
+        "None",
+        "clusters[2]: cluster 11 is in the list twice",
+    ]
     assert end.do(links) == {}
     for force in (False, True):
         assert end.do(unlink, clusters, 5000, force) == (OK, [NOT_YET] * 2)
