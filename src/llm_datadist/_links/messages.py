@@ -23,7 +23,7 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 _MAGIC: Final = b"ODATDIST"
