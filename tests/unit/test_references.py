@@ -80,6 +80,9 @@ def test_the_secret_of_the_links_signs_else_an_own_one_else_one_of_this_user(fil
     assert secret_file(None, links) == (file, "llm.AuthSecretFile")
     assert secret_file(str(file), {}) == (file, "reference_secret_file")
     assert secret_file(str(file), {"llm.Insecure": "1"}) == (file, "reference_secret_file")
+    for odd in ("/a\0b", "\ud800"):
+        with pytest.raises(ParamError, match=r"reference_secret_file: .* NUL and lone surrogates are not allowed"):
+            secret_file(odd, {})
     with pytest.raises(ParamError, match=r"reference_secret_file=.*llm\.AuthSecretFile signs"):
         secret_file(str(file), links)
 

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm import engines, worker
-from llm_datadist.integrations.vllm.offers import Endpoint, Offer
+from llm_datadist.integrations.vllm.offers import Claim, Endpoint, Offer, Orders
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.worker import Worker
 from tests.support.moves import wait_until
@@ -216,6 +216,14 @@ def signed(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     keys = ReferenceKeys(runtime_secret_file())
     offer, _ = Offer.read(params["datadist"], keys)
     return params | {"datadist": msgspec.structs.replace(offer, **changes).sign(keys)[0]}
+
+
+def test_orders_which_vllm_logs_when_a_step_fails_show_no_token() -> None:
+    offer: Any = None
+    token = bytes(range(16))
+    shown = repr(Orders(claims={"a": Claim(offer, token)}, drops=["b"], grants={"c": (token, [[1]])}))
+    assert "drops=['b']" in shown
+    assert repr(token) not in shown
 
 
 def test_signed_references_without_grants_keep_no_other_request_waiting(make: Callable[..., Engine]) -> None:

@@ -75,6 +75,11 @@ def check_token(token: object) -> bytes:
     return named
 
 
+def _start(token: bytes) -> str:
+    """Return the part of a token that errors show: who has all of it may claim the grant."""
+    return token[:4].hex()
+
+
 def _check_ttl(ttl: object) -> float:
     seconds = check_type("ttl", ttl, (int, float))
     check_rule(0 < seconds < math.inf, f"ttl: {seconds} s, it must be above 0 and finite")
@@ -170,7 +175,7 @@ class Grants:
         with self._lock:
             self._require_open()
             if token in self._given or token in self._ended:
-                raise ParamError(f"token: {token.hex()} names another grant of this LLMDataDist; draw a new one")
+                raise ParamError(f"token: {_start(token)}... names another grant of this LLMDataDist; draw a new one")
             self._given[token] = _Given(grant, entry, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
@@ -318,8 +323,8 @@ class Grants:
 
     def check_integrity(self) -> None:
         with self._lock:
-            taken = {(link, token) for token, given in self._given.items() for link in given.claims}
-            held = {(link, token) for link, tokens in self._claimed.items() for token in tokens}
+            taken = {(link, _start(token)) for token, given in self._given.items() for link in given.claims}
+            held = {(link, _start(token)) for link, tokens in self._claimed.items() for token in tokens}
             waiting = Counter(claim.link for claims in self._waiting.values() for claim in claims)
             if taken != held or waiting != self._waiting_of:
                 raise AssertionError(f"grants: claims {taken} and {held}, waiting {waiting} and {self._waiting_of}")
@@ -393,7 +398,7 @@ class GrantClaims:
 
     def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline, *, wait: bool = True) -> Grant:
         """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
-        link, what = self._links.get(cluster_id), f"claim_grant: grant {token.hex()}"
+        link, what = self._links.get(cluster_id), f"claim_grant: grant {_start(token)}..."
         with link:
             try:
                 answer = link.request(

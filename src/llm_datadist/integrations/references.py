@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from llm_datadist._links.credentials import Secret, new_secret, read_secrets
-from llm_datadist._log import logger
+from llm_datadist._checks import check_text
+from llm_datadist._links.credentials import Kept, Secret, new_secret, read_secrets
 from llm_datadist.config import AUTH_SECRET, INSECURE, CredentialFiles, LLMConfig, Options
-from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 from llm_datadist.types.grant import TOKEN_BYTES
 
@@ -71,11 +71,7 @@ class ReferenceKeys:
 
     def __init__(self, path: Path, option: str = SECRET_FILE) -> None:
         self._path, self._option = path, option
-        self._files = CredentialFiles(secrets=path)
-        self._stamp: tuple[object, ...] | None = None
-        self._complaint = ""
-        self._keys = self._read()
-        self._current()
+        self._current = Kept(CredentialFiles(secrets=path), self._read, "secrets of references").current
 
     def sign(self, payload: bytes) -> tuple[str, bytes]:
         """Return the reference with this payload, and its token."""
@@ -106,21 +102,8 @@ class ReferenceKeys:
             )
         return base64.urlsafe_b64decode(payload), _token(key, head)
 
-    def _current(self) -> dict[str, _Key]:
-        """Return the keys by name, the signing one first; a file that is bad now leaves those of before."""
-        complaint = ""
-        try:
-            stamp = self._files.stamp()
-            if stamp != self._stamp:
-                self._keys, self._stamp = self._read(), stamp
-        except (OSError, LLMException) as error:
-            complaint = str(error)
-            if complaint != self._complaint:
-                logger.warning("the secrets of references cannot be loaded; keeping the previous ones: %s", error)
-        self._complaint = complaint
-        return self._keys
-
     def _read(self) -> dict[str, _Key]:
+        """Return the keys by name, the signing one first."""
         return {each.digest: _Key.of(each) for each in read_secrets(self._path, self._option)}
 
 
@@ -151,7 +134,7 @@ def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]
     if shared is not None:
         return shared, AUTH_SECRET
     if own is not None:
-        return Path(own), SECRET_FILE
+        return Path(check_text(SECRET_FILE, own)), SECRET_FILE
     if parsed.credentials is not None or parsed.insecure:
         raise ParamError(
             f"{SECRET_FILE}: not given: with certificates or {INSECURE} references need a secret that all engines "

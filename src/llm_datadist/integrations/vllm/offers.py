@@ -138,11 +138,11 @@ class Orders(KVConnectorMetadata):
         grants: Requests that are offered: token, and the blocks of each group.
     """
 
-    claims: dict[str, Claim] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict, repr=False)  # vLLM logs what a step was when it fails
     fetches: dict[str, Targets] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    grants: dict[str, tuple[bytes, list[list[int]]]] = field(default_factory=dict)
+    grants: dict[str, tuple[bytes, list[list[int]]]] = field(default_factory=dict, repr=False)
 
 
 class ClaimedRequests(KVConnectorWorkerMetadata):
