@@ -158,13 +158,7 @@ class Allocating(Local):
     """Each step allocates a blocks cache in an empty pool and deallocates it."""
 
     ops = (Op.ALLOC,)
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Refuse registered memory, too."""
-        if workload.memory is Memory.REGISTERED:
-            return "registered memory is not allocated"
-        return super().why_not(workload)
+    pool_only = "registered memory is not allocated"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:
