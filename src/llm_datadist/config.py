@@ -256,12 +256,9 @@ class CredentialFiles:
 
     def stamp(self) -> tuple[object, ...]:
         """Return what differs once a file was changed or replaced. Raises OSError."""
-        found: list[tuple[int, int, int]] = []
-        for path in (self.secrets, self.certificate, self.key, self.authority):
-            if path is not None:
-                about = path.stat()
-                found.append((about.st_ino, about.st_mtime_ns, about.st_size))
-        return tuple(found)
+        paths = (self.secrets, self.certificate, self.key, self.authority)
+        found = [path.stat() for path in paths if path is not None]
+        return tuple((about.st_ino, about.st_mtime_ns, about.st_size) for about in found)
 
 
 class _Reader:

@@ -185,7 +185,6 @@ def settled(
 
     A thread stays visible for a moment after it was joined. That holds for those of whoever ran earlier as well: a
     thread that was seen before and has left meanwhile is no difference.
-
     """
     give_up = time.monotonic() + seconds
     while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:
