@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.workload import Workload
 
-__all__ = ["Build", "Process", "RunningSide"]
-
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any, Self
 
-__all__ = ["Progress", "steps"]
-
 _T = TypeVar("_T")
 #: Between two drawings of the bar.
 _SECONDS: Final = 0.1

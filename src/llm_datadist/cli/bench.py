@@ -20,8 +20,6 @@ from llm_datadist.bench.report import Reporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import Memory, Op
 
-__all__ = ["bench"]
-
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _PLOTS: Final = (".png", ".svg")

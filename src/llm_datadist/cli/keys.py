@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-__all__ = ["keys"]
-
 keys = typer.Typer(help="Secrets and certificates by which links are authenticated.", no_args_is_help=True)
 
 _YEARS = 2

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-__all__ = ["Reporter", "make_reporter"]
-
 
 class Reporter:
     """What the user sees of the demo: lines with the seconds since the start, for long tasks one for each quarter."""

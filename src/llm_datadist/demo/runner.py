@@ -18,8 +18,6 @@ from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Pr
 from llm_datadist.demo.report import Reporter, make_reporter
 from llm_datadist.demo.workload import Setup, Transport, Workload
 
-__all__ = ["DemoError", "DemoResult", "run_demo"]
-
 # The whole demo takes a few seconds; a machine ten times slower still passes.
 _BUDGET_MS: Final = 180_000
 _INTERRUPTED: Final = 130

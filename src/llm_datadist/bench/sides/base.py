@@ -19,8 +19,6 @@ from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["ENV_HOST", "HOST", "Facts", "Role", "Side"]
-
 ENV_HOST: Final = "LLM_DATADIST_BENCH_HOST"
 HOST: Final = os.environ.get(ENV_HOST, "127.0.0.1")
 """Where the sources listen."""

@@ -13,8 +13,6 @@ from llm_datadist.bench.sides.ours import CLUSTER, Ours, end_of, pool_bytes_for
 from llm_datadist.bench.workload import Op, fill
 from llm_datadist.views import tensor_views
 
-__all__ = ["ByKey"]
-
 _CONSUMED_S: Final = 10.0
 _LOOK_AGAIN_S: Final = 0.001
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._native import Plan
 
-__all__ = ["Allocating", "CopyBlocks", "CopyCache", "Planning", "SwapBlocks"]
-
 #: Orders of the blocks that take turns, so that nothing is planned that was planned a moment ago.
 _ORDERS: Final = 8
 #: Of one block: two block numbers, and what a plan says of it.
