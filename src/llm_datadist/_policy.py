@@ -18,8 +18,6 @@ import msgspec
 from llm_datadist._checks import is_digits
 from llm_datadist.errors import ParamError
 
-__all__ = ["OTHERS", "PeerPolicy", "Permissions"]
-
 OTHERS: Final = "*"
 """Stands for every cluster that the policy does not name."""
 

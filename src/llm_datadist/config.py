@@ -257,12 +257,9 @@ class CredentialFiles:
 
     def stamp(self) -> tuple[object, ...]:
         """Return what differs once a file was changed or replaced. Raises OSError."""
-        found: list[tuple[int, ...]] = []
-        for path in (self.secrets, self.certificate, self.key, self.authority):
-            if path is not None:
-                about = path.stat()
-                found.append((about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns))
-        return tuple(found)
+        paths = (self.secrets, self.certificate, self.key, self.authority)
+        found = [path.stat() for path in paths if path is not None]
+        return tuple((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for at in found)
 
 
 class _Reader:

@@ -659,11 +659,7 @@ def _one_call(
 
 
 def _each(
-    clusters: Clusters,
-    work: Callable[[LLMClusterInfo], None],
-    verb: str,
-    report: Report,
-    deadline: Deadline,
+    clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report, deadline: Deadline
 ) -> Statuses:
     """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
 

@@ -1,4 +1,5 @@
-// The Python face of the native part. Each function checks, works, and knows nothing of caches or peers.
+// The Python face of the native part. Each function checks, works, and knows nothing of caches or peers. _native.pyi
+// describes them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -154,37 +155,23 @@ NB_MODULE(_native, m) {
         .def(nb::init<>())
         .def_prop_ro("address", &Canary::address)
         .def("close", &Canary::close);
-    nb::class_<GuardSet>(m, "GuardSet", nb::is_final(), "Generations that slots of a peer's guard table must show.")
+    nb::class_<GuardSet>(m, "GuardSet", nb::is_final())
         .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
              "slot_bytes"_a)
-        .def("unchanged", &GuardSet::unchanged, "base"_a, "nbytes"_a,
-             "Return True while every slot of the table at `base` shows its generation, loaded as by load_generation.\n"
-             "ParamError: a slot outside the table.");
-    m.def("load_generation", &load_generation, "address"_a,
-          "Return the uint64 at `address`, after every load made before: bytes copied until now are judged by it.\n"
-          "ParamError: a null or misaligned address.");
-    m.def("advance_generation", &advance_generation, "address"_a,
-          "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
-          "ParamError: a null or misaligned address.");
+        .def("unchanged", &GuardSet::unchanged, "base"_a, "nbytes"_a);
+    m.def("load_generation", &load_generation, "address"_a);
+    m.def("advance_generation", &advance_generation, "address"_a);
 
-    m.def("unmap_elsewhere", &unmap_elsewhere, "address"_a, "nbytes"_a, "piece"_a,
-          "Have a new thread unmap `nbytes` bytes at `address`, `piece` (a multiple of the page size) bytes at a time.\n"
-          "Return False when no thread can be had: nothing is unmapped then.");
-    m.def("readable", &readable, "fd"_a,
-          "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
+    m.def("unmap_elsewhere", &unmap_elsewhere, "address"_a, "nbytes"_a, "piece"_a);
+    m.def("readable", &readable, "fd"_a);
     m.def("check_mapped", &check_mapped, "name"_a, "addresses"_a, "nbytes"_a, nb::call_guard<GilReleased>());
-    m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
-          "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
-          "OSError: the kernel refused; errno says why. ParamError: too many bytes.");
+    m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a);
 
-    nb::class_<CopyPool>(m, "CopyPool", nb::is_final(),
-                         "Threads that help with large copies. `threads` (1 to 1024) copy at once in one call, the\n"
-                         "caller's own among them. Several callers may use one pool at a time. A closed pool, or one\n"
-                         "in a forked child, leaves the caller to copy alone.")
+    nb::class_<CopyPool>(m, "CopyPool", nb::is_final())
         .def(nb::init<int>(), "threads"_a)
-        .def_prop_ro("threads", &CopyPool::threads, "Threads that copy at once in one call, the caller's included.")
-        .def_prop_ro("closed", &CopyPool::closed, "True once close() was called.")
-        .def("close", &CopyPool::close, nb::call_guard<GilReleased>(), "Join the threads. Idempotent.")
+        .def_prop_ro("threads", &CopyPool::threads)
+        .def_prop_ro("closed", &CopyPool::closed)
+        .def("close", &CopyPool::close, nb::call_guard<GilReleased>())
         .def("__repr__", &py_repr);
 
     bind_lanes(m);

@@ -33,22 +33,6 @@ struct ThisThread {
     inline static thread_local PyObject* put_off = nullptr;  // list of (function, arguments); null: nothing
 };
 
-// Leaves the calls of this thread for a while: a signal's handler is no part of the call that waits.
-class OutsideOfCalls {
-public:
-    OutsideOfCalls() = default;
-    OutsideOfCalls(const OutsideOfCalls&) = delete;
-    OutsideOfCalls& operator=(const OutsideOfCalls&) = delete;
-    ~OutsideOfCalls() {
-        ThisThread::depth = depth_;
-        ThisThread::put_off = put_off_;
-    }
-
-private:
-    int depth_ = std::exchange(ThisThread::depth, 0);
-    PyObject* put_off_ = std::exchange(ThisThread::put_off, nullptr);
-};
-
 // Queues a call if the caller's own is inside of another one; false: it is not.
 inline bool put_off(const nb::object& function, const nb::args& args) {
     if (ThisThread::depth < 2) return false;
@@ -86,13 +70,14 @@ inline void do_what_was_put_off() {
 inline bool deliver_signals() {
     if (!MainThread::here() || MainThread::depth == 0) return PyErr_CheckSignals() == 0;
     if (MainThread::interrupted) return true;
-    const OutsideOfCalls outside;
-    while (KeptSignals::pass_one()) {
-        if (PyErr_CheckSignals() == 0) continue;
-        MainThread::interrupted = true;
-        return false;
-    }
-    return true;
+    const int depth = std::exchange(ThisThread::depth, 0);  // a handler is no part of the call that waits
+    PyObject* const put_off = std::exchange(ThisThread::put_off, nullptr);
+    bool raised = false;
+    while (!raised && KeptSignals::pass_one()) raised = PyErr_CheckSignals() != 0;
+    ThisThread::depth = depth;
+    ThisThread::put_off = put_off;
+    if (raised) MainThread::interrupted = true;
+    return !raised;
 }
 
 // False when deliver_signals() would find nothing. Without the interpreter lock, on the caller's thread.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.target import LaneTarget
     from llm_datadist.config import Options
 
-__all__ = ["NixlTarget", "nixl_endpoint"]
-
 
 class _LinkWire:
     """Carries requests of the transport over the control channel of a link. Threads: any."""

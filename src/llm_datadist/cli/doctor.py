@@ -17,8 +17,6 @@ from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
 from llm_datadist.doctor.serve import serving
 from llm_datadist.errors import LLMException
 
-__all__ = ["doctor"]
-
 _FAILED: Final = 2
 _PORT: Final = 26000
 _STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}

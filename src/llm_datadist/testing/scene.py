@@ -26,25 +26,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection, RemoteTensors, Transfer
 
-__all__ = [
-    "BLOCKS",
-    "BUDGET_MS",
-    "TENSORS",
-    "TRIES",
-    "PassesLater",
-    "Scene",
-    "beginning_of",
-    "child_of_fork",
-    "open_and_forget",
-    "random_blocks",
-    "read_beginning",
-    "residue",
-    "settled",
-    "stopped_before_the_move",
-    "tensors_over",
-    "unchanged",
-]
-
 BLOCKS: Final = 16
 TENSORS: Final = 5
 TRIES: Final = 20  # of what happens at another moment each time
@@ -185,7 +166,6 @@ def settled(
 
     A thread stays visible for a moment after it was joined. That holds for those of whoever ran earlier as well: a
     thread that was seen before and has left meanwhile is no difference.
-
     """
     give_up = time.monotonic() + seconds
     while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:

@@ -8,6 +8,8 @@ from llm_datadist._checks import Attribute, check_int, check_type, check_uint16,
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
+_Endpoint = tuple[int | str, int]
+
 
 def trans_str_ip(ip: str, name: str = "ip") -> int:
     """Pack dotted IPv4 text into 32 bits, the first octet lowest: "1.2.3.4" is 0x04030201.
@@ -43,7 +45,7 @@ def show_address(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _endpoint(ip: object, port: object) -> tuple[int | str, int]:
+def _endpoint(ip: object, port: object) -> _Endpoint:
     if isinstance(ip, str):
         if is_ipv6(inner := ip.removeprefix("[").removesuffix("]")):
             return inner, check_uint16("port", port)
@@ -69,18 +71,14 @@ class LLMClusterInfo:
 
     remote_cluster_id = Attribute[int | None]("The peer's cluster id, uint64; None until it is set.", check_uint64)
     remote_role_type = Attribute[LLMRole | int]("The peer's role; has no effect, as documented.", _role)
-    local_ip_info_list = Attribute[list[tuple[int | str, int]]](
-        "The local endpoints: (packed IPv4 or IPv6 text, port)."
-    )
-    remote_ip_info_list = Attribute[list[tuple[int | str, int]]](
-        "The remote endpoints: (packed IPv4 or IPv6 text, port)."
-    )
+    local_ip_info_list = Attribute[list[_Endpoint]]("The local endpoints: (packed IPv4 or IPv6 text, port).")
+    remote_ip_info_list = Attribute[list[_Endpoint]]("The remote endpoints: (packed IPv4 or IPv6 text, port).")
 
     def __init__(self) -> None:
         self._remote_cluster_id: int | None = None
         self._remote_role_type: LLMRole | int = 0
-        self._local_ip_info_list: list[tuple[int | str, int]] = []
-        self._remote_ip_info_list: list[tuple[int | str, int]] = []
+        self._local_ip_info_list: list[_Endpoint] = []
+        self._remote_ip_info_list: list[_Endpoint] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
         """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.
