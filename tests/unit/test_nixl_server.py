@@ -60,14 +60,14 @@ class SlowAgent(StillAgent):
         peer: str,
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
-        stop: Callable[[], bool],
+        turn: Callable[[], object],
         progress: Progress,
-    ) -> bool:
+    ) -> None:
         """Wait for the order to stop."""
         MOVING.set()
-        while not stop():
+        while True:
+            turn()
             time.sleep(1e-3)
-        return False
 
 
 class NamedAgent(StillAgent):
@@ -330,11 +330,11 @@ def test_the_thread_that_receives_does_not_poll_without_end(monkeypatch: pytest.
     sleeps: list[bool] = []
 
     class Watched(SimpleQueue[Any]):
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ANN401
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
             sleeps.append(bool(timeout))
             return super().get(block, timeout)
 
-        def get_nowait(self) -> Any:  # noqa: ANN401
+        def get_nowait(self) -> Any:
             sleeps.append(False)
             return super().get_nowait()
 
@@ -404,9 +404,8 @@ def test_the_owner_is_told_of_every_push_that_is_given_up() -> None:
     deadline = Deadline(60_000, cancellable=True)
 
     class LastMoment(StillAgent):
-        def move(self, *_: object) -> bool:
+        def move(self, *_: object) -> None:
             deadline.cancel()
-            return True
 
     peer = Peer(Moved(""))
     with pytest.raises(DeadlineExceeded):

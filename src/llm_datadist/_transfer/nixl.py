@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist._links.messages import NixlAsk, NixlSaid
@@ -43,17 +42,13 @@ class NixlTarget:
         connection = link.connection.shared
         if not isinstance(connection, NixlConnection):
             raise ProtocolError("the peer asks for a transfer over nixl on a link that has none")
-        connection.server.on_request(message.data, partial(_say, link, message.id))
+        connection.server.on_request(message.data, lambda answer: link.tell(NixlSaid(message.id, answer)))
 
     @staticmethod
     def on_late_answer(link: Link, message: NixlSaid) -> None:
         """Give back what the owner holds for a request whose caller has given up."""
         if (request := give_back(message.data)) is not None:
             link.tell(NixlAsk(0, request))
-
-
-def _say(link: Link, number: int, data: bytes) -> None:
-    link.tell(NixlSaid(number, data))
 
 
 def nixl_endpoint(options: Options, store: CacheStore, target: LaneTarget) -> NixlEndpoint:
