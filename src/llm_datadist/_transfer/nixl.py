@@ -53,18 +53,14 @@ class NixlTarget:
 
 def nixl_endpoint(options: Options, store: CacheStore, target: LaneTarget) -> NixlEndpoint:
     """Return what this end offers of NIXL. Raises LLMException where it is asked for and cannot be had."""
-    why_not = _why_not(options) or (usable(fabric()) if options.transport == "nixl" else "")
-    if why_not and options.transport == "nixl":
+    asked = options.transport == "nixl"
+    why_not = _why_not(options) or (usable(fabric()) if asked else "")
+    if why_not and asked:
         raise LLMException(f"{TRANSPORT}=nixl: {why_not}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
     pools = [(segment.address, segment.nbytes) for segment in store.exports.regions.values()]
     shared = Nixl(_LinkWire(), target, pools, fallback=options.nixl_fallback)
-    return NixlEndpoint(
-        shared,
-        "" if why_not else fabric(),
-        why_not,
-        asked=options.transport == "nixl",
-        authenticated=options.credentials is not None,
-    )
+    used = "" if why_not else fabric()
+    return NixlEndpoint(shared, used, why_not, asked=asked, authenticated=options.credentials is not None)
 
 
 def _why_not(options: Options) -> str:

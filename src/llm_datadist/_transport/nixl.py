@@ -21,7 +21,6 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 from weakref import WeakSet
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._transport.tcp import TcpConnection
 
 _ELSEWHERE: Final = 1 << 62
 #: Bytes asked for at once: the owner serves one part after the other.
@@ -135,7 +133,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _ask_decoder: Final = msgspec.msgpack.Decoder(Ask | Done | Meet)
-_answer_decoder: Final = msgspec.msgpack.Decoder(Granted | Moved | Refused)
+_decode_answer: Callable[[bytes], Granted | Moved | Refused] = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
 
 
 class Wire(Protocol):
@@ -143,7 +141,6 @@ class Wire(Protocol):
 
     def ask(self, link: Any, data: bytes, deadline: Deadline) -> bytes:  # noqa: ANN401 (a link, opaque here)
         """Send a request and return its answer. Raises DeadlineExceeded, or LinkError where the link is lost."""
-        ...
 
     def tell(self, link: Any, data: bytes) -> None:  # noqa: ANN401
         """Send a request whose answer is not waited for; nothing happens where the link has ended."""
@@ -200,9 +197,7 @@ class _End:
     """
 
     def __init__(self, nixl: Nixl, fabric: str, *, progress: bool) -> None:
-        self._nixl = nixl
-        self._fabric = fabric
-        self._progress = progress
+        self._make = partial(Agent, fabric, progress=progress, pools=nixl.pools)
         self._lock = threading.RLock()  # protects all below; held while the agent is used
         self._agent: Agent | None = None
         self._closed = False
@@ -222,7 +217,7 @@ class _End:
                 raise NixlFailed("the link has ended")
             self._end_retired()
             if self._agent is None:
-                self._agent = Agent(self._fabric, progress=self._progress, pools=self._nixl.pools)
+                self._agent = self._make()
             yield self._agent
         finally:
             self._end_retired()
@@ -320,7 +315,7 @@ class NixlConnection(Connection):
     """A connection whose bytes are moved by NIXL. Made by :class:`ConnectionBuilder`.
 
     ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``dialled``: this end made the link. ``fallback`` is
-    used for every transfer from the one on that NIXL failed, where there is one; the connection owns it.
+    used for every transfer from the one on that NIXL failed, where there is one.
     """
 
     capabilities = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
@@ -333,7 +328,7 @@ class NixlConnection(Connection):
         *,
         writable: bool,
         dialled: bool = False,
-        fallback: TcpConnection | None = None,
+        fallback: Connection | None = None,
     ) -> None:
         self.nixl = nixl
         self.fallback = fallback
@@ -349,7 +344,7 @@ class NixlConnection(Connection):
         self._known = ""  # the receiver of this end that the peer's sender knows
         self._pushed_to = ""  # the name of the peer's receiver of what is pushed
         self._failed = ""  # why NIXL is not used any more
-        self._numbers = count(1)
+        self._moves = iter(range(1, 2**63))
         super().__init__()
         nixl.add(self)
 
@@ -375,7 +370,7 @@ class NixlConnection(Connection):
 
     def _release(self) -> None:
         if self._forked:  # the agents' threads are the parent's
-            keep_for_ever(self.sender, self.receiver, self.server)
+            keep_for_ever(self.server)
         else:
             self.server.stop()
 
@@ -479,7 +474,7 @@ class _NixlTransfer:
     def _request(self, part: Plan, receiver: Address | None = None, bases: bytes = b"", offsets: bytes = b"") -> Ask:
         connection, remote, write = self._connection, self._transfer.remote, self._transfer.write
         return Ask(
-            next(connection._numbers),
+            next(connection._moves),
             write,
             receiver is None,
             encode_request(remote.handle, remote.extent, part, write),
@@ -541,8 +536,7 @@ def _numbers(data: bytes, count: int, what: str) -> NDArray[np.uint64]:
 def _answer_of(data: bytes) -> Granted | Moved | Refused:
     """Return an answer of the owner. Raises ProtocolError."""
     try:
-        answer: Granted | Moved | Refused = _answer_decoder.decode(data)
-        return answer
+        return _decode_answer(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"nixl: the peer sent no answer: {error}") from error
 
@@ -626,7 +620,7 @@ class Server:
             raise
         except LLMException as error:
             code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
-            reply(_encode(Refused(code, _line(error), touched=False)))
+            reply(_encode(Refused(code, " ".join(str(error).split())[:4000], touched=False)))
             return
         served.nbytes = nbytes
         self._put(partial(self._serve, served), served=served)
@@ -679,10 +673,9 @@ class Server:
         elif found:
             self._queue.put(None)
             with self._changed:
-                self._changed.wait_for(lambda: not any(self._is_touched(each) for each in found))
-
-    def _is_touched(self, served: _Served) -> bool:
-        return served.begun and self._served.get(served.ask.move) is served
+                self._changed.wait_for(
+                    lambda: not any(each.begun and self._served.get(each.ask.move) is each for each in found)
+                )
 
     def stop(self) -> None:
         """End soon: the thread ends all agents, and here and now where there is no thread. Waits for nothing."""
@@ -763,7 +756,7 @@ class Server:
             else:
                 self._write(served)
         except (NixlFailed, LLMException) as error:  # only a failure of NIXL itself is LOST
-            code, text = LOST, _line(error)
+            code, text = LOST, " ".join(str(error).split())[:4000]
             if served.cancelled:
                 code, text = CHANGED, "the memory was taken back"
             elif time.monotonic() >= served.until:
@@ -859,10 +852,6 @@ class Server:
             self._served.clear()
             self._waiting_bytes = 0
             self._changed.notify_all()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:4000]
 
 
 def _unchanged(served: _Served) -> bool:

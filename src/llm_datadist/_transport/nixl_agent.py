@@ -1,11 +1,10 @@
 """One NIXL agent of this process: registered memory, and transfers to or from the memory of one peer.
 
 NIXL cannot stop a transfer: bytes of one that was given up may come later. Only the end of the agent stops them,
-because that closes its connections (and, with RDMA, makes its keys invalid). So each end of a link has two agents of
-its own, which end without any harm to other links: a *sender*, which starts transfers, and a *receiver*, into whose
-memory the peer writes. The receiver has a thread of UCX that makes progress; the sender has none, because the thread
-that waits for a transfer makes it. With a thread of UCX at the sending end too, two threads would fight for one lock,
-at half the speed.
+because that closes its connections (and, with RDMA, makes its keys invalid). So each end of a link has up to three
+agents of its own, which end without any harm to other links: a *sender*, which starts transfers, and two *receivers*,
+into whose memory the peer writes what this end pulls, or what the peer pushes. Only the first receiver has a thread of
+UCX that makes progress: at a sender it would fight for one lock with the thread that waits, at half the speed.
 """
 
 from __future__ import annotations
@@ -195,8 +194,6 @@ class Agent:
         inside = np.zeros(len(bases), bool)
         for address, nbytes in self._pools:
             inside |= (bases >= address) & (bases + np.uint64(extent) <= address + nbytes)
-        if inside.all():
-            return
         missing = {(base, extent) for base in bases[~inside].tolist()} - self._others
         if missing:
             self._register(sorted(missing))
@@ -215,22 +212,20 @@ class Agent:
 
     def load(self, address: Address) -> bool:
         """Learn where a receiver of the peer is; return False if its metadata is needed and not there."""
-        if self.loaded.get(address.name) == address.known_as:
-            self.loaded[address.name] = self.loaded.pop(address.name)  # the last that was used
-            return True
-        if not address.metadata:
-            return False
-        try:
-            name = self._call("loadRemoteMD", address.metadata)
-        except NixlFailed as error:
-            raise NixlFailed(
-                f"{error}: the metadata of the peer, of NIXL {address.package}, mean nothing to NIXL "
-                f"{package_version()} here"
-            ) from error
-        if name not in (address.name, address.name.encode()):
-            raise NixlFailed("the metadata of the peer are those of another agent than it names")
+        if self.loaded.get(address.name) != address.known_as:
+            if not address.metadata:
+                return False
+            try:
+                name = self._call("loadRemoteMD", address.metadata)
+            except NixlFailed as error:
+                raise NixlFailed(
+                    f"{error}: the metadata of the peer, of NIXL {address.package}, mean nothing to NIXL "
+                    f"{package_version()} here"
+                ) from error
+            if name not in (address.name, address.name.encode()):
+                raise NixlFailed("the metadata of the peer are those of another agent than it names")
         self.loaded.pop(address.name, None)
-        self.loaded[address.name] = address.known_as
+        self.loaded[address.name] = address.known_as  # the last that was used
         if len(self.loaded) > _KNOWN_RECEIVERS:
             oldest = next(iter(self.loaded))
             del self.loaded[oldest]
@@ -251,6 +246,7 @@ class Agent:
         ``peer`` is the name of a receiver that was loaded. ``turn`` is called again and again, and raises if this is to
         stop. After an exception bytes may still move until :meth:`end`.
         """
+        operation = getattr(self._api, f"NIXL_{verb}")
         ends = np.cumsum(here[:, 1])
         first = 0
         posted: deque[tuple[int, int]] = deque()
@@ -260,7 +256,8 @@ class Agent:
                 if first < len(here) and len(posted) < _PARTS_ON_THEIR_WAY:
                     begun = int(ends[first - 1]) if first else 0
                     last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
-                    handle = self._prepare(verb, here[first:last], there[first:last], peer)
+                    spans = [self._api.nixlXferDList(self._api.DRAM_SEG, each[first:last]) for each in (here, there)]
+                    handle = self._call("createXferReq", operation, *spans, peer, "", self._ucx)
                     posted.append((handle, int(ends[last - 1]) - begun))
                     self._call("postXferReq", handle, "")
                     first = last
@@ -273,13 +270,6 @@ class Agent:
         finally:
             for handle, _ in posted:
                 self._release(handle)
-
-    def _prepare(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> int:
-        """Return the handle of a transfer that is to be posted."""
-        mine, theirs = (self._api.nixlXferDList(self._api.DRAM_SEG, each) for each in (here, there))
-        operation = getattr(self._api, f"NIXL_{verb}")
-        handle: int = self._call("createXferReq", operation, mine, theirs, peer, "", self._ucx)
-        return handle
 
     def _wait(self, handle: int, turn: Callable[[], object]) -> None:
         """Return once a posted part is done."""
@@ -345,10 +335,9 @@ def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
     return _bindings
 
 
-def keep_for_ever(*objects: object) -> None:
-    """Never destroy these: in a forked child the destructor of an agent would wait for threads of the parent."""
-    for each in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+def keep_for_ever(owner: object) -> None:
+    """Never destroy what owns agents: in a forked child their destructors would wait for threads of the parent."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def _threads() -> frozenset[int]:
