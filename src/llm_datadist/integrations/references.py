@@ -4,14 +4,7 @@ A reference is one text, ``version.key.payload.signature``. The signature is HMA
 the digest of a shared secret as `llm-datadist keys show` prints it. Each reference has a token that only instances with
 the secret can compute: it names the grant, so a client that sees the reference cannot claim what it refers to.
 
-Secrets lie in a file, one a line; the first one signs, all of them are believed. The file is one of these:
-
-| the engine has | file |
-|---|---|
-| ``llm.AuthSecretFile`` | that one |
-| ``reference_secret_file``, an option of the connector | that one |
-| neither, and it stays on this host | one in the user's runtime folder, made by the first engine that needs it |
-| neither, but certificates or ``llm.Insecure`` | none: the engine does not start |
+Secrets lie in a file, one a line; the first one signs, all of them are believed. `secret_file` says which file.
 """
 
 from __future__ import annotations
@@ -77,7 +70,7 @@ class ReferenceKeys:
         if not isinstance(reference, str) or len(reference) > _MAX_LENGTH:
             raise ParamError(f"reference: {type(reference).__name__}: not a text of at most {_MAX_LENGTH} characters")
         parts = _FORM.fullmatch(reference)
-        if parts is None:
+        if parts is None or len(parts[4]) % 4:
             raise ParamError("reference: not of the form version.key.payload.signature")
         head, version, name, payload, signature = parts.groups()
         if version != _VERSION:
@@ -117,12 +110,15 @@ def _token(secret: Secret, head: str) -> bytes:
 def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:
     """Return the file of secrets for references, and the option that names it.
 
+    It is that of ``llm.AuthSecretFile``, or of ``reference_secret_file``. An engine that has neither and stays on this
+    host takes that of its user, which the first one makes.
+
     Args:
-        own: ``reference_secret_file``; None if it was not given.
+        own: ``reference_secret_file``, an option of the connector; None if it was not given.
         options: Those of ``init``.
 
     Raises:
-        ParamError: Both files were given; or none, and the engine does not stay on this host.
+        ParamError: Both files were given; or none, but certificates or ``llm.Insecure``: the engine does not start.
     """
     parsed = Options.parse({DEVICE_ID: "0", **options}, LLMRole.DECODER)
     credentials = parsed.credentials

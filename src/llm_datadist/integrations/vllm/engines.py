@@ -35,10 +35,8 @@ __all__ = ["Claimed", "Engines"]
 logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64
-_THREADS: Final = 4
-"""Of each engine."""
-_MAX_WAITING: Final = 64
-"""Claims of each engine that wait for their grants."""
+_THREADS: Final = 4  # of each engine
+_MAX_WAITING: Final = 64  # claims of each engine that wait for their grants
 _WAIT_S: Final = 1.0
 _REPEAT_S: Final = 0.005
 
@@ -189,7 +187,8 @@ class Engines:
         try:
             link = self._link_to(endpoint)
         except NotLinked:
-            self._unlink(endpoint)
+            if statuses[0] == LLMStatusCode.LLM_SUCCESS:
+                self._unlink(endpoint)
             raise
         said = "linked to the prefill engine at %s: its pool is read over %s, other memory of it over %s: %s"
         logger.info(said, where, link.transport, link.private_transport, link.reason)

@@ -85,7 +85,7 @@ def asked_of(request: Request) -> dict[str, Any]:
 
 def prompt_digest(request: Request) -> bytes | None:
     """Return a digest of all that the KV of a prompt depends on; None unless the prompt is of tokens and texts."""
-    if request.prompt_token_ids is None:
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
     said = [
         request.prompt_token_ids,

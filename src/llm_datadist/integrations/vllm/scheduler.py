@@ -72,14 +72,12 @@ class Scheduler:
         self._block_tokens = vllm_config.cache_config.block_size
         self._cache_config = kv_cache_config
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
-        self._keys = ReferenceKeys(
-            *secret_file(transfer.get_from_extra_config(SECRET_FILE, None), init_options(vllm_config))
-        )
+        option = transfer.get_from_extra_config
+        self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self._ranks: list[Endpoint] = []  # empty at an engine that offers nothing
         self._layout: Layout
         self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends: False, its reference was refused
-        most = transfer.get_from_extra_config("max_unclaimed_blocks", kv_cache_config.num_blocks // 2)
-        self._max_unclaimed = int(most)
+        self._max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
         self._unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant that no reader has claimed
         self._held: Counter[int] = Counter()  # how many of these requests have the block
         self._orders = Orders()

@@ -75,11 +75,12 @@ class Worker:
         self._producer = transfer.is_kv_producer
         self._cluster_id = secrets.randbits(63)
         # The one allocation that vLLM is going to make.
-        self._pool_bytes = max((each.size for each in kv_cache_config.kv_cache_tensors), default=0)
+        nbytes = max((each.size for each in kv_cache_config.kv_cache_tensors), default=0)
         if not option("pool", default=True):
-            self._pool_bytes = 0
-        self._datadist = self._start(option)
-        self._placement: PoolAllocation | None = None
+            nbytes = 0
+        self._datadist = self._start(option, nbytes)
+        #: Answers vLLM's allocation with our pool; None where the cache is to lie elsewhere.
+        self.placement = PoolAllocation(self._datadist, nbytes) if nbytes else None
         self._engines = Engines(self._datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[Claimed]] = {}  # by request, until its fetch or drop
         self._given: dict[str, tuple[Grant, float]] = {}  # by offered request, with when to renew it: 0 until claimed
@@ -87,19 +88,17 @@ class Worker:
         self._over: set[str] = set()  # offered requests whose grant could not be given
         self._idle = False  # this step has no tokens
         self._fetching = 0  # fetches ordered and not yet reported
-        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = (
-            SimpleQueue()
-        )  # fetches and what they count, any thread
+        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch, what it counts
         self._stats = Stats()
 
-    def _start(self, option: Callable[..., Any]) -> LLMDataDist:
+    def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
         config = LLMConfig()
         config.device_id = 0
         config.enable_cache_manager = True
         config.sync_kv_timeout = int(option("timeout_ms", 10_000))
-        if self._pool_bytes:
+        if pool_bytes:
             page = 1 << _PAGE_SHIFT
-            size = -(-self._pool_bytes // page) * page
+            size = -(-pool_bytes // page) * page
             config.mem_pool_cfg = json.dumps({"memory_size": size, "page_shift": _PAGE_SHIFT})
         if self._producer:
             config.listen_ip_info = f"{self._host}:0"
@@ -110,17 +109,8 @@ class Worker:
         datadist.init(options)
         return datadist
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    def allocation(self) -> PoolAllocation | None:
-        """Return what answers vLLM's allocation with our pool; None where the cache is to lie elsewhere."""
-        if self._pool_bytes and self._placement is None:
-            self._placement = PoolAllocation(self._datadist, self._pool_bytes)
-        return self._placement
-
     def register(self, views: dict[str, torch.Tensor]) -> None:
         """Register the KV cache where it lies."""
-        parallel = self._config.parallel_config
         wanted = {
             name
             for group in self._cache_config.transfer_group_ids
@@ -132,23 +122,19 @@ class Worker:
             self._cache_config.num_blocks,
             block_tokens=self._config.cache_config.block_size,
             model=self._config.model_config.model,
-            ranks=parallel.tensor_parallel_size,
+            ranks=self._config.parallel_config.tensor_parallel_size,
         )
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
-        manager = self._datadist.cache_manager
-        key = BlocksCacheKey(self._cluster_id, _MODEL_ID)
-        self._cache = manager.register_blocks_cache(desc, addresses, key if self._producer else None)
-        placed = self._placement is not None and self._placement.cache is not None
-        logger.info(
-            "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s",
-            len(addresses),
-            rows,
-            self._layout.row_bytes,
-            "in a pool that peers of this host map" if placed else "in vLLM's own memory",
-        )
+        key = BlocksCacheKey(self._cluster_id, _MODEL_ID) if self._producer else None
+        self._cache = self._datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+        placed = self.placement is not None and self.placement.cache is not None
+        where = "in a pool that peers of this host map" if placed else "in vLLM's own memory"
+        said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
+        logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
 
     def endpoint(self) -> EndpointMetadata | None:
+        """Return where this rank listens, after :meth:`register`; None if it does not."""
         port = self._datadist.listen_port
         if port is None:
             return None
@@ -205,32 +191,20 @@ class Worker:
         if (error := claim.exception()) is None:
             claim.result().engine.threads.submit(self._fetch, request, targets, claim.result())
         else:
-            self._fail(request, error)
-
-    def _fail(self, request: str, error: BaseException) -> None:
-        known = isinstance(error, LLMException)
-        logger.error("the KV of request %s did not come: %s", request, error, exc_info=None if known else error)
-        self._ended.put((request, {"failed_fetches": 1}))
+            self._ended.put((request, _failure(request, error)))
 
     # --- on a thread of the engine ------------------------------------------------------------------------------------
 
     def _fetch(self, request: str, targets: Targets, claimed: Claimed) -> None:
         began = time.perf_counter()
+        counted: dict[str, float]
         try:
             nbytes, blocks = self._pull(claimed, targets)
+            counted = {"fetched_requests": 1, "fetched_bytes": nbytes, "fetched_blocks": blocks}
         except Exception as error:  # noqa: BLE001 (the request fails with it)
-            self._engines.release(claimed)
-            self._fail(request, error)
-        else:
-            self._engines.release(claimed)
-            seconds = time.perf_counter() - began
-            counted = {
-                "fetched_requests": 1,
-                "fetched_bytes": nbytes,
-                "fetched_blocks": blocks,
-                "fetch_seconds": seconds,
-            }
-            self._ended.put((request, counted))
+            counted = _failure(request, error)
+        self._engines.release(claimed)
+        self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
     def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
         """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
@@ -288,6 +262,13 @@ class Worker:
         """End all transfers, then the LLMDataDist. Idempotent."""
         self._datadist.finalize()  # pulls under way fail
         self._engines.stop()
+
+
+def _failure(request: str, error: BaseException) -> dict[str, float]:
+    """Log why a fetch has failed; return what that counts."""
+    known = isinstance(error, LLMException)
+    logger.error("the KV of request %s did not come: %s", request, error, exc_info=None if known else error)
+    return {"failed_fetches": 1}
 
 
 def _pairs(offer: Offer, targets: Targets) -> tuple[list[int], list[int]]:
