@@ -59,7 +59,7 @@ class ReferenceKeys:
         """Return the reference with this payload, and its token."""
         name, secret = next(iter(self._current().items()))
         head = f"{_VERSION}.{name}.{base64.urlsafe_b64encode(payload).decode()}"
-        return f"{head}.{_digest(secret, 'references', head).hex()}", _token(secret, head)
+        return f"{head}.{_digest(secret, 'references', head).hex()}", _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
     def read(self, reference: object) -> tuple[bytes, bytes]:
         """Return payload and token of a reference.
@@ -82,7 +82,7 @@ class ReferenceKeys:
             raise ParamError(
                 f"reference: key {name}: {what}; believed keys: {', '.join(known)} ({self._option}: {self._path})"
             )
-        return base64.urlsafe_b64decode(payload), _token(secret, head)
+        return base64.urlsafe_b64decode(payload), _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
     def _current(self) -> dict[str, Secret]:
         """Return the secrets by digest, the signing one first; a file that is bad now leaves those of before."""
@@ -101,10 +101,6 @@ class ReferenceKeys:
 def _digest(secret: Secret, use: str, head: str) -> bytes:
     key = hmac.digest(secret.value, f"open-datadist: {use}".encode(), "sha256")
     return hmac.digest(key, head.encode(), "sha256")
-
-
-def _token(secret: Secret, head: str) -> bytes:
-    return _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
 
 def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:

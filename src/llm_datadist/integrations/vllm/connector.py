@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -45,9 +44,9 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        here = role is KVConnectorRole.SCHEDULER
-        self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if here else None
-        self._worker: Any = None if here else Worker(vllm_config, kv_cache_config)
+        schedules = role is KVConnectorRole.SCHEDULER
+        self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
+        self._worker: Any = None if schedules else Worker(vllm_config, kv_cache_config)
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
 
@@ -115,9 +114,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are parked until all of their KV is there."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: decode engines read the blocks where they are."""
 
     def wait_for_save(self) -> None:
@@ -148,12 +145,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return Stats(data) if data is not None else Stats()
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
         """Return the Prometheus counters."""
-        return StatsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return StatsMetrics(*args, **kwargs)

@@ -24,6 +24,8 @@ from llm_datadist import LLMClusterInfo, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, NotLinked
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.vllm.layout import Share
     from llm_datadist.integrations.vllm.offers import Endpoint, Offer
@@ -50,7 +52,7 @@ class _Engine:
         self.users = 0  # claims under way or held; guarded by the lock of Engines
         self.waiting = threading.Semaphore(_MAX_WAITING)
         self.linking = threading.Lock()
-        self.failed_at, self.failure = -math.inf, ""  # when it could not be reached last, and why
+        self.failure, self.failed_at = "", -math.inf  # why it could not be reached last, and when
 
     def check(self, ordered: float) -> None:
         """Raise NotLinked if it could not be reached since then."""
@@ -59,7 +61,7 @@ class _Engine:
 
     def fail(self, why: str) -> Never:
         """Raise NotLinked, here and for all that was ordered before."""
-        self.failed_at, self.failure = time.monotonic(), why
+        self.failure, self.failed_at = why, time.monotonic()
         raise NotLinked(why)
 
 
@@ -94,15 +96,14 @@ class Engines:
         self._engines: dict[int, _Engine] = {}  # by the cluster id of the first rank, the longest idle first
         self._waiter = ThreadPoolExecutor(1, "lldd-vllm-wait")
 
-    def claim(self, offer: Offer, token: bytes, shares: list[Share]) -> Future[Claimed]:
-        """Claim what an offer grants of these shares; never waits.
-
-        Raises:
-            LinkError: So many engines are in use that there is no room for another one.
-        """
+    def claim(self, offer: Offer, token: bytes, shares_of: Callable[[Offer], list[Share]]) -> Future[Claimed]:
+        """Claim what an offer grants of the shares that the function returns or refuses here; never waits."""
         future: Future[Claimed] = Future()
-        claimed = Claimed(offer, token, shares, self._engine_of(offer.ranks))
-        claimed.engine.threads.submit(self._advance, claimed, future)
+        try:
+            claimed = Claimed(offer, token, shares_of(offer), self._engine_of(offer.ranks))
+            claimed.engine.threads.submit(self._advance, claimed, future)
+        except LLMException as error:
+            future.set_exception(error)
         return future
 
     def release(self, claimed: Claimed) -> None:
@@ -125,7 +126,7 @@ class Engines:
             return self._engines[key]
 
     def _retire(self) -> None:
-        """Give up the engine that is idle for longest."""
+        """Give up the engine that is idle for longest. Raises LinkError if all are in use."""
         idle = next((key for key, each in self._engines.items() if not each.users), None)
         if idle is None:
             raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")

@@ -87,12 +87,8 @@ def prompt_digest(request: Request) -> bytes | None:
     """Return a digest of all that the KV of a prompt depends on; None unless the prompt is of tokens and texts."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
-    said = [
-        request.prompt_token_ids,
-        [request.lora_request.lora_name] if request.lora_request is not None else [],
-        [each.identifier for each in request.mm_features],
-        [request.cache_salt] if request.cache_salt is not None else [],
-    ]
+    lora = request.lora_request.lora_name if request.lora_request is not None else None
+    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
     try:
         return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
     except (UnicodeEncodeError, TypeError, OverflowError):

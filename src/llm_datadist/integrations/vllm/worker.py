@@ -5,12 +5,11 @@ claim, pull and release. A fetch that fails for any reason is reported as failed
 neither crashes nor hangs for its peer.
 
 vLLM's thread waits for nothing but this: as long as blocks are kept or awaited, vLLM makes one step after the other,
-with or without tokens, and its thread would have a core and the interpreter for itself, which the threads here need.
-So it sleeps in steps that have no tokens, a millisecond at most, and no longer than until a fetch ends.
+and its thread would keep the interpreter from the threads here. So it sleeps in steps that have no tokens, a
+millisecond at most, and no longer than until a fetch ends.
 
-When an offered request is over
-    released by its readers, not claimed within its lease, or its reader was lost: the grant has ended, so no reader
-    gets its bytes any more, and vLLM is told that it may use the blocks again.
+An offered request is over once its grant has ended: released by its readers, not claimed within its lease, or a reader
+was lost. No reader gets its bytes any more then, and vLLM may use the blocks again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -40,12 +38,14 @@ from llm_datadist.types.grant import READER_LOST, RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from llm_datadist import Cache
+    from llm_datadist.integrations.vllm.layout import Share
     from llm_datadist.types.grant import Grant
 
 __all__ = ["Worker"]
@@ -74,10 +74,8 @@ class Worker:
         self._cache_config = kv_cache_config
         self._producer = transfer.is_kv_producer
         self._cluster_id = secrets.randbits(63)
-        # The one allocation that vLLM is going to make.
-        nbytes = max((each.size for each in kv_cache_config.kv_cache_tensors), default=0)
-        if not option("pool", default=True):
-            nbytes = 0
+        sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
+        nbytes = max(sizes, default=0)  # of the one allocation that vLLM is going to make
         self._datadist = self._start(option, nbytes)
         #: Answers vLLM's allocation with our pool; None where the cache is to lie elsewhere.
         self.placement = PoolAllocation(self._datadist, nbytes) if nbytes else None
@@ -149,7 +147,7 @@ class Worker:
         for request, (token, blocks) in orders.grants.items():
             self._give(request, token, blocks)
         for request, (offer, token) in orders.claims.items():
-            self._claims[request] = self._claim(offer, token)
+            self._claims[request] = self._engines.claim(offer, token, self._shares)
         for request, targets in orders.fetches.items():
             self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets))
         for request in orders.drops:
@@ -168,18 +166,12 @@ class Worker:
             self._given[request] = grant, 0
             self._stats.add("granted_requests")
 
-    def _claim(self, offer: Offer, token: bytes) -> Future[Claimed]:
-        """Begin to claim the grants of the ranks that have what this one needs."""
-        theirs = offer.layout
-        try:
-            self._layout.check(theirs)
-            if len(offer.ranks) != theirs.ranks:
-                raise ParamError(f"reference: names {len(offer.ranks)} of {theirs.ranks} ranks")
-            return self._engines.claim(offer, token, shares(self._layout, self._rank, theirs))
-        except LLMException as error:
-            failed: Future[Claimed] = Future()
-            failed.set_exception(error)
-            return failed
+    def _shares(self, offer: Offer) -> list[Share]:
+        """Return what this rank needs of the others; raise LLMException unless the engines fit each other."""
+        self._layout.check(offer.layout)
+        if len(offer.ranks) != offer.layout.ranks:
+            raise ParamError(f"reference: names {len(offer.ranks)} of {offer.layout.ranks} ranks")
+        return shares(self._layout, self._rank, offer.layout)
 
     # --- once a claim has ended, on vLLM's thread or one of the engine ------------------------------------------------
 
