@@ -122,9 +122,8 @@ class Scheduler:
             self._drop(request.request_id)
         elif self._asked.pop(request.request_id):  # one fetch for each request
             tokens = request.num_prompt_tokens
-            self._orders.fetches[request.request_id] = self._needed(
-                blocks.get_block_ids(), tokens - num_external, tokens
-            )
+            targets = self._needed(blocks.get_block_ids(), tokens - num_external, tokens)
+            self._orders.fetches[request.request_id] = targets
         else:
             self._orders.refused.append(request.request_id)
 
