@@ -63,11 +63,7 @@ public:
     using Canaries = std::array<std::uint64_t, Ranges::max_proofs>;
 
     ProcessMemory(int pid, int pidfd, std::uint64_t cookie_address, const nb::bytes& cookie, const Canaries& canaries)
-        : pid_(pid),
-          pidfd_(pidfd),
-          cookie_address_(cookie_address),
-          cookie_(cookie.c_str(), cookie.size()),
-          canaries_(canaries) {
+        : pid_(pid), proof_{pidfd, cookie_address, {cookie.c_str(), cookie.size()}, canaries} {
         if (cookie.size() > ProcessProof::max_cookie_bytes)
             refuse("cookie has ", cookie.size(), " bytes: must have at most ", ProcessProof::max_cookie_bytes);
     }
@@ -85,17 +81,14 @@ public:
 private:
     std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
                        const std::optional<Flag>& cancelled, bool writing) const {
-        const FarEnd end{pid_, writing, {pidfd_, cookie_address_, cookie_, canaries_}};
+        const FarEnd end{pid_, writing, proof_};
         return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
             return execute_process(copy, per_pair, end, pool, stop);
         });
     }
 
     pid_t pid_;
-    int pidfd_;
-    std::uint64_t cookie_address_;
-    std::string cookie_;
-    Canaries canaries_;
+    ProcessProof proof_;
 };
 
 nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {
