@@ -576,6 +576,18 @@ def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
             dialling.result(10)
 
 
+def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -> None:
+    gate = threading.Event()
+    with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
+        stage.pending(2)
+        stage.loop.call_soon_threadsafe(gate.wait, 10)
+        stage.loop.call_soon_threadsafe(stage.listener.close)
+        socket.send_fds(first, [b"x"], [fd])
+        os.close(fd)
+        gate.set()
+        assert second.recv(100) == b""
+
+
 def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -100,7 +100,8 @@ std::string py_repr(const CopyPool& pool) {
     return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">");
 }
 
-void raise_rule_errors_as_param_errors() {
+// RuleError becomes ParamError, ProcessError the subclass of OSError that Python picks by the errno.
+void translate_errors() {
     const nb::object found = nb::module_::import_("llm_datadist.errors").attr("ParamError");
     static PyObject* param_error = found.inc_ref().ptr();  // kept for ever: errors may come until the interpreter ends
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -108,15 +109,6 @@ void raise_rule_errors_as_param_errors() {
             std::rethrow_exception(thrown);
         } catch (const RuleError& error) {
             PyErr_SetString(param_error, error.what());
-        }
-    });
-}
-
-// Python picks the subclass of OSError by the errno.
-void raise_process_errors_as_os_errors() {
-    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
-        try {
-            std::rethrow_exception(thrown);
         } catch (const ProcessError& error) {
             PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code, error.what()).ptr());
         }
@@ -129,8 +121,7 @@ void raise_process_errors_as_os_errors() {
 NB_MODULE(_native, m) {
     using namespace datadist;
     nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no leak
-    raise_rule_errors_as_param_errors();
-    raise_process_errors_as_os_errors();
+    translate_errors();
     watch_forks();
 
     bind_counts(m);

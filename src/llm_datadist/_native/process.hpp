@@ -88,11 +88,13 @@ struct ProcessProof {
     std::array<std::uint64_t, Ranges::max_proofs> canaries{};
 };
 
+inline const ProcessProof no_proof;
+
 // The process at the far end, and which end it is: the destination when writing.
 struct FarEnd {
     pid_t pid;
     bool writing;
-    const ProcessProof& proof;
+    const ProcessProof& proof = no_proof;
 
     const char* call() const { return writing ? "process_vm_writev" : "process_vm_readv"; }
 
@@ -215,8 +217,7 @@ constexpr std::int64_t max_peek_bytes = 1 << 20;
 inline std::string peek_process(pid_t pid, std::uint64_t address, std::int64_t nbytes) {
     if (nbytes < 0 || nbytes > max_peek_bytes)
         refuse("nbytes is ", nbytes, ": must be in [0, ", max_peek_bytes, "]");
-    const ProcessProof none;
-    const FarEnd end{pid, false, none};
+    const FarEnd end{pid, false};
     std::string bytes(static_cast<std::size_t>(nbytes), '\0');
     Failure failure;
     ProcessCarrier carrier(end, failure);

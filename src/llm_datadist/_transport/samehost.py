@@ -232,7 +232,8 @@ class SameHostListener:
     def _close_descriptors(self) -> None:
         self._closed = True
         self._expected.clear()
-        close_elsewhere(self._socket.detach(), *[sock.detach() for sock in self._pending])
+        for sock in (self._socket, *self._pending):  # each on its own thread: one that blocks keeps no other open
+            close_elsewhere(sock.detach())
         self._pending.clear()
 
     @hold_signals
