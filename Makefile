@@ -181,8 +181,10 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
+# Only what the extra names: to install the library again with it would compile it again.
 $(VENV)/.docs: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	@touch $@
 
 docs: $(VENV)/.docs

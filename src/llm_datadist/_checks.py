@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import operator
 import os
+import re
 import reprlib
 import socket
 from contextlib import contextmanager
@@ -196,6 +197,13 @@ def check_rule(condition: object, text: str) -> None:
     """Raise ParamError(``text``) unless ``condition`` is true. The text names argument, value and rule."""
     if not condition:
         raise ParamError(text)
+
+
+def check_text(name: str, text: str) -> str:
+    """Return ``text``. Raises ParamError if it has a NUL or a surrogate, which no path, host or message can hold."""
+    if found := re.search("[\0\ud800-\udfff]", text):
+        raise ParamError(f"{name}: {text[:200]!r} has {found[0]!r}: NUL and lone surrogates are not allowed")
+    return text
 
 
 def require_intact(condition: object, text: str) -> None:

@@ -112,13 +112,7 @@ class Deadline:
         else:
             advice = "raise sync_kv_timeout or the call's timeout if the work is that large"
             text = f"{what}: no answer within {self.budget_ms} ms {when}; {advice}"
-        return DeadlineExceeded(
-            text,
-            phase=phase,
-            budget_ms=self.budget_ms,
-            elapsed_ms=elapsed,
-            peer=peer,
-        )
+        return DeadlineExceeded(text, phase=phase, budget_ms=self.budget_ms, elapsed_ms=elapsed, peer=peer)
 
     def check(self, what: str, phase: str, peer: int | None = None) -> None:
         """Raise :class:`DeadlineExceeded` when no time is left."""

@@ -18,8 +18,6 @@ import msgspec
 from llm_datadist._checks import is_digits
 from llm_datadist.errors import ParamError
 
-__all__ = ["OTHERS", "PeerPolicy", "Permissions"]
-
 OTHERS: Final = "*"
 """Stands for every cluster that the policy does not name."""
 
@@ -57,7 +55,7 @@ class PeerPolicy:
         Raises ParamError naming ``option``, the place, and the rule that is broken.
         """
         if given.lstrip()[:1] == "{":
-            where, text = option, given.encode(errors="surrogateescape")
+            where, text = option, given.encode()
         else:
             where, text = f"{option}: {given[:_MAX_SHOWN]!r}", _read(option, given)
         try:
@@ -103,11 +101,8 @@ def _read(option: str, given: str) -> bytes:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ParamError(f"{option}: {shown} is no regular file")
             text = file.read(_MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ParamError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ParamError(f"{option}: {shown} cannot be read: {reason}") from None
+    except OSError as error:
+        raise ParamError(f"{option}: {shown} cannot be read: {error.strerror}") from None
     if len(text) > _MAX_FILE_BYTES:
         raise ParamError(f"{option}: {shown} has more than {_MAX_FILE_BYTES} bytes")
     return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import struct
 import time
 from contextlib import suppress
@@ -110,24 +111,26 @@ def instances() -> list[Instance]:
         try:
             about = os.fstat(fd)
             # The kernel lets root open the pages of all: what another user says is not to be believed.
-            if about.st_uid == os.geteuid() and about.st_ino not in seen:
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_ino not in seen:
                 seen.add(about.st_ino)
-                with suppress(PageError):  # made this moment, or of another version of this library
-                    found.append(read_page(fd))
+                # Left out: made this moment, or of another version of this library.
+                with suppress(PageError, OSError), open(f"/proc/self/fd/{fd}", "rb", buffering=0) as page:
+                    found.append(read_page(page.fileno()))
         finally:
             os.close(fd)
     return sorted(found, key=lambda each: (each["pid"], each["cluster_id"]))
 
 
 def _pages() -> Iterator[int]:
-    """Yield a descriptor of each page that this user may open; the caller closes it."""
+    """Yield an O_PATH descriptor of each page that this user may open; the caller closes it."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
             for entry in os.listdir(process / "fd"):
                 path = process / "fd" / entry
                 with suppress(OSError):
                     if os.readlink(path).startswith(f"/memfd:{_NAME} "):
-                        yield os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                        # Only named, not opened: another user can give a FIFO or a device this name.
+                        yield os.open(path, os.O_PATH | os.O_CLOEXEC)
 
 
 def read_page(fd: int) -> Instance:

@@ -481,10 +481,7 @@ class CacheManager(EngineUser):
         with engine.meters.call("claim_grant", [cluster_id]):
             return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
 
-    @staticmethod
-    def _give_back(grant: Grant) -> None:
-        """Undo a claim whose caller never gets the grant."""
-        GrantClaims.give_back(grant)
+    _give_back = staticmethod(GrantClaims.give_back)  # undoes a claim whose caller never gets the grant
 
     @blocking
     def push_cache(

@@ -22,6 +22,7 @@ from llm_datadist._checks import (
     check_int,
     check_int32,
     check_rule,
+    check_text,
     check_type,
     check_uint32,
     is_digits,
@@ -127,7 +128,7 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
     Source: interface §2.
     """
-    text = check_type("listen_ip_info", listen_ip_info, str)
+    text = check_text("listen_ip_info", check_type("listen_ip_info", listen_ip_info, str))
     ip, colon, port = text[1:].partition("]:") if text.startswith("[") else text.partition(":")
     if not ip or not colon or ":" in port or (text.startswith("[") and not is_ipv6(ip)):
         raise ParamError(f"listen_ip_info: {listen_ip_info!r} is not of the form ip:port")
@@ -256,12 +257,9 @@ class CredentialFiles:
 
     def stamp(self) -> tuple[object, ...]:
         """Return what differs once a file was changed or replaced. Raises OSError."""
-        found: list[tuple[int, int, int]] = []
-        for path in (self.secrets, self.certificate, self.key, self.authority):
-            if path is not None:
-                about = path.stat()
-                found.append((about.st_ino, about.st_mtime_ns, about.st_size))
-        return tuple(found)
+        paths = (self.secrets, self.certificate, self.key, self.authority)
+        found = [path.stat() for path in paths if path is not None]
+        return tuple((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for at in found)
 
 
 class _Reader:
@@ -269,7 +267,7 @@ class _Reader:
 
     def __init__(self, options: object) -> None:
         for key, value in check_dict("options", options, str, object).items():
-            check_type(f"options[{key!r}]", value, str)
+            check_text(check_text("options", key), check_type(f"options[{key!r}]", value, str))
         self._options = check_dict("options", options, str, str).copy()
         for spelling, key in _CPP_NAMES.items():
             if spelling in self._options:

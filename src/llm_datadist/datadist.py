@@ -20,6 +20,7 @@ from llm_datadist._checks import (
     check_int32,
     check_list,
     check_rule,
+    check_text,
     check_type,
     check_uint32,
     check_uint64,
@@ -378,7 +379,7 @@ class LLMDataDist:
         takes longer than ``link_total_time / link_retry_count``, nor longer than 5 s.
 
         Args:
-            comm_name: 1 to 127 characters.
+            comm_name: 1 to 127 characters, no NUL.
             cluster_rank_info: Cluster id -> rank of each member, this one too: 2 to 4, ranks ascending.
             rank_table: JSON object with ``server_list``: servers with ``device`` lists, in which each device has its
                 ``rank_id``. A rank is reached at its server's ``host_ip``, else at the ``server_id`` if that is an
@@ -662,11 +663,7 @@ def _one_call(
 
 
 def _each(
-    clusters: Clusters,
-    work: Callable[[LLMClusterInfo], None],
-    verb: str,
-    report: Report,
-    deadline: Deadline,
+    clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report, deadline: Deadline
 ) -> Statuses:
     """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
 
@@ -691,13 +688,9 @@ def _each(
 
 def _checked_ranks(comm_name: object, cluster_rank_info: object, rank_table: object) -> dict[int, int]:
     """Check the arguments of ``link()`` in their documented order; return the ranks as ints."""
-    name = check_type("comm_name", comm_name, str)
+    name = check_text("comm_name", check_type("comm_name", comm_name, str))
     check_rule(name, "comm_name: '' is empty")
     check_rule(len(name) < _NAME_LIMIT, f"comm_name: {len(name)} characters, below {_NAME_LIMIT} are needed")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ParamError(f"comm_name: {name!r} holds what is no character") from None
     given = check_type("cluster_rank_info", cluster_rank_info, dict)
     for key, value in given.items():
         check_int("key of cluster_rank_info", key)

@@ -384,13 +384,7 @@ class KvCacheManager(EngineUser):
         engine = self._engine
         self._require_role("transfer_cache_async", LLMRole.PROMPT)
         (cache,) = check(_ARGUMENTS, src_cache=src_cache)
-        given = LayerwiseArguments(
-            layer_synchronizer,
-            transfer_configs,
-            src_block_indices,
-            dst_block_indices,
-            dst_block_memory_size,
-            by_key=False,
-        )
+        blocks = src_block_indices, dst_block_indices, dst_block_memory_size
+        given = LayerwiseArguments(layer_synchronizer, transfer_configs, *blocks, by_key=False)
         with v1_codes():
             return calls.start_transfer(engine, cache, given, v1_code(LLMStatusCode.LLM_TIMEOUT))

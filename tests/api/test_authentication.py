@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +12,7 @@ from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist.errors import AuthFailed, ParamError
+from tests.doctor.hosts import needs
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
 from tests.support.moves import picture
@@ -134,7 +137,7 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
         ({"llm.AuthSecretFile": ""}, "names no file"),
         ({"llm.TlsCert": "{folder}/a.crt"}, "llm.TlsKey, llm.TlsCa is missing"),
         ({"llm.AuthSecretFile": "{folder}/good", "llm.TlsCa": "x"}, "one way, choose one"),
-        ({"llm.TlsCert": "{folder}/x", "llm.TlsKey": "{folder}/good", "llm.TlsCa": "x"}, "cannot be read"),
+        ({"llm.TlsCert": "{folder}/x", "llm.TlsKey": "{folder}/good", "llm.TlsCa": "x"}, "cannot be used: No such"),
         ({"llm.TlsCert": "{folder}/good", "llm.TlsKey": "{folder}/good", "llm.TlsCa": "{folder}/good"}, "cannot be us"),
         ({"llm.TlsCert": "{folder}/good", "llm.TlsKey": "{folder}/open", "llm.TlsCa": "{folder}/good"}, "mode 0644"),
     ],
@@ -153,3 +156,30 @@ def test_bad_files_are_named_before_anything_happens(
         end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
     assert "ssss" not in str(caught.value)
     assert any(option in str(caught.value) for option in options)
+
+
+_LOADED = """
+import os, sys
+from pathlib import Path
+from llm_datadist._links.credentials import Credentials
+from llm_datadist.config import CredentialFiles
+from llm_datadist.errors import LLMException
+opened = []
+sys.addaudithook(lambda event, arguments: opened.append(arguments) if event == "open" else None)
+try:
+    Credentials(CredentialFiles(secrets=Path(sys.argv[1])))
+    print([path for path, _, flags in opened if isinstance(path, str) and flags & (os.O_WRONLY | os.O_RDWR)])
+except LLMException as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("proc", [True, False], ids=["with-proc", "without-proc"])
+def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> None:
+    secret_file(tmp_path / "secrets", a=SECRET)
+    command = [sys.executable, "-Bc", _LOADED, str(tmp_path / "secrets")]
+    if not proc:
+        command = [*needs("unshare", "-Urm"), "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", *command]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    said = "[]\n" if proc else "llm.AuthSecretFile: a certificate needs memfd_create and /proc: "
+    assert done.stdout.startswith(said), done.stderr

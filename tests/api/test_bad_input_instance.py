@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
+from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, config
 from llm_datadist.errors import NotInitialized
 from tests.api.conftest import ACCESSIBLE
 from tests.support.linking import free_port, info, link, unlink
@@ -74,6 +74,9 @@ BAD_POOLS: Final = [
     *((f'{{"memory_size": {size}}}', "memory_size") for size in ("0", "-1", "1e6", "true", '"65536"', "65535")),
     *((f'{{"memory_size": 65536, "page_shift": {n}}}', "page_shift") for n in ("9", "31", "12.0", "true", "null")),
 ]
+#: Every option there is, and one that there is not.
+KEYS: Final = {text for text in vars(config).values() if isinstance(text, str) and text[:4] in ("llm.", "ge.e", "ge.f")}
+ALL_KEYS: Final = sorted(KEYS | config.NO_EFFECT | {"llm.DeviceId", "llm.ListenIpInfo", "llm.Unknown"})
 BAD_INIT: Final[list[tuple[Any, Kind, tuple[str, ...]]]] = [
     (None, NONE, ("options", "dict")),
     ([], TYPE, ("options", "dict", "list")),
@@ -94,6 +97,12 @@ BAD_INIT: Final[list[tuple[Any, Kind, tuple[str, ...]]]] = [
     *((OPTIONS | {"llm.listenIpInfo": text}, RULE, ("listen_ip_info", repr(text))) for text in BAD_LISTEN),
     *((OPTIONS | {pool: text}, RULE, (part,)) for pool in POOLS for text, part in BAD_POOLS),
     (OPTIONS | {POOLS[1]: f'{{"memory_size": {20 * GIB + 65536}}}'}, RULE, (POOLS[1],)),
+    *(
+        (OPTIONS | {key: text}, RULE, (f"{key}: {text[:200]!r} has {text[-1]!r}: NUL and lone surrogates are not",))
+        for key in ALL_KEYS
+        for text in ("\0", "/a\ud800", "x" * 100_000 + "\udfff")
+    ),
+    *((OPTIONS | {f"llm.{letter}": "1"}, RULE, ("options: 'llm.", "NUL and")) for letter in "\0\udc80"),
     # modes
     (OPTIONS | DIRECT, RULE, ("EnableCacheManager", "llm.LocalCommRes", "'0'")),
     (HIXL | {"llm.EnableCacheManager": "0"}, RULE, ("EnableCacheManager", "'hixl'")),

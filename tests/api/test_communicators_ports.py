@@ -203,6 +203,7 @@ WRONG: list[Row] = [
     bad(RULE, "comm_name", comm_name=""),
     bad(RULE, "comm_name", "128", comm_name="x" * 128),
     bad(RULE, "comm_name", comm_name="\ud800"),
+    bad(RULE, "comm_name", "NUL", comm_name="a\0b"),
     bad(NONE, "cluster_rank_info", cluster_rank_info=None),
     bad(TYPE, "cluster_rank_info", "list", cluster_rank_info=[(2, 0), (3, 1)]),
     bad(TYPE, "cluster_rank_info", "str", cluster_rank_info={"2": 0, 3: 1}),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hmac
 import itertools
+import socket
 import struct
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +16,29 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport.connect import LANES_PER_LINK
+from llm_datadist._transport.lanes import LANE_PREAMBLE, MAX_LANES, NONCE_BYTES, TOKEN_BYTES
 from llm_datadist.errors import DeadlineExceeded
 from llm_datadist.testing import scene
+from tests.faults.relay import Relay
 from tests.support import seccomp
+from tests.support.authority import Authority
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
-from tests.support.linking import SUCCESS, begin_there, explain, info, link, result_there, start_both
+from tests.support.linking import (
+    SUCCESS,
+    begin_there,
+    bytes_move_both_ways,
+    explain,
+    info,
+    link,
+    result_there,
+    start_both,
+)
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.conftest import Pair
     from tests.support.moves import Bytes
@@ -210,3 +226,66 @@ def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(tcp_pair: Pair) ->
         decoder.do(_break_lanes, 1, 0)
     assert decoder.do(result_there, "pull") is None
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (6, 1), (5, 2)]))
+
+
+@pytest.fixture
+def relay(tcp_pair: Pair, tmp_path: Path) -> Iterator[Relay]:
+    """An authenticated link, and the relay that its connections go through."""
+    authority, extra = Authority(tmp_path), {"llm.Transport": "tcp", "llm.PeerTimeout": "600"}
+    there, here = (extra | authority.issue(name, [cluster]) for name, cluster in (("prompt", 1), ("decoder", 2)))
+    tcp_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=there)
+    tcp_pair.decoder.start("DECODER", 2, extra=here)
+    assert tcp_pair.prompt.port is not None
+    with Relay(("127.0.0.1", tcp_pair.prompt.port)) as relay:
+        assert tcp_pair.decoder.do(link, [info(1, relay.port)]) == SUCCESS
+        yield relay
+
+
+GREETING_BYTES = len(LANE_PREAMBLE) + TOKEN_BYTES + NONCE_BYTES
+
+
+@pytest.mark.parametrize("proof", ["made up", "recorded", "cut off", "none"])
+def test_a_stranger_that_copies_the_greeting_of_an_authenticated_lane_gets_no_lane(
+    tcp_pair: Pair, relay: Relay, proof: str
+) -> None:
+    """Nor does it keep lanes of the peer away, while its connections say nothing more."""
+    ends = ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1))
+    said = relay.carried("lane")[0].said
+    greeting, recorded = said[:GREETING_BYTES], said[GREETING_BYTES:][:32]
+    with ExitStack() as opened:
+        for _ in range(2 * MAX_LANES):
+            sock = opened.enter_context(socket.create_connection(("127.0.0.1", relay._target[1]), 10))
+            sock.sendall(greeting)
+            assert len(sock.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
+            if proof != "none":
+                sock.sendall({"made up": bytes(32), "recorded": recorded, "cut off": recorded[:31]}[proof])
+                sock.shutdown(socket.SHUT_WR)
+                assert sock.recv(1) == b"", "the stranger's lane was accepted"
+        assert len(tcp_pair.prompt.do(_loads, 2)) == LANES_PER_LINK
+        bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+        tcp_pair.prompt.do(_break_lanes, 2, 0)
+        wait_until(lambda: all(len(end.do(_loads, peer)) == LANES_PER_LINK for end, peer in ends))
+        bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+
+
+@pytest.mark.usefixtures("relay")
+def test_an_authenticated_link_has_no_more_lanes_than_others_when_all_prove_themselves_at_once(tcp_pair: Pair) -> None:
+    room = MAX_LANES - LANES_PER_LINK
+    assert tcp_pair.decoder.do(_prove_at_once, room + 2) == [b"\1"] * room + [b""] * 2
+    wait_until(lambda: len(tcp_pair.prompt.do(_loads, 2)) == LANES_PER_LINK)
+    bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+
+
+def _prove_at_once(world: World, lanes: int) -> list[bytes]:
+    """Prove the first lane when the last one has its nonce; return the answers, the refusals last."""
+    assert world.dd._engine is not None
+    dial = world.dd._engine.links.get(1).connection.shared._reconnect  # type: ignore[attr-defined]
+    (address, token), secret = dial.args, dial.keywords["secret"]
+    with ExitStack() as opened:
+        socks = [opened.enter_context(socket.create_connection(address, 10)) for _ in range(lanes)]
+        for sock in socks:
+            sock.sendall(LANE_PREAMBLE + token + bytes(NONCE_BYTES))
+        nonces = [sock.recv(NONCE_BYTES, socket.MSG_WAITALL) for sock in socks]
+        for sock, nonce in zip(socks, nonces, strict=True):
+            sock.sendall(hmac.digest(secret, b"proof" + bytes(NONCE_BYTES) + nonce + b"\1", "sha256"))
+        return sorted((sock.recv(1) for sock in socks), reverse=True)

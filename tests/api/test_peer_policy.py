@@ -472,7 +472,7 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ("{folder}", "is no regular file|cannot be read: Is a directory"),
         ("{folder}/list", "list': no JSON object of cluster ids: Expected `object`, got `array`"),
         ("{folder}/verb", "verb': '7'.*unknown field `read`"),
-        ("x\0y", "cannot be read: embedded null byte"),
+        ("x\0y", "NUL and lone surrogates are not allowed"),
     ],
 )
 def test_errors_of_a_policy_are_named_before_anything_happens(

@@ -9,7 +9,9 @@ import time
 from typing import TYPE_CHECKING
 
 from llm_datadist import LLMStatusCode
-from llm_datadist._links.credentials import new_secret
+from llm_datadist._links.credentials import Credentials, new_secret
+from llm_datadist.config import CredentialFiles
+from llm_datadist.integrations.references import ReferenceKeys
 from tests.support.authority import NOW, Authority, secret_file
 from tests.support.linking import (
     SUCCESS,
@@ -29,6 +31,8 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
     from tests.conftest import Pair
     from tests.support.world import World
@@ -100,6 +104,22 @@ def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_p
     assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
     shm_pair.link()
     assert time.monotonic() - began < 60
+
+
+def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = new_secret(tmp_path / "secrets", "0")
+    credentials, references = Credentials(CredentialFiles(secrets=file)), ReferenceKeys(file)
+    caplog.set_level("WARNING", "LLM_DATADIST")
+    began = time.monotonic()
+    for number in range(200):
+        file.write_text("junk" * (1 + number % 2))
+        credentials.session(server_side=False)
+        references.sign(b"")
+    most = 1 + int(time.monotonic() - began)
+    for name in ("credentials", "secrets of references"):
+        said = [each.getMessage() for each in caplog.records if f"the {name} cannot be read again" in each.getMessage()]
+        assert 1 <= len(said) <= most
+        assert f"line 1 of {file} is not of the form" in said[0]
 
 
 SECRET, OTHER = b"s" * 32, b"o" * 32

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
 from llm_datadist.doctor import peer
-from llm_datadist.doctor.finding import State
+from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
@@ -238,15 +239,51 @@ def test_clock_that_differs() -> None:
                 self.request.sendall(CLOCK.pack(time.time_ns() + 3600 * 10**9))
 
     with _listening(Ahead) as port:
-        finding = peer._clock("127.0.0.1", port - 1)
+        finding = peer._clock("127.0.0.1", port - 1, Deadline(60_000))
     assert finding.state is State.WARNING
     assert finding.value.startswith("+3600")
     assert "chronyc makestep" in finding.mend
 
 
+class _Dribble(socketserver.BaseRequestHandler):
+    """Answers with a byte now and then, none of which comes late: 50 clocks take 20 s, a stream longer than a day."""
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.request.recv(1)
+            while True:
+                self.request.sendall(b"\0")
+                time.sleep(0.05)
+
+
+def test_all_questions_to_a_peer_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_TOTAL_MS", 500)
+    here = _two_ports()
+    with _listening(_Dribble, here), _listening(_Dribble, here + 1):
+        found = _examined(here)
+        link = LinkStatistics(CLUSTER, "ready", "tcp", None, "", 1, "here", 0, 0, 0)
+        found["stream"] = _plain(peer._bandwidth(link, 1.0, "127.0.0.1", here, Deadline(500)))
+    _is(found["peer_clock"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
+    assert "peer_link" not in found
+    _is(found["stream"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
+    monkeypatch.setattr(peer, "_TOTAL_MS", 15_000)
+    with _served() as port:
+        found = _examined(port)
+    _is(found["peer_link"], State.OK, "", "")
+    _is(found["peer_pull"], State.PROBLEM, "within the 15 s of doctor --peer", "ss -ti dst")  # a pull may take 20 s
+
+
+def _examined(port: int) -> Found:
+    return {each.name: _plain(each) for each in peer.examine("127.0.0.1", port, {}, lambda _: None)}
+
+
+def _plain(finding: Finding) -> dict[str, str]:
+    return {"state": finding.state, "value": finding.value, "mend": finding.mend}
+
+
 def test_finding_of_pulls_that_took_for_ever() -> None:
     link = LinkStatistics(CLUSTER, "ready", "shm", "cma", "", 1, "here", 0, 0, 0)
-    finding = peer._bandwidth(link, 0.0, "127.0.0.1", 1)
+    finding = peer._bandwidth(link, 0.0, "127.0.0.1", 1, Deadline(60_000))
     assert finding.state is State.WARNING
     assert "llm.CopyThreads=4" in finding.mend
 
@@ -269,8 +306,8 @@ def test_port_that_is_taken_ends_serve_with_one_line() -> None:
 
 
 @contextmanager
-def _listening(handler: Any) -> Iterator[int]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+def _listening(handler: Any, port: int = 0) -> Iterator[int]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

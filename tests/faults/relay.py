@@ -39,6 +39,7 @@ Direction = Literal["up", "down"]
 Kind = Literal["control", "lane"]
 
 _CHUNK: Final = 1 << 16
+_REMEMBERED: Final = 256
 #: More than this on its way in one direction, and the sender has to wait.
 _BUFFER: Final = 1 << 20
 _CONNECT_SECONDS: Final = 5.0
@@ -93,11 +94,13 @@ class Carried:
 
     Attributes:
         kind: "control" or "lane", by its preamble; "control" until that is known.
+        said: The first bytes that have come from the dialer, in plain text or not.
         over: True once it has ended.
     """
 
     def __init__(self, dialer: socket.socket, listener: socket.socket) -> None:
         self.kind: Kind = "control"
+        self.said = b""
         self.over = False
         self._halves: dict[Direction, _Half] = {"up": _Half(dialer, listener), "down": _Half(listener, dialer)}
         self._first: bytes | None = b""  # None once the kind is known
@@ -277,6 +280,8 @@ class Relay:
             data = half.read()
         except BlockingIOError:
             return
+        if direction == "up":
+            carried.said += data[: _REMEMBERED - len(carried.said)]
         if direction == "up" and carried._first is not None:
             carried._first += data
             if len(carried._first) < PREAMBLE_BYTES and data:

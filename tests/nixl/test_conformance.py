@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, plan_row
+from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, Refused, _encode
 from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferAborted, TransferFailed
 from llm_datadist.testing import TransportConformance
@@ -133,6 +134,33 @@ class TestNixl(TransportConformance):
         connection.write(PLAN, tensors_over(np.full(64, 3, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert (peer.peek(1)[:64] == 3).all()
 
+    @pytest.mark.parametrize("verb", ["read", "write"])
+    def test_an_agent_that_ends_for_another_transfer_costs_a_transfer_nothing(
+        self, peer: Peer, connection: SocketConnection, verb: str
+    ) -> None:
+        """It ends after the peer was asked: the memory is registered again, and metadata are sent again."""
+        data, end = np.full(64, 3, np.uint8), connection.receiver if verb == "read" else connection.sender
+        remote = beginning_of(peer, connection, 1, 64, writable=True)
+        move = getattr(connection, verb)
+        move(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))  # so that either end knows the other's agent
+        peer.poke(1, np.full(64, 5, np.uint8))
+        wire, ask, asked = connection.nixl.wire, connection.nixl.wire.ask, []
+
+        def ends_an_agent(link: object, data: bytes, deadline: Deadline) -> bytes:
+            asked.append(data)
+            if len(asked) > 1:
+                return ask(link, data, deadline)
+            answer = _encode(Refused(_UNKNOWN_RECEIVER, "", False)) if verb == "read" else ask(link, data, deadline)
+            end.end()
+            return answer
+
+        wire.ask = ends_an_agent  # type: ignore[method-assign]
+        move(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        assert len(asked) > 1
+        assert (data == (5 if verb == "read" else 3)).all()
+        assert (peer.peek(1)[:64] == data).all()
+        assert not peer.peek(1)[64:].any()
+
 
 @pytest.fixture
 def process() -> Iterator[NixlPeerProcess]:
@@ -201,7 +229,7 @@ def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
     def write(index: int) -> None:
         assert sender.load(receivers[index].address(""))
         here, there = (np.array([[each.ctypes.data, 64, 0]], np.uint64) for each in (source, target[index]))
-        assert sender.move("WRITE", receivers[index].name, here, there, lambda: False, Progress())
+        sender.move("WRITE", receivers[index].name, here, there, lambda: None, Progress())
 
     for index in range(6):
         write(index)
@@ -227,6 +255,27 @@ def test_a_kept_exception_keeps_no_agent() -> None:
     assert len(os.listdir("/proc/self/fd")) > len(before)
     agent.end()
     assert (os.listdir("/proc/self/fd"), kept.value.__traceback__ is None) == (before, False)
+    with pytest.raises(NixlFailed) as kept:
+        Agent("tcp", progress=True, pools=[(0, -1)])
+    assert (os.listdir("/proc/self/fd"), kept.value.__traceback__ is None) == (before, False)
+
+
+def test_one_thread_asks_what_is_registered_while_another_registers() -> None:
+    """The first deallocates, the second transfers."""
+    rows = np.zeros((3, 64), np.uint8)
+    agent = Agent("tcp", progress=False)
+
+    class Slow(set[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for each in super().__iter__():
+                agent.cover(*_span(rows[2]))
+                yield each
+
+    agent.cover(np.array([rows[0].ctypes.data, rows[1].ctypes.data], np.uint64), 64)
+    agent._others = Slow(agent._others)
+    assert agent.covers_any([rows[1].ctypes.data])
+    assert agent.covers_any([rows[2].ctypes.data])
+    agent.end()
 
 
 def _span(array: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], int]:

@@ -78,7 +78,7 @@ def mend_metadata(world: World) -> None:
 def fail_transfers(world: World) -> None:
     """Let every transfer that this end starts fail inside NIXL."""
 
-    def failing(self: nixl_agent.Agent, *_: object) -> bool:
+    def failing(self: nixl_agent.Agent, *_: object) -> None:
         raise nixl_agent.NixlFailed("NIXL_ERR_BACKEND")
 
     world.memory["move"] = nixl_agent.Agent.move
@@ -92,9 +92,8 @@ def hurry_owner(world: World) -> None:
         self, msgspec.structs.replace(ask, budget_ms=50), reply
     )
 
-    def waiting(self: nixl_agent.Agent, *arguments: Any) -> bool:
-        wait_until(arguments[4])  # until it is to stop
-        return False
+    def waiting(self: nixl_agent.Agent, *arguments: Any) -> None:
+        wait_until(lambda: not arguments[4]())  # which raises once it is to stop
 
     nixl_agent.Agent.move = waiting  # type: ignore[assignment]
 

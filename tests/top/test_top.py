@@ -22,6 +22,7 @@ from llm_datadist._statistics_page import PageError, StatisticsPage, instances, 
 from llm_datadist.cli.top_rows import NOTHING
 from llm_datadist.cli.top_screen import Top
 from llm_datadist.cli.top_source import Remote, SourceError
+from tests.doctor.hosts import needs
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
@@ -370,6 +371,34 @@ def test_root_is_not_shown_what_another_user_publishes() -> None:
             assert read_page(opened.fileno())["pid"] == 4_000_000_000
         process.communicate()
     assert 4_000_000_000 not in shown
+
+
+_FIFO = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+if libc.mount(b"none", b"/mnt", b"tmpfs", 0, None):
+    sys.exit("no file system can be mounted")
+fifo = "/mnt/memfd:llm-datadist-statistics x"
+os.mkfifo(fifo)
+kept = os.open(fifo, os.O_PATH)
+libc.umount2(b"/mnt", 2)  # MNT_DETACH: the name in /proc begins at the root of what was mounted
+print(os.readlink(f"/proc/self/fd/{kept}"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_fifo_that_is_named_like_a_page_is_not_opened() -> None:
+    """It belongs to another user if the test runs as root: nobody writes into it, so who opens it waits."""
+    other = needs("setpriv", "--reuid=1234", "--regid=1234", "--clear-groups") if os.geteuid() == 0 else ()
+    command = [*needs(*other, "unshare", "-Urm"), "/usr/bin/python3", "-c", _FIFO]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "/memfd:llm-datadist-statistics x\n"
+            assert process.pid not in _once()
+        finally:
+            process.kill()
 
 
 def test_the_page_follows_by_itself(shm_pair: Pair) -> None:

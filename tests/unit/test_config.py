@@ -8,15 +8,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist.config import INSECURE_VARIABLE, LLMConfig, LlmConfig, Options, PoolOptions, parse_listen_ip_info
+from llm_datadist.config import (
+    INSECURE_VARIABLE,
+    CredentialFiles,
+    LLMConfig,
+    LlmConfig,
+    Options,
+    PoolOptions,
+    parse_listen_ip_info,
+)
 from llm_datadist.types.enums import LLMRole
+from tests.support.moves import wait_until
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.covers(
     "LLMConfig*", "ge: *", "llm: *", "parse_listen_ip_info", "Options.parse", "PoolOptions.parse", "check_buf_pool"
@@ -399,3 +412,15 @@ def test_buffer_pool_text_is_checked_and_has_no_effect() -> None:
     ):
         wrong += [({"buf_cfg": [buf | {field: value}]}, (field, repr(value))) for value in values]
     refuse_texts(DEVICE, key, ("{", ("JSON",)), *[(json.dumps(value), parts) for value, parts in wrong])
+
+
+def test_a_credentials_file_that_is_written_is_seen_though_its_size_and_time_stay(tmp_path: Path) -> None:
+    files = CredentialFiles(secrets=tmp_path / "secrets")
+
+    def written(text: str) -> tuple[object, ...]:
+        (tmp_path / "secrets").write_text(text)
+        os.utime(tmp_path / "secrets", (1, 1))
+        return files.stamp()
+
+    before = written("a" * 40)
+    wait_until(lambda: written("b" * 40) != before)  # the kernel's times have steps of some milliseconds

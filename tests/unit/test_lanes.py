@@ -22,6 +22,8 @@ from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
     MAX_RUNS,
+    NONCE_BYTES,
+    TOKEN_BYTES,
     LaneGrant,
     LaneGroup,
     Lanes,
@@ -43,6 +45,7 @@ from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
 from tests.support.moves import wait_until
 from tests.support.sealing import FAR_KEYS, NEAR_KEYS
+from tests.support.strangers import listener
 
 from . import twin
 from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
@@ -209,10 +212,22 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
         threading.Timer(0.2, cancelled.cancel).start()
         place = r"data lanes to 127\.0\.0\.1"
         for deadline, text in ((Deadline(50), place), (Deadline(0), place), (cancelled, "cancelled by its caller")):
-            with pytest.raises(DeadlineExceeded, match=text):
-                dial_lanes(silent.getsockname(), bytes(16), 2, deadline)
+            for secret in (b"", bytes(32)):
+                with pytest.raises(DeadlineExceeded, match=text):
+                    dial_lanes(silent.getsockname(), bytes(16), 2, deadline, secret=secret)
     with pytest.raises(LinkRefused, match="cannot connect"):
         dial_lanes(("127.0.0.1", 1), bytes(16), 1, Deadline(5000))
+
+
+@pytest.mark.parametrize("answer", [b"", bytes(15), bytes(16), bytes(17)])
+def test_a_listener_that_goes_away_or_refuses_after_its_nonce_is_a_refusal(answer: bytes) -> None:
+    def behave(sock: socket.socket) -> None:
+        sock.recv(len(LANE_PREAMBLE) + TOKEN_BYTES + NONCE_BYTES, socket.MSG_WAITALL)
+        sock.sendall(answer)
+        sock.shutdown(socket.SHUT_WR)
+
+    with listener(behave) as port, pytest.raises(LinkRefused, match="does not know this session"):
+        dial_lanes(("127.0.0.1", port), bytes(16), 1, Deadline(20_000), secret=bytes(32))
 
 
 # Large and small transfers over the lanes of one link, against a peer that is played by hand

@@ -1,28 +1,48 @@
-"""The owner's side of the transport nixl, with agents that move nothing: what a peer's requests may cost."""
+"""The transport nixl with agents that move nothing: what a peer's requests and answers may cost."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import msgspec
+import numpy as np
 import pytest
 
+from llm_datadist._deadline import Deadline
+from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._transport.nixl import _AGAIN, _OVERDUE, Ask, Done, Granted, Moved, Refused
+from llm_datadist._native.signals import hold_signals, put_off
+from llm_datadist._transport.nixl import (
+    _AGAIN,
+    _OVERDUE,
+    Ask,
+    Done,
+    Granted,
+    Moved,
+    Nixl,
+    NixlConnection,
+    Refused,
+    _ask_decoder,
+)
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist.errors import LLMStatusCode, ProtocolError
+from llm_datadist.errors import DeadlineExceeded, LLMStatusCode, ProtocolError
+from llm_datadist.testing.scene import tensors_over
 from tests.faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    import numpy as np
     from numpy.typing import NDArray
 
+    from llm_datadist._transport.lanes import LaneGrant, LaneRequest
     from llm_datadist._transport.nixl_agent import Progress
 
 encode = msgspec.msgpack.Encoder().encode
@@ -40,14 +60,14 @@ class SlowAgent(StillAgent):
         peer: str,
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
-        stop: Callable[[], bool],
+        turn: Callable[[], object],
         progress: Progress,
-    ) -> bool:
+    ) -> None:
         """Wait for the order to stop."""
         MOVING.set()
-        while not stop():
+        while True:
+            turn()
             time.sleep(1e-3)
-        return False
 
 
 class NamedAgent(StillAgent):
@@ -199,3 +219,200 @@ def test_nothing_waits_for_a_thread_that_has_ended() -> None:
         connection.server.on_request(encode(ask(2, write=True)), answers.append)
         assert connection.server._served == {}
         connection._pushed.users = 0
+
+
+class CountingAgent(NamedAgent):
+    """An agent that counts how often bytes may come in, and knows all tensors."""
+
+    polls = 0
+
+    def receive(self) -> None:
+        """Count it."""
+        CountingAgent.polls += 1
+        super().receive()
+
+    def covers_any(self, bases: list[int]) -> bool:
+        """Know them."""
+        return True
+
+
+class Tagged:
+    """Grants as the owner it stands before, under one tag after the other."""
+
+    def __init__(self, owner: Any, tags: Iterator[int]) -> None:
+        self._owner = owner
+        self._tags = tags
+
+    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+        granted: LaneGrant = self._owner.on_read(link, request)
+        return replace(granted, tag=next(self._tags))
+
+    on_write = on_read
+
+    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+        raise AssertionError("there are no lanes here")
+
+
+def in_time(call: Callable[..., object], *arguments: object) -> bool:
+    """Call it in a thread of its own; return False if it has not ended in 30 seconds."""
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["a push that is granted", "a pull that waits"])
+def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -> None:
+    """However long that may take, as its peer says."""
+    answers: list[bytes] = []
+    MOVING.clear()
+
+    class StuckAgent(NamedAgent, SlowAgent):
+        pass
+
+    with serving(StuckAgent) as connection:
+        nixl, server = connection.nixl, connection.server
+        nixl.handler = Tagged(nixl.handler, iter([TAG, 8] if held else [8, TAG]))
+        for move in (1, 2):
+            server.on_request(encode(ask(move, write=held and move == 1, budget_ms=2**62)), answers.append)
+        assert MOVING.wait(10)
+        assert in_time(server.quiesce, TAG)
+        if held:
+            assert connection._pushed.users == 0
+        assert in_time(server.quiesce, 8)
+        wait_until(lambda: len(answers) == 2)
+
+
+def test_a_finalizer_in_the_thread_that_serves_takes_memory_back_and_ends_the_link() -> None:
+    """It runs once a request is over, and nothing comes after that it could wait for."""
+    answers: list[bytes] = []
+    seen: list[object] = []
+    with serving(CountingAgent) as connection:
+        server, pushed = connection.server, connection._pushed
+        server.on_request(encode(ask(1, write=True)), answers.append)
+        wait_until(lambda: len(answers) == 1)
+        granted = answer_of(answers[0])
+        assert isinstance(granted, Granted)
+
+        def give_back() -> None:
+            server.quiesce(TAG)
+            seen.append((pushed.users, pushed.is_agent(granted.receiver.name)))
+            connection.abort()
+            server.join()
+            seen.append(pushed._closed)
+
+        @hold_signals
+        def finalizer(data: bytes) -> None:
+            assert put_off(give_back)
+
+        server.on_request(encode(ask(2)), finalizer)
+        wait_until(lambda: len(seen) == 2)
+        assert seen == [(0, False), True]
+
+
+def test_pushed_bytes_come_in_while_the_owner_waits_for_its_sender() -> None:
+    """A push of its own may have it, which ends once the peer, that may wait likewise, lets its bytes come in."""
+    answers: list[bytes] = []
+    with serving(CountingAgent) as connection:
+        server = connection.server
+        server.on_request(encode(ask(1, write=True)), answers.append)
+        wait_until(lambda: len(answers) == 1)
+        with connection.sender.using(lambda: 1.0):
+            server.on_request(encode(ask(2)), answers.append)
+            wait_until(server._queue.empty)
+            before = CountingAgent.polls
+            wait_until(lambda: CountingAgent.polls > before + 100)
+            assert len(answers) == 1
+
+
+def test_the_thread_that_receives_does_not_poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bytes] = []
+    sleeps: list[bool] = []
+
+    class Watched(SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            sleeps.append(bool(timeout))
+            return super().get(block, timeout)
+
+        def get_nowait(self) -> Any:
+            sleeps.append(False)
+            return super().get_nowait()
+
+    monkeypatch.setattr("llm_datadist._transport.nixl._BUSY_SECONDS", 0.01)
+    with serving() as connection:
+        connection.server._queue = Watched()
+        connection.server.on_request(encode(ask(1, write=True)), answers.append)
+        wait_until(lambda: sum(sleeps) > 50)
+        since = sleeps[sleeps.index(True) :]
+    assert all(since[:50])
+
+
+def test_a_link_without_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving() as connection:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError):
+                connection.server.on_request(encode(ask(1, write=True)), lambda answer: None)
+        assert in_time(connection.server.quiesce, TAG)
+        connection.abort()
+        assert in_time(connection.server.join)
+        assert connection.sender._closed
+
+
+def test_memory_that_a_transfer_uses_is_forgotten_once_it_is_over() -> None:
+    with serving(CountingAgent) as connection:
+        with connection.sender.using(lambda: 1.0) as agent:
+            assert in_time(connection.sender.forget, [1])
+            assert connection.sender.is_agent(agent.name)
+        assert not connection.sender.is_agent(agent.name)
+
+
+# The initiator
+
+
+class Peer:
+    """Grants every push and answers what is done by one answer; takes a push that goes on beyond it for given up."""
+
+    def __init__(self, answer: Moved | Refused) -> None:
+        self._answer = answer
+        self.told: list[object] = []
+
+    def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
+        if isinstance(request := _ask_decoder.decode(data), Ask):
+            return encode(Granted(request.move, Address("theirs", 1, b"metadata", "1"), bytes(8), bytes(8)))
+        return encode(self._answer)
+
+    def tell(self, link: object, data: bytes) -> None:
+        self.told.append(_ask_decoder.decode(data))
+
+
+def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
+    with (
+        mock.patch("llm_datadist._transport.nixl.Agent", agent),
+        NixlConnection(Nixl(peer, mock.sentinel.nobody, []), "tcp", writable=True) as connection,
+    ):
+        remote = connection.map(np.array([PRIVATE], np.uint32), np.zeros(1, np.uint64), 64, writable=True)
+        plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
+        connection.write(plan, tensors_over(np.zeros(64, np.uint8)), remote, None, deadline)
+
+
+def test_the_owner_is_told_of_every_push_that_is_given_up() -> None:
+    """Else it keeps its memory for a peer that does not come any more."""
+    deadline = Deadline(60_000, cancellable=True)
+
+    class LastMoment(StillAgent):
+        def move(self, *_: object) -> None:
+            deadline.cancel()
+
+    peer = Peer(Moved(""))
+    with pytest.raises(DeadlineExceeded):
+        push(LastMoment, peer, deadline)
+    assert peer.told == [Done(1, good=False)]
+
+
+def test_what_did_not_move_is_no_success_whatever_the_peer_says() -> None:
+    with pytest.raises(ProtocolError, match="answered with Moved"):
+        push(FailingAgent, Peer(Moved("")), Deadline(60_000))

@@ -52,6 +52,17 @@ def test_what_is_no_reference_is_refused(file: Path, odd: Any) -> None:
         ReferenceKeys(file).read(odd)
 
 
+@pytest.mark.parametrize("text", [b"A", b"AA=", b"AAAAA"])
+def test_a_signed_payload_that_is_no_base64_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("base64.urlsafe_b64encode", lambda payload: payload)
+        reference, _ = ReferenceKeys(file).sign(text)
+    with pytest.raises(ParamError, match=r"^reference: not of the form"):
+        ReferenceKeys(file).read(reference)
+
+
 def test_a_refusal_names_the_keys(file: Path, tmp_path: Path) -> None:
     other = new_secret(tmp_path / "other", "one")
     mine, theirs = read_secrets(file)[0].digest, read_secrets(other)[0].digest
@@ -80,6 +91,9 @@ def test_the_secret_of_the_links_signs_else_an_own_one_else_one_of_this_user(fil
     assert secret_file(None, links) == (file, "llm.AuthSecretFile")
     assert secret_file(str(file), {}) == (file, "reference_secret_file")
     assert secret_file(str(file), {"llm.Insecure": "1"}) == (file, "reference_secret_file")
+    for odd in ("/a\0b", "\ud800"):
+        with pytest.raises(ParamError, match=r"reference_secret_file: .* NUL and lone surrogates are not allowed"):
+            secret_file(odd, {})
     with pytest.raises(ParamError, match=r"reference_secret_file=.*llm\.AuthSecretFile signs"):
         secret_file(str(file), links)
 

@@ -12,7 +12,7 @@ import stat
 import struct
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,9 +197,13 @@ def test_a_folder_loses_the_socket_files_of_killed_processes_only_and_one_that_c
     note.write_text("not a socket")
     with staged(str(socket_folder)) as living, staged(str(socket_folder)) as second:
         assert set(socket_folder.iterdir()) == {note, Path(living.listener.name), Path(second.listener.name)} - {stale}
-        for folder in (socket_folder / "missing", socket_folder / ("x" * 120)):
-            with unchanged(), pytest.raises(ParamError, match=r"llm\.ShmSocketDir"):
+        for _ in range(2):
+            living.on_loop()  # the second has dialled it, to see whether it lives
+        (long := socket_folder / ("x" * 90)).mkdir()
+        for folder, rule in ((socket_folder / "missing", "No such file"), (long, "107 bytes at most")):
+            with unchanged(), pytest.raises(ParamError, match=rf"llm\.ShmSocketDir.*{rule}"):
                 SameHostListener(living.ours, str(folder))
+        long.rmdir()
         with unchanged(), pytest.warns(ResourceWarning, match="unclosed <SameHostListener"):
             SameHostListener(living.ours, str(socket_folder))
     assert list(socket_folder.iterdir()) == [note]
@@ -254,8 +258,9 @@ def test_a_dialer_that_leaves_before_the_answer(stage: Stage) -> None:
     stage.expect()
     with unchanged():
         gate = threading.Event()
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
         with stage.raw() as sock:
+            stage.pending(1)
+            stage.loop.call_soon_threadsafe(gate.wait, 10)
             send(sock, stage.hello(), stage.fds)
         gate.set()
         result = stage.results.get(timeout=10)
@@ -404,6 +409,11 @@ def test_deadlines_of_a_dialer(stage: Stage) -> None:
         with liar(lambda sock: gate.wait(10)) as name:
             late(name, 30)
             gate.set()
+        gate.clear()
+        stage.loop.call_soon_threadsafe(gate.wait, 10)
+        late(stage.listener.name, 30)  # it has not admitted us
+        gate.set()
+        stage.on_loop()
         kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
         with socket.socket(*kind) as server, socket.socket(*kind) as first:
             server.bind("\0llm-datadist-full")
@@ -520,6 +530,86 @@ def refuse(reason: str, *_: object) -> None:
     raise LinkRefused(reason)
 
 
+@pytest.mark.parametrize("option", [rendezvous._SO_PASSRIGHTS, 9999], ids=["newer kernel", "older kernel"])
+@pytest.mark.parametrize("at", ["in a packet", "behind 34 others", "in a second packet"])
+def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
+    at: str, option: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is: the kernel closes also what it has no room for, and what was never received."""
+    monkeypatch.setattr(rendezvous, "_SO_PASSRIGHTS", option)
+
+    def send_all(sock: socket.socket, token: bytes) -> None:
+        if at == "in a second packet":
+            send(sock, stage.hello(token=token), stage.fds)
+        socket.send_fds(sock, [b"x"], [0] * 34 * (at == "behind 34 others") + [fd])
+        os.close(fd)
+
+    with staged() as stage, lingering() as (fd, _), stage.raw() as sock:
+        stage.pending(1)
+        stage.expect()
+        gate = threading.Event()
+        stage.loop.call_soon_threadsafe(gate.wait, 10)
+        send_all(sock, TOKEN)
+        gate.set()
+        for _ in range(3):
+            stage.on_loop()
+        if at == "in a second packet":
+            stage.results.get(timeout=10).close()  # type: ignore[union-attr]
+            stage.expect()
+        stage.links()
+        stage.listener.close()
+    gate = threading.Event()
+
+    class LateDeadline(Deadline):
+        """Of a dialer that looks for the answer when all of it has come."""
+
+        def ready(self, sock: socket.socket, event: int) -> bool:
+            return gate.wait(10) and super().ready(sock, event)
+
+    def answer(sock: socket.socket) -> None:
+        send_all(sock, OTHER_TOKEN)
+        gate.set()
+
+    with staged() as stage, ThreadPoolExecutor(1) as threads, lingering() as (fd, _), liar(answer) as name:
+        dialling = threads.submit(exchange_memory, name, TOKEN, stage.ours, LateDeadline(10_000))
+        with pytest.raises(LinkRefused):
+            dialling.result(10)
+
+
+def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -> None:
+    gate = threading.Event()
+    with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
+        stage.pending(2)
+        stage.loop.call_soon_threadsafe(gate.wait, 10)
+        stage.loop.call_soon_threadsafe(stage.listener.close)
+        socket.send_fds(first, [b"x"], [fd])
+        os.close(fd)
+        gate.set()
+        assert second.recv(100) == b""
+
+
+def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of descriptors, the kernel would close what it cannot give us in the thread that receives."""
+    monkeypatch.setattr(rendezvous, "_MAX_CLOSING", 5)
+    monkeypatch.setattr(samehost, "_ACCEPT_PAUSE_S", 0.05)
+    with staged() as stage:
+        with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
+            stage.pending(2)
+            gate = threading.Event()
+            stage.loop.call_soon_threadsafe(gate.wait, 10)
+            socket.send_fds(first, [b"x"], [0, 0, 0, 0, fd])
+            os.close(fd)
+            gate.set()
+            stage.pending(1)
+            stage.expect()
+            send(second, stage.hello(), stage.fds)
+            with pytest.raises(ConnectionResetError):  # closed, with the packet in it
+                second.recv(100)
+        stage.links()
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
 def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, socket_folder: Path) -> None:
     exports = new_exports(writable=False)
@@ -529,4 +619,26 @@ def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, sock
     socket_folder.chmod(mode | stat.S_ISVTX)
     with closing(SameHostListener(exports, str(socket_folder))) as listener:
         assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
+    close_exports(exports)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user, and become one")
+@pytest.mark.parametrize(
+    ("owner", "user", "refused"), [(1234, 0, True), (4321, 1234, True), (1234, 1234, False), (0, 1234, False)]
+)
+def test_a_folder_of_another_user_is_refused_unless_it_is_roots(
+    owner: int, user: int, refused: bool, socket_folder: Path
+) -> None:
+    exports = new_exports(writable=False)
+    socket_folder.chmod(0o1777)
+    os.chown(socket_folder, owner, owner)
+    os.seteuid(user)
+    try:
+        with (
+            pytest.raises(ParamError, match=rf"llm\.ShmSocketDir.*belongs to uid {owner}") if refused else nullcontext()
+        ):
+            SameHostListener(exports, str(socket_folder)).close()
+    finally:
+        os.seteuid(0)
+    assert list(socket_folder.iterdir()) == []
     close_exports(exports)

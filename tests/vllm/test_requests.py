@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm import engines, worker
-from llm_datadist.integrations.vllm.offers import Endpoint, Offer
+from llm_datadist.integrations.vllm.offers import Endpoint, Offer, Orders
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.worker import Worker
 from tests.support.moves import wait_until
@@ -175,6 +175,17 @@ def test_an_engine_that_listens_nowhere_offers_nothing(make: Callable[..., Engin
     assert make("decode").prefill("one", {"do_remote_decode": True}, [1, 2, 3]) is None
 
 
+def test_tokens_in_place_of_embeddings_are_neither_offered_nor_fetched(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    mixed = asked("mixed", {"do_remote_decode": True}, PROMPT)
+    mixed.prompt_embeds = torch.zeros(len(PROMPT), 8)
+    mixed.status, mixed.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(PROMPT)
+    assert prefill.scheduler.finished(mixed, ([1, 2, 3],)) == (False, None)
+    mixed.kv_transfer_params = offered(prefill, "tokens", [1, 2, 3])
+    decode.scheduler.on_new_request(mixed)
+    assert decode.scheduler.take_orders().claims == {}
+
+
 def test_a_reference_that_is_refused_costs_no_order_but_its_own_failure(make: Callable[..., Engine]) -> None:
     prefill, decode = make("prefill"), make("decode")
     params = offered(prefill, "one", [1, 2, 3])
@@ -218,6 +229,14 @@ def signed(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return params | {"datadist": msgspec.structs.replace(offer, **changes).sign(keys)[0]}
 
 
+def test_orders_which_vllm_logs_when_a_step_fails_show_no_token() -> None:
+    offer: Any = None
+    token = bytes(range(16))
+    shown = repr(Orders(claims={"a": (offer, token)}, drops=["b"], grants={"c": (token, [1])}))
+    assert "drops=['b']" in shown
+    assert repr(token) not in shown
+
+
 def test_signed_references_without_grants_keep_no_other_request_waiting(make: Callable[..., Engine]) -> None:
     prefill, decode = make("prefill"), make("decode")
     params = offered(prefill, "first", [1, 2, 3])
@@ -242,6 +261,14 @@ def test_another_process_than_that_of_the_reference_is_not_read(make: Callable[.
     assert decode.kv.count_nonzero() == 0
     assert decode.worker._datadist.statistics().links == (), "it is linked to a process that it must not believe"
     assert comes(prefill, decode, "honest")
+
+
+def test_a_reference_of_another_process_cuts_no_link(make: Callable[..., Engine]) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    assert comes(prefill, decode, "honest")
+    elsewhere: Endpoint = msgspec.structs.replace(prefill.scheduler._ranks[0], incarnation="0" * 32)
+    assert not decode.fetched("wrong", signed(offered(prefill, "first", [1, 2, 3]), ranks=[elsewhere]), [1, 2, 3])
+    assert decode.worker._datadist.explain(prefill.worker._cluster_id).state == "ready"
 
 
 def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(

@@ -11,8 +11,8 @@ Two ways, one mechanism:
 So a shared secret is proven by the TLS handshake itself, and never sent. The file has one secret a line, ``id base64``;
 secrets have 32 bytes at least, because whoever talks to a listener can try short ones at home.
 
-Threads: any; a lock guards the contexts. A file that is bad when it is read again is logged, and the contexts of before
-stay: a rotation that goes wrong ends no link.
+Threads: any; a lock guards the contexts. A file that is bad when it is read again is logged, at most once a second, and
+the contexts of before stay: a rotation that goes wrong ends no link.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ import os
 import secrets
 import ssl
 import stat
-import tempfile
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._links.seal import Seal
 from llm_datadist._log import logger
+from llm_datadist._memory.segment import new_memfd
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
 from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, ParamError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -44,7 +47,9 @@ if TYPE_CHECKING:
 
     from llm_datadist.config import CredentialFiles
 
-__all__ = ["CLUSTER_URI", "Credentials", "Secret", "new_secret", "read_secrets"]
+__all__ = ["CLUSTER_URI", "Credentials", "Kept", "Secret", "new_secret", "read_secrets"]
+
+T = TypeVar("T")
 
 CLUSTER_URI: Final = "datadist://cluster/"
 """Before a cluster id, or ``*``, in the URIs of a certificate."""
@@ -129,6 +134,38 @@ def _parse(line: str, what: str) -> Secret:
     return Secret(parts[0], value)
 
 
+class Kept(Generic[T]):
+    """What was read of files, read again once they have changed; what was read before stays where that fails.
+
+    Args:
+        files: Where it is.
+        read: Reads it; called now, too.
+        what: Its name in the log.
+    """
+
+    def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
+        self._files, self._read, self._what = files, read, what
+        self._lock = threading.Lock()  # guards all below
+        self._quiet_until = 0.0
+        self._stamp: tuple[object, ...] = ()
+        with suppress(OSError):  # ``read`` says it better
+            self._stamp = files.stamp()
+        self._value = read()
+
+    def current(self) -> T:
+        """Return the newest that could be read. What is wrong is logged, at most once a second."""
+        with self._lock:
+            try:
+                if (stamp := self._files.stamp()) != self._stamp:
+                    self._value, self._stamp = self._read(), stamp
+                    logger.info("the %s have changed: the new ones are used from now on", self._what)
+            except (OSError, LLMException) as error:
+                if (now := time.monotonic()) >= self._quiet_until:
+                    self._quiet_until = now + 1
+                    logger.warning("the %s cannot be read again, those of before stay: %s", self._what, error)
+            return self._value
+
+
 class Credentials:
     """The credentials of one process.
 
@@ -142,9 +179,7 @@ class Credentials:
 
     def __init__(self, files: CredentialFiles) -> None:
         self._files = files
-        self._lock = threading.Lock()  # guards the two below
-        self._stamp = _stamped(files)
-        self._contexts = _contexts(files)
+        self._current = Kept(files, partial(_contexts, files), "credentials").current
 
     def session(self, *, server_side: bool) -> Seal:
         """Return a new session for one connection."""
@@ -157,26 +192,6 @@ class Credentials:
         names = seal.names()
         if not {f"{CLUSTER_URI}{cluster_id}", f"{CLUSTER_URI}*"}.intersection(names):
             raise AuthFailed(f"it says it is cluster {cluster_id}, its certificate names {', '.join(names) or 'none'}")
-
-    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        with self._lock:
-            try:
-                stamp = self._files.stamp()
-                if stamp != self._stamp:
-                    self._contexts = _contexts(self._files)
-                    self._stamp = stamp
-                    logger.info("the credentials have changed: new handshakes use the new ones")
-            except (OSError, LLMException) as error:
-                logger.warning("the credentials have changed and cannot be used, those of before stay: %s", error)
-            return self._contexts
-
-
-def _stamped(files: CredentialFiles) -> tuple[object, ...]:
-    try:
-        return files.stamp()
-    except OSError as error:
-        option = AUTH_SECRET if files.secrets is not None else f"{TLS_CERT}, {TLS_KEY}, {TLS_CA}"
-        raise ParamError(f"{option}: {error.filename} cannot be read: {error.strerror}") from None
 
 
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -246,11 +261,13 @@ class _Derived:
 
     def load(self, context: ssl.SSLContext) -> None:
         context.load_verify_locations(cadata=self._authorities)
-        # Python's ssl takes a key from a file only: one that no other process can open, and that is gone at once.
-        with tempfile.TemporaryFile() as file:
-            file.write(self._chain)
-            file.flush()
-            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        # Python's ssl takes a key from a file only: one that is on no disk, and gone at once.
+        try:
+            with os.fdopen(new_memfd("llm-datadist-key"), "wb", buffering=0) as file:
+                file.write(self._chain)
+                context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        except OSError as error:
+            raise LLMException(f"{AUTH_SECRET}: a certificate needs memfd_create and /proc: {error}") from None
 
 
 def _seed(secret: bytes) -> bytes:

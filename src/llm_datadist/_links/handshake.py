@@ -48,8 +48,8 @@ from llm_datadist._transport.connect import LANES_PER_LINK, ConnectionBuilder, P
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
     TOKEN_BYTES,
-    LaneSocket,
     accept_lane,
+    check_lane,
     dial_lanes,
     read_lane_greeting,
 )
@@ -734,12 +734,15 @@ class Listener:
 
     async def _take_lane(self, sock: socket.socket) -> None:
         """A data lane of a link that is there, or about to be."""
-        lanes = self._endpoint.lanes
-        token = await read_lane_greeting(self._control.loop, sock)
-        group = lanes.find(token)
-        keys = await accept_lane(self._control.loop, sock, group.secret)
+        lanes, loop = self._endpoint.lanes, self._control.loop
+        token = await read_lane_greeting(loop, sock)
+        lane = await check_lane(loop, sock, lanes.find(token).secret)
+        if lane is None:
+            raise AuthFailed("it does not know the secret of the link that its data lane is for")
+        group = lanes.find(token)  # again: meanwhile its link may have ended, or have got its last lane
+        await accept_lane(loop, sock)
         self._greetings.pop(sock, None)
-        lanes.add(group, LaneSocket(sock, keys))
+        lanes.add(group, lane)
 
     def _check(self, handshake: _Handshake) -> None:
         mine, hello = self._endpoint, handshake.hello

@@ -400,22 +400,10 @@ class ClaimEnded(Message, frozen=True):
 
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | UnlinkAck | UnlinkCancel
-_TRANSFER = (
-    Resolve
-    | Resolved
-    | Failed
-    | Release
-    | Consumed
-    | Locate
-    | Located
-    | Verify
-    | Verified
-    | LanesLost
-    | NixlAsk
-    | NixlSaid
-)
+_TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
+_LANES = LanesLost | NixlAsk | NixlSaid
 _GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
-_ANY = _HANDSHAKE | _LINK | _TRANSFER | _GRANTS
+_ANY = _HANDSHAKE | _LINK | _TRANSFER | _LANES | _GRANTS
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_ANY)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.seal import Seal
 
-__all__ = ["Renewal"]
-
 _INITIATOR, _TARGET = b"initiator", b"target"  # of the link, whichever end asks
 
 

@@ -15,8 +15,6 @@ from typing import Final
 
 from llm_datadist.errors import AuthFailed
 
-__all__ = ["MAX_HANDSHAKE_BYTES", "Seal"]
-
 #: What the other end may send before it is authenticated: a certificate of an elliptic curve and its issuer's fit well.
 MAX_HANDSHAKE_BYTES: Final = 4096
 

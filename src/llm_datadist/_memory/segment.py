@@ -121,7 +121,7 @@ class SharedSegment(Segment):
         if huge_pages:
             huge.check_size(name, nbytes)
         try:
-            fd = _new_memfd(name)
+            fd = new_memfd(name)
             try:
                 # Created with 0666: a peer of another user could open what it was given for reading again, for writing.
                 os.fchmod(fd, 0o600)
@@ -203,7 +203,7 @@ class ExternalSegment(Segment):
         super().__init__("external", AddressRange(address, nbytes, writable=True))
 
 
-def _new_memfd(name: str) -> int:
+def new_memfd(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)

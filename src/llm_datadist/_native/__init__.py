@@ -104,12 +104,7 @@ def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
 
 
 def execute(
-    plan: Plan,
-    dst: Tensors,
-    src: Tensors,
-    pool: CopyPool | None,
-    deadline_ns: int,
-    cancelled: bytearray | None = None,
+    plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int, cancelled: bytearray | None = None
 ) -> int:
     """Move the bytes of ``plan`` from ``src`` to ``dst``, in this thread and those of ``pool``.
 

@@ -1,4 +1,5 @@
-// The Python face of the native part. Each function checks, works, and knows nothing of caches or peers.
+// The Python face of the native part. Each function checks, works, and knows nothing of caches or peers. _native.pyi
+// describes them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -62,11 +63,7 @@ public:
     using Canaries = std::array<std::uint64_t, Ranges::max_proofs>;
 
     ProcessMemory(int pid, int pidfd, std::uint64_t cookie_address, const nb::bytes& cookie, const Canaries& canaries)
-        : pid_(pid),
-          pidfd_(pidfd),
-          cookie_address_(cookie_address),
-          cookie_(cookie.c_str(), cookie.size()),
-          canaries_(canaries) {
+        : pid_(pid), proof_{pidfd, cookie_address, {cookie.c_str(), cookie.size()}, canaries} {
         if (cookie.size() > ProcessProof::max_cookie_bytes)
             refuse("cookie has ", cookie.size(), " bytes: must have at most ", ProcessProof::max_cookie_bytes);
     }
@@ -84,17 +81,14 @@ public:
 private:
     std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
                        const std::optional<Flag>& cancelled, bool writing) const {
-        const FarEnd end{pid_, writing, {pidfd_, cookie_address_, cookie_, canaries_}};
+        const FarEnd end{pid_, writing, proof_};
         return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
             return execute_process(copy, per_pair, end, pool, stop);
         });
     }
 
     pid_t pid_;
-    int pidfd_;
-    std::uint64_t cookie_address_;
-    std::string cookie_;
-    Canaries canaries_;
+    ProcessProof proof_;
 };
 
 nb::bytes py_peek_process(int pid, std::uint64_t address, std::int64_t nbytes) {
@@ -106,7 +100,8 @@ std::string py_repr(const CopyPool& pool) {
     return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">");
 }
 
-void raise_rule_errors_as_param_errors() {
+// RuleError becomes ParamError, ProcessError the subclass of OSError that Python picks by the errno.
+void translate_errors() {
     const nb::object found = nb::module_::import_("llm_datadist.errors").attr("ParamError");
     static PyObject* param_error = found.inc_ref().ptr();  // kept for ever: errors may come until the interpreter ends
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -114,15 +109,6 @@ void raise_rule_errors_as_param_errors() {
             std::rethrow_exception(thrown);
         } catch (const RuleError& error) {
             PyErr_SetString(param_error, error.what());
-        }
-    });
-}
-
-// Python picks the subclass of OSError by the errno.
-void raise_process_errors_as_os_errors() {
-    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
-        try {
-            std::rethrow_exception(thrown);
         } catch (const ProcessError& error) {
             PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code, error.what()).ptr());
         }
@@ -135,8 +121,7 @@ void raise_process_errors_as_os_errors() {
 NB_MODULE(_native, m) {
     using namespace datadist;
     nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no leak
-    raise_rule_errors_as_param_errors();
-    raise_process_errors_as_os_errors();
+    translate_errors();
     watch_forks();
 
     bind_counts(m);
@@ -154,37 +139,23 @@ NB_MODULE(_native, m) {
         .def(nb::init<>())
         .def_prop_ro("address", &Canary::address)
         .def("close", &Canary::close);
-    nb::class_<GuardSet>(m, "GuardSet", nb::is_final(), "Generations that slots of a peer's guard table must show.")
+    nb::class_<GuardSet>(m, "GuardSet", nb::is_final())
         .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
              "slot_bytes"_a)
-        .def("unchanged", &GuardSet::unchanged, "base"_a, "nbytes"_a,
-             "Return True while every slot of the table at `base` shows its generation, loaded as by load_generation.\n"
-             "ParamError: a slot outside the table.");
-    m.def("load_generation", &load_generation, "address"_a,
-          "Return the uint64 at `address`, after every load made before: bytes copied until now are judged by it.\n"
-          "ParamError: a null or misaligned address.");
-    m.def("advance_generation", &advance_generation, "address"_a,
-          "Add one to the uint64 at `address`, sequentially consistent among all processes, and return the new value.\n"
-          "ParamError: a null or misaligned address.");
+        .def("unchanged", &GuardSet::unchanged, "base"_a, "nbytes"_a);
+    m.def("load_generation", &load_generation, "address"_a);
+    m.def("advance_generation", &advance_generation, "address"_a);
 
-    m.def("unmap_elsewhere", &unmap_elsewhere, "address"_a, "nbytes"_a, "piece"_a,
-          "Have a new thread unmap `nbytes` bytes at `address`, `piece` (a multiple of the page size) bytes at a time.\n"
-          "Return False when no thread can be had: nothing is unmapped then.");
-    m.def("readable", &readable, "fd"_a,
-          "Return True when a descriptor can be read without waiting, or is none; -1 never is. Never waits.");
+    m.def("unmap_elsewhere", &unmap_elsewhere, "address"_a, "nbytes"_a, "piece"_a);
+    m.def("readable", &readable, "fd"_a);
     m.def("check_mapped", &check_mapped, "name"_a, "addresses"_a, "nbytes"_a, nb::call_guard<GilReleased>());
-    m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a,
-          "Return `nbytes` (at most 1 MiB) bytes at `address` of process `pid`: a probe, not a transfer.\n"
-          "OSError: the kernel refused; errno says why. ParamError: too many bytes.");
+    m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a);
 
-    nb::class_<CopyPool>(m, "CopyPool", nb::is_final(),
-                         "Threads that help with large copies. `threads` (1 to 1024) copy at once in one call, the\n"
-                         "caller's own among them. Several callers may use one pool at a time. A closed pool, or one\n"
-                         "in a forked child, leaves the caller to copy alone.")
+    nb::class_<CopyPool>(m, "CopyPool", nb::is_final())
         .def(nb::init<int>(), "threads"_a)
-        .def_prop_ro("threads", &CopyPool::threads, "Threads that copy at once in one call, the caller's included.")
-        .def_prop_ro("closed", &CopyPool::closed, "True once close() was called.")
-        .def("close", &CopyPool::close, nb::call_guard<GilReleased>(), "Join the threads. Idempotent.")
+        .def_prop_ro("threads", &CopyPool::threads)
+        .def_prop_ro("closed", &CopyPool::closed)
+        .def("close", &CopyPool::close, nb::call_guard<GilReleased>())
         .def("__repr__", &py_repr);
 
     bind_lanes(m);

@@ -11,14 +11,11 @@ WRITER_PAGE_BYTES: int
 class BlockList:
     """Block numbers of a caller, parsed once."""
 
+    largest: Final[int]  # -1 of an empty list
+    array: Final[NDArray[np.int64]]  # read-only, shape ``(N,)``, not copied
+
     def __init__(self, array: NDArray[np.int64]) -> None: ...
     def __len__(self) -> int: ...
-    @property
-    def largest(self) -> int:
-        """The largest number; -1 of an empty list."""
-    @property
-    def array(self) -> NDArray[np.int64]:
-        """The numbers as a read-only array, shape ``(N,)``, not copied."""
 
 @final
 class TensorList:
@@ -124,21 +121,16 @@ class Plan:
         nbytes: Bytes over all tensors: ``count`` times the sum of the lengths.
     """
 
+    dst_first: Final[int]
+    src_first: Final[int]
+    count: Final[int]
+    runs: Final[NDArray[np.uint64]]
+    ordered: Final[bool]
+    nbytes: Final[int]
+
     def __init__(
         self, dst_first: int, src_first: int, count: int, runs: NDArray[np.uint64], ordered: bool, nbytes: int
     ) -> None: ...
-    @property
-    def dst_first(self) -> int: ...
-    @property
-    def src_first(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def runs(self) -> NDArray[np.uint64]: ...
-    @property
-    def ordered(self) -> bool: ...
-    @property
-    def nbytes(self) -> int: ...
     def replace(
         self,
         *,
@@ -390,10 +382,9 @@ class CopyPool:
     time. A closed pool, or one in a forked child, leaves the caller to copy alone.
     """
 
+    threads: Final[int]
+
     def __init__(self, threads: int) -> None: ...
-    @property
-    def threads(self) -> int:
-        """Threads that copy at once in one call, the caller's included."""
     @property
     def closed(self) -> bool:
         """True once close() was called."""
@@ -410,13 +401,7 @@ class StandingGrants:
 
     def __init__(self) -> None: ...
     def keep(
-        self,
-        handle: bytes,
-        write: bool,
-        tensors: TensorList,
-        guards: Sequence[tuple[int, int]],
-        tag: int,
-        mapped: bool,
+        self, handle: bytes, write: bool, tensors: TensorList, guards: Sequence[tuple[int, int]], tag: int, mapped: bool
     ) -> None:
         """Grant all tensors of a handle, until one of the guards changes or :meth:`LaneEngine.quiesce` of the tag."""
 
@@ -429,10 +414,9 @@ class LaneEngine:
     Any thread may call; in a forked child everything but close() is a ParamError.
     """
 
+    threads: Final[int]  # that move bytes
+
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None: ...
-    @property
-    def threads(self) -> int:
-        """Threads that move bytes."""
     @property
     def closed(self) -> bool:
         """True once close() was called."""
@@ -449,11 +433,7 @@ class LaneEngine:
     def reserve_lane(self) -> int:
         """Return the number of a lane that is attached later: known before its first event."""
     def attach_lane(
-        self,
-        lane: int,
-        fd: int,
-        grants: StandingGrants | None = None,
-        keys: tuple[bytes, bytes] | None = None,
+        self, lane: int, fd: int, grants: StandingGrants | None = None, keys: tuple[bytes, bytes] | None = None
     ) -> None:
         """Like add_lane(), as the reserved ``lane``, on which requests that ``grants`` fit are answered natively."""
     def drop_lane(self, lane: int) -> None:

@@ -184,21 +184,17 @@ inline void bind_lanes(nb::module_& m) {
         .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("__len__", &StandingGrants::size);
 
-    nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final(),
-                           "Threads that move the bytes of jobs over stream sockets. Any thread may call; in a forked\n"
-                           "child everything but close() is a ParamError.")
+    nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())
         .def(nb::init<int, int>(), "threads"_a, "drain_ms"_a = LaneEngine::default_drain_ms)
-        .def_prop_ro("threads", &LaneEngine::threads, "Threads that move bytes.")
-        .def_prop_ro("closed", &LaneEngine::closed, "True once close() was called.")
-        .def("close", &LaneEngine::close, Released(), "Lose every lane and join the threads. Idempotent.")
-        .def("add_lane", &py_add_lane, "fd"_a, "keys"_a.none() = nb::none(),
-             "Take a connected stream socket over; return its lane.")
-        .def("reserve_lane", &LaneEngine::reserve_lane, "Return the number of a lane to be attached.")
-        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(), "keys"_a.none() = nb::none(),
-             "Take a connected stream socket over as a reserved lane.")
-        .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a, "Close a lane; what is on it fails.")
-        .def("event_fd", &LaneEngine::event_fd, "Return a descriptor that is readable while there are events.")
-        .def("poll_events", &py_poll_events, "Return the events since the last call.")
+        .def_prop_ro("threads", &LaneEngine::threads)
+        .def_prop_ro("closed", &LaneEngine::closed)
+        .def("close", &LaneEngine::close, Released())
+        .def("add_lane", &py_add_lane, "fd"_a, "keys"_a.none() = nb::none())
+        .def("reserve_lane", &LaneEngine::reserve_lane)
+        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(), "keys"_a.none() = nb::none())
+        .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a)
+        .def("event_fd", &LaneEngine::event_fd)
+        .def("poll_events", &py_poll_events)
         .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "plan"_a, "tensors"_a, "mapped"_a)
         .def("move", &py_move, "lane"_a, "write"_a, "handle"_a, "extent"_a, "plan"_a, "tensors"_a, "mapped"_a,
              "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
@@ -208,8 +204,7 @@ inline void bind_lanes(nb::module_& m) {
              "job"_a)
         .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
-        .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a,
-             "End all use of memory granted under the tag; none is touched once this returns.");
+        .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a);
 }
 
 }  // namespace datadist

@@ -57,14 +57,12 @@ inline void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, 
 inline void bind_limits(nb::module_& m) {
     using namespace nb::literals;
 
-    m.def("streaming_bits", [] { return widest_streamer().first; },
-          "Return the width in bits of the streaming stores that limit_memcpy uses; 0: it has none.");
+    m.def("streaming_bits", [] { return widest_streamer().first; });
     m.def("limit_memcpy", &py_limit_memcpy, "dst"_a.noconvert(), "src"_a.noconvert(), "block_bytes"_a, "threads"_a,
           "streaming"_a);
     m.def("limit_process", &py_limit_process, "pid"_a, "write"_a, "near"_a.noconvert(), "far"_a.noconvert(),
           "block_bytes"_a, "threads"_a);
-    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a,
-          "wait"_a);
+    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a, "wait"_a);
 }
 
 }  // namespace datadist

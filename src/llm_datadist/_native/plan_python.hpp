@@ -248,21 +248,17 @@ inline Py_ssize_t length_of_blocks(PyObject* blocks) noexcept {
 
 inline void bind_plans(nb::module_& m) {
     static PyType_Slot slots[] = {{Py_sq_length, reinterpret_cast<void*>(&length_of_blocks)}, {0, nullptr}};
-    nb::class_<BlockList>(m, "BlockList", nb::is_final(), nb::type_slots(slots),
-                          "Block numbers of a caller, parsed once.")
+    nb::class_<BlockList>(m, "BlockList", nb::is_final(), nb::type_slots(slots))
         .def(nb::init<const Indices&>(), "array"_a)
-        .def_prop_ro("largest", &BlockList::largest, "The largest number; -1 of an empty list.")
-        .def_prop_ro("array", &BlockList::array, "The numbers as a read-only int64 array, shape (N,), not copied.");
+        .def_prop_ro("largest", &BlockList::largest)
+        .def_prop_ro("array", &BlockList::array);
     nb::implicitly_convertible<Indices, BlockList>();
 
-    nb::class_<TensorList>(m, "TensorList", nb::is_final(), "The addresses of the tensors of one end, and their bytes.")
+    nb::class_<TensorList>(m, "TensorList", nb::is_final())
         .def(nb::init<const Addresses&, std::int64_t>(), "bases"_a, "extent"_a)
-        .def("same_bases", &TensorList::same_bases, "other"_a, "Return True when both have the same addresses.");
+        .def("same_bases", &TensorList::same_bases, "other"_a);
 
-    nb::class_<MovePlan>(m, "Plan", nb::is_final(),
-                         "A copy in factored form: tensor pairs times runs, because what is asked of one tensor is\n"
-                         "asked of all. Destination tensor `dst_first + i` takes from source tensor `src_first + i`,\n"
-                         "for `i` below `count`.")
+    nb::class_<MovePlan>(m, "Plan", nb::is_final())
         .def(nb::init<std::int64_t, std::int64_t, std::int64_t, const Runs&, bool, std::int64_t>(), "dst_first"_a,
              "src_first"_a, "count"_a, "runs"_a.noconvert(), "ordered"_a, "nbytes"_a)
         .def_prop_ro("dst_first", [](const MovePlan& plan) { return plan.pairing().dst_first; })
@@ -271,29 +267,21 @@ inline void bind_plans(nb::module_& m) {
         .def_prop_ro("runs", &MovePlan::runs)
         .def_prop_ro("ordered", &MovePlan::ordered)
         .def_prop_ro("nbytes", &MovePlan::nbytes)
-        .def("replace", &py_replace, "changes"_a, "Return a plan that differs in the fields that are named.")
+        .def("replace", &py_replace, "changes"_a)
         .def("__repr__", &repr_of_plan);
 
-    m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a.none(),
-          "Return the numbers of a list, a tuple, or a 1-D int64 array without a negative one; None for anything else.");
-    m.def("parse_pairs", &py_parse_pairs, "pairs"_a, "lists"_a,
-          "Return the (keys, values) of a dict of int to int, or of int to list of int when `lists`, pair by pair in\n"
-          "the order given; None when there is anything else in it, a negative int or one beyond int64 too.");
+    m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a.none());
+    m.def("parse_pairs", &py_parse_pairs, "pairs"_a, "lists"_a);
     const Tensors one{0, 0, 1};
     m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a,
-          "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks",
-          "Plan the copy of source block src[i] to destination block dst[i], for every i.");
-    nb::class_<BlockPlanner>(m, "BlockPlanner", nb::is_final(),
-                             "Plans blocks between two caches whose geometries have been compared.")
+          "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks");
+    nb::class_<BlockPlanner>(m, "BlockPlanner", nb::is_final())
         .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, const Tensors&>(), nb::kw_only(),
              "block_bytes"_a, "dst_count"_a, "src_count"_a, "alias"_a, "tensors"_a = one)
-        .def("plan", &BlockPlanner::plan, "dst"_a, "src"_a, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks",
-             "Plan the copy of source block src[i] to destination block dst[i], for every i.");
+        .def("plan", &BlockPlanner::plan, "dst"_a, "src"_a, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks");
     m.def("plan_pieces", &py_plan_pieces, "dst"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
-          "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks",
-          "Plan the copy of a row in pieces, piece i to block dst[i].");
-    m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a,
-          "Return one run of `length` bytes, shape (1, 3). ParamError: a negative value.");
+          "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks");
+    m.def("plan_row", &py_plan_row, "dst_offset"_a, "src_offset"_a, "length"_a);
 }
 
 }  // namespace datadist

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <ios>
 #include <stdexcept>
 #include <string>
@@ -45,12 +46,9 @@ public:
 
     std::size_t size() const noexcept { return end_ - begin_; }
 
-    // The same ranges behind others: size() + Count.
-    template <std::size_t Count>
-    const iovec* data_behind(const std::array<iovec, Count>& proofs) noexcept {
-        static_assert(Count <= max_proofs);
-        std::copy(proofs.begin(), proofs.end(), &ranges_[begin_ - Count]);
-        return &ranges_[begin_ - Count];
+    // The same ranges behind others, at most max_proofs.
+    const iovec* data_behind(std::initializer_list<iovec> proofs) noexcept {
+        return std::copy(proofs.begin(), proofs.end(), &ranges_[begin_ - proofs.size()]) - proofs.size();
     }
 
     void clear() noexcept { begin_ = end_ = max_proofs; }
@@ -86,53 +84,39 @@ struct ProcessProof {
 
     int pidfd = -1;
     std::uint64_t cookie_address = 0;
-    std::string_view cookie{};
+    std::string cookie{};
     std::array<std::uint64_t, Ranges::max_proofs> canaries{};
 };
+
+inline const ProcessProof no_proof;
 
 // The process at the far end, and which end it is: the destination when writing.
 struct FarEnd {
     pid_t pid;
     bool writing;
-    ProcessProof proof{};
+    const ProcessProof& proof = no_proof;
 
     const char* call() const { return writing ? "process_vm_writev" : "process_vm_readv"; }
 
     // Returns the bytes moved, or -1 with errno. The ranges of the two ends need not be cut alike.
+    //
+    // The proof comes first: the kernel looks up the address space once a call, takes the ranges in their order and ends
+    // with the first that is not there. A write begins with a byte for each canary, so another address space keeps its
+    // bytes, even if it came after every check. A read begins with the cookie: after exec a pid, and its pidfd, have
+    // another one. ESRCH: this is not the address space of the proof.
     ssize_t move(Ranges& near, Ranges& far) const {
-        return writing ? write(near, far) : read(near, far);
-    }
-
-    // Writes a byte to each canary first: the kernel looks up the address space once a call, takes the ranges in their
-    // order and ends with the first that is not there. So another address space keeps its bytes, even if it came after
-    // every check. ESRCH: this is not the address space of the canaries.
-    ssize_t write(Ranges& near, Ranges& far) const {
-        if (proof.cookie.empty()) return process_vm_writev(pid, near.data(), near.size(), far.data(), far.size(), 0);
-        std::array<char, Ranges::max_proofs> song{};
-        const std::array<iovec, 1> here{{{song.data(), song.size()}}};
-        std::array<iovec, Ranges::max_proofs> there;
-        std::transform(proof.canaries.begin(), proof.canaries.end(), there.begin(),
-                       [](std::uint64_t at) { return iovec{reinterpret_cast<void*>(at), 1}; });
-        const ssize_t moved = process_vm_writev(pid, near.data_behind(here), near.size() + here.size(),
-                                                far.data_behind(there), far.size() + there.size(), 0);
-        if (moved >= static_cast<ssize_t>(song.size())) return moved - static_cast<ssize_t>(song.size());
-        if (moved >= 0 || errno == EFAULT) errno = ESRCH;
-        return -1;
-    }
-
-    // Reads the cookie with the bytes: the kernel looks up the address space once a call. After exec a pid, and its
-    // pidfd, have another one. ESRCH: this is not the address space of the cookie.
-    ssize_t read(Ranges& near, Ranges& far) const {
-        std::array<char, ProcessProof::max_cookie_bytes> found;
-        const std::size_t bytes = proof.cookie.size();
-        const std::array<iovec, 1> here{{{found.data(), bytes}}};
-        const std::array<iovec, 1> there{{{reinterpret_cast<void*>(proof.cookie_address), bytes}}};
-        const ssize_t moved =
-            process_vm_readv(pid, near.data_behind(here), near.size() + 1, far.data_behind(there), far.size() + 1, 0);
-        if (moved < 0) return moved;
-        if (static_cast<std::size_t>(moved) >= bytes && std::string_view(found.data(), bytes) == proof.cookie)
-            return moved - static_cast<ssize_t>(bytes);
-        errno = ESRCH;
+        const auto at = [](std::uint64_t address) { return reinterpret_cast<void*>(address); };
+        std::array<char, ProcessProof::max_cookie_bytes> found{};  // zeros for the canaries
+        const std::size_t bytes = proof.cookie.empty() ? 0 : writing ? proof.canaries.size() : proof.cookie.size();
+        const iovec* here = near.data_behind({{found.data(), bytes}});
+        const iovec* there =
+            writing ? far.data_behind({{at(proof.canaries[0]), bytes / 2}, {at(proof.canaries[1]), bytes / 2}})
+                    : far.data_behind({{at(proof.cookie_address), bytes}, {nullptr, 0}});
+        const ssize_t moved = (writing ? process_vm_writev : process_vm_readv)(pid, here, near.size() + 1, there,
+                                                                               far.size() + Ranges::max_proofs, 0);
+        const auto proven = static_cast<ssize_t>(bytes);
+        if (moved >= proven && (writing || std::string_view(found.data(), bytes) == proof.cookie)) return moved - proven;
+        if (moved >= 0 || (writing && bytes > 0 && errno == EFAULT)) errno = ESRCH;
         return -1;
     }
 

@@ -28,57 +28,38 @@ struct MainThread {
 // The garbage collector runs finalizers of the user wherever the interpreter allocates, so below a lock of the library
 // too. What they give back waits here until their thread is in no other call, and so holds no lock and no half-changed
 // table.
-struct ThisThread {
-    inline static thread_local int depth = 0;  // calls, one inside the other
-    inline static thread_local PyObject* put_off = nullptr;  // list of (function, arguments); null: nothing
+struct Calls {
+    int depth = 0;  // calls, one inside the other
+    PyObject* put_off = nullptr;  // list of (function, arguments); null: nothing
 };
-
-// Leaves the calls of this thread for a while: a signal's handler is no part of the call that waits.
-class OutsideOfCalls {
-public:
-    OutsideOfCalls() = default;
-    OutsideOfCalls(const OutsideOfCalls&) = delete;
-    OutsideOfCalls& operator=(const OutsideOfCalls&) = delete;
-    ~OutsideOfCalls() {
-        ThisThread::depth = depth_;
-        ThisThread::put_off = put_off_;
-    }
-
-private:
-    int depth_ = std::exchange(ThisThread::depth, 0);
-    PyObject* put_off_ = std::exchange(ThisThread::put_off, nullptr);
-};
+inline thread_local Calls calls;
 
 // Queues a call if the caller's own is inside of another one; false: it is not.
 inline bool put_off(const nb::object& function, const nb::args& args) {
-    if (ThisThread::depth < 2) return false;
+    if (calls.depth < 2) return false;
     const nb::tuple work = nb::make_tuple(function, args);
-    if (ThisThread::put_off == nullptr) ThisThread::put_off = nb::list().release().ptr();
-    if (PyList_Append(ThisThread::put_off, work.ptr()) != 0) throw nb::python_error();
+    if (calls.put_off == nullptr) calls.put_off = nb::list().release().ptr();
+    if (PyList_Append(calls.put_off, work.ptr()) != 0) throw nb::python_error();
     return true;
 }
 
 // Does what was put off, unless this thread is inside of a call inside of another one. Errors are reported as those of
 // destructors, and no signal's handler runs: nobody could catch what it raises.
 inline void do_what_was_put_off() {
-    if (ThisThread::put_off == nullptr || ThisThread::depth > 1) return;
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
+    if (calls.put_off == nullptr || calls.depth > 1) return;
+    const nb::error_scope kept;
     const bool before = MainThread::interrupted;
-    const int depth = std::exchange(ThisThread::depth, 1);
+    const int depth = std::exchange(calls.depth, 1);
     if (MainThread::here()) MainThread::interrupted = true;
-    while (PyObject* list = std::exchange(ThisThread::put_off, nullptr)) {
-        for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
-            PyObject* work = PyList_GetItem(list, i);
-            PyObject* done = PyObject_CallObject(PyTuple_GetItem(work, 0), PyTuple_GetItem(work, 1));
-            if (done == nullptr) PyErr_WriteUnraisable(PyTuple_GetItem(work, 0));
-            Py_XDECREF(done);
+    while (PyObject* list = std::exchange(calls.put_off, nullptr)) {
+        for (nb::handle work : nb::steal<nb::list>(list)) {
+            PyObject* function = PyTuple_GetItem(work.ptr(), 0);
+            const nb::object done = nb::steal(PyObject_CallObject(function, PyTuple_GetItem(work.ptr(), 1)));
+            if (!done.is_valid()) PyErr_WriteUnraisable(function);
         }
-        Py_DECREF(list);
     }
-    ThisThread::depth = depth;
+    calls.depth = depth;
     if (MainThread::here()) MainThread::interrupted = before;
-    PyErr_Restore(kind, value, trace);
 }
 
 // Runs the handlers of signals that are kept, if this is the main thread; false: one has raised. Called where the caller
@@ -86,13 +67,12 @@ inline void do_what_was_put_off() {
 inline bool deliver_signals() {
     if (!MainThread::here() || MainThread::depth == 0) return PyErr_CheckSignals() == 0;
     if (MainThread::interrupted) return true;
-    const OutsideOfCalls outside;
-    while (KeptSignals::pass_one()) {
-        if (PyErr_CheckSignals() == 0) continue;
-        MainThread::interrupted = true;
-        return false;
-    }
-    return true;
+    const Calls before = std::exchange(calls, {});  // a handler is no part of the call that waits
+    bool raised = false;
+    while (!raised && KeptSignals::pass_one()) raised = PyErr_CheckSignals() != 0;
+    calls = before;
+    if (raised) MainThread::interrupted = true;
+    return !raised;
 }
 
 // False when deliver_signals() would find nothing. Without the interpreter lock, on the caller's thread.
@@ -146,13 +126,10 @@ struct HoldingCall {
 // Handlers that raise do so before the result is lost, which is given to `undo`.
 inline PyObject* settle(HoldingCall* call, PyObject* self, PyObject* result) {
     if (deliver_signals()) return result;
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
-    PyObject* undone = PyObject_CallFunctionObjArgs(call->undo, self, result, nullptr);
-    if (undone == nullptr) PyErr_WriteUnraisable(call->undo);
-    Py_XDECREF(undone);
+    const nb::error_scope kept;
+    const nb::object undone = nb::steal(PyObject_CallFunctionObjArgs(call->undo, self, result, nullptr));
+    if (!undone.is_valid()) PyErr_WriteUnraisable(call->undo);
     Py_DECREF(result);
-    PyErr_Restore(kind, value, trace);
     return nullptr;
 }
 
@@ -184,14 +161,14 @@ inline PyObject* call_holding(PyObject* object, PyObject* const* args, std::size
     auto* call = reinterpret_cast<HoldingCall*>(object);
     const bool main = is_main_thread();
     if (main && MainThread::depth++ == 0) KeptSignals::hold();
-    ++ThisThread::depth;
+    ++calls.depth;
     PyObject* result = nullptr;
     if (!main)
         result = PyObject_Vectorcall(call->function, args, nargs, names);
     else if (PyErr_CheckSignals() == 0)  // those that came before: between two instructions of the call is too late
         result = call_in_main_thread(call, args, nargs, names);
     do_what_was_put_off();
-    --ThisThread::depth;
+    --calls.depth;
     if (main && --MainThread::depth == 0) {
         MainThread::interrupted = false;
         KeptSignals::let_go();  // the interpreter runs their handlers after this call
@@ -281,7 +258,7 @@ inline void bind_signals(nb::module_& m) {
     method_type() = nb::module_::import_("types").attr("MethodType");
     m.attr("HoldingCall") = nb::steal(PyType_FromSpec(&spec));
     m.def("set_signal_handler", &set_handler);
-    m.def("inside_another_call", [] { return ThisThread::depth > 1; });
+    m.def("inside_another_call", [] { return calls.depth > 1; });
     m.def("put_off", &put_off);
     m.def("do_what_was_put_off", &do_what_was_put_off);
     m.def("deliver_signals", [] {

@@ -92,13 +92,11 @@ inline void listen_for_input(int epoll, int fd, bool listens) {
 inline void bind_sockets(nb::module_& m) {
     using namespace nb::literals;
 
-    m.def("send_now", &send_now, "fd"_a, "data"_a, "Send without waiting; return how many bytes the kernel took.");
+    m.def("send_now", &send_now, "fd"_a, "data"_a);
     nb::class_<SocketInput>(m, "SocketInput", nb::is_final())
         .def(nb::init<int>(), "fd"_a)
-        .def("receive", &SocketInput::receive, "seconds"_a = 0.0,
-             "Return bytes of a stream socket, none at its end; None when there are none in time.");
-    m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a,
-          "Have an epoll report the input of a descriptor, or not.");
+        .def("receive", &SocketInput::receive, "seconds"_a = 0.0);
+    m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a);
 }
 
 }  // namespace datadist

@@ -82,49 +82,42 @@ private:
 inline void bind_counts(nb::module_& m) {
     using namespace nb::literals;
 
-    nb::class_<UseGate>(m, "UseGate", nb::is_final(),
-                          "Counts the users inside a gate that can be shut. Any thread; takes no lock, each call is\n"
-                          "atomic. A user that is inside when it is shut leaves by leave(), which returns 0 to the last.")
+    nb::class_<UseGate>(m, "UseGate", nb::is_final())
         .def(nb::init<bool>(), "is_open"_a = true)
-        .def("try_enter", &UseGate::try_enter, "Count one user more inside; return False, without counting, if it is shut.")
-        .def("try_leave", &UseGate::try_leave,
-             "Count one user less inside; return False, without counting, if it is shut: use leave().")
-        .def("enter", &UseGate::enter, "Count one user more inside, even if it is shut.")
-        .def("leave", &UseGate::leave, "Count one user less inside, open or shut; return how many are left.")
-        .def("open", &UseGate::open, "Let users in. Idempotent.")
-        .def("shut", &UseGate::shut, "Let no user in any more; return how many are inside, -1 if it was shut already.")
-        .def_prop_ro("is_open", &UseGate::is_open, "True if users may enter.")
-        .def_prop_ro("inside", &UseGate::inside, "Number of users inside.");
+        .def("try_enter", &UseGate::try_enter)
+        .def("try_leave", &UseGate::try_leave)
+        .def("enter", &UseGate::enter)
+        .def("leave", &UseGate::leave)
+        .def("open", &UseGate::open)
+        .def("shut", &UseGate::shut)
+        .def_prop_ro("is_open", &UseGate::is_open)
+        .def_prop_ro("inside", &UseGate::inside);
 
-    nb::class_<Meter>(m, "Meter", nb::is_final(), "Totals of one kind of operation. Any thread; takes no lock.")
+    nb::class_<Meter>(m, "Meter", nb::is_final())
         .def(nb::init<>())
-        .def("add", &Meter::add, "nbytes"_a, "seconds"_a = 0.0, "failed"_a = false, "Add one finished operation.")
+        .def("add", &Meter::add, "nbytes"_a, "seconds"_a = 0.0, "failed"_a = false)
         .def_prop_ro("count", &Meter::count)
         .def_prop_ro("errors", &Meter::errors)
         .def_prop_ro("nbytes", &Meter::nbytes)
         .def_prop_ro("seconds", &Meter::seconds);
 
-    nb::class_<OperationMeter>(m, "OperationMeter", nb::is_final(),
-                               "What a Timer adds to: totals, durations by transport, failures by exception.")
+    nb::class_<OperationMeter>(m, "OperationMeter", nb::is_final())
         .def(nb::init<>())
         .def_prop_ro("count", &OperationMeter::count)
         .def_prop_ro("errors", &OperationMeter::errors)
         .def_prop_ro("nbytes", &OperationMeter::nbytes)
         .def_prop_ro("seconds", &OperationMeter::seconds)
-        .def_prop_ro("failures", [](const OperationMeter& meter) { return meter.failures.attr("copy")(); },
-                     "Failed operations by the name of the exception's class.")
-        .def_prop_ro("transports", &OperationMeter::transports,
-                     "For each transport its name, bytes, seconds, and operations by duration.");
+        .def_prop_ro("failures", [](const OperationMeter& meter) { return meter.failures.attr("copy")(); })
+        .def_prop_ro("transports", &OperationMeter::transports);
 
     m.attr("FIRST_DURATION_BIT") = Durations::first_bit;
     m.attr("LAST_DURATION_BIT") = Durations::last_bit;
 
-    nb::class_<Timer>(m, "Timer", nb::is_final(),
-                      "Adds the block it is around to a meter, with the bytes that `nbytes` was set to.")
+    nb::class_<Timer>(m, "Timer", nb::is_final())
         .def(nb::init<nb::object>(), "meter"_a)
         .def_rw("nbytes", &Timer::nbytes)
-        .def_rw("transport", &Timer::transport, "What moves the bytes; empty where no transport does.")
-        .def_ro("seconds", &Timer::seconds, "How long the block took, once it has ended.")
+        .def_rw("transport", &Timer::transport)
+        .def_ro("seconds", &Timer::seconds)
         .def("__enter__",
              [](nb::handle self) {
                  nb::inst_ptr<Timer>(self)->start();

@@ -35,19 +35,13 @@ inline void bind_writers(nb::module_& m) {
           [](std::uint64_t page, std::uint64_t slot, std::uint64_t what) {
               return announce(WriterPage(page), slot, what);
           },
-          "page"_a, "slot"_a, "what"_a,
-          "Show in a slot, which only the caller uses, that `what` is being written; False if the page is closed.\n"
-          "Generations that are loaded afterwards are newer than what the owner did before it could see this.\n"
-          "ParamError: no such slot, or an impossible address.");
+          "page"_a, "slot"_a, "what"_a);
     m.def("retract_writer", [](std::uint64_t page, std::uint64_t slot) { retract(WriterPage(page), slot); }, "page"_a,
-          "slot"_a, "Show that the work is over, after everything that was written.\nParamError: as announce_writer.");
-    m.def("close_writers", [](std::uint64_t page) { close_page(WriterPage(page)); }, "page"_a,
-          "Refuse new announcements in the page.\nParamError: an impossible address.");
+          "slot"_a);
+    m.def("close_writers", [](std::uint64_t page) { close_page(WriterPage(page)); }, "page"_a);
     m.def("writer_sequence", [](std::uint64_t page, std::uint64_t slot) { return sequence_of(WriterPage(page), slot); },
-          "page"_a, "slot"_a, "Return the sequence a slot shows, odd while its writer works.\nParamError: as announce_writer.");
-    m.def("find_writers", &py_find_writers, "pages"_a.noconvert(), "what"_a, "any"_a,
-          "Return (index of the page, slot, sequence) of each writer at work on one of `what`, or on `any`.\n"
-          "ParamError: an impossible address.");
+          "page"_a, "slot"_a);
+    m.def("find_writers", &py_find_writers, "pages"_a.noconvert(), "what"_a, "any"_a);
 }
 
 }  // namespace datadist

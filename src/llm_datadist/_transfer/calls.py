@@ -219,11 +219,7 @@ def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: di
 
 
 def swap_blocks(
-    engine: Engine,
-    src: Cache,
-    dst: Cache,
-    pairs: tuple[NDArray[np.int64], NDArray[np.int64]],
-    names: tuple[str, str],
+    engine: Engine, src: Cache, dst: Cache, pairs: tuple[NDArray[np.int64], NDArray[np.int64]], names: tuple[str, str]
 ) -> Pending:
     """Move blocks between device and host memory; there is no deadline (interface R6)."""
     # Its addresses count, not its id; but those of a foreign handle may be unmapped at any time.
@@ -411,10 +407,7 @@ def _indices(name: str, values: object) -> BlockList | None:
 
 
 def start_transfer(
-    engine: Engine,
-    src_cache: Cache,
-    given: LayerwiseArguments,
-    timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
+    engine: Engine, src_cache: Cache, given: LayerwiseArguments, timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT
 ) -> CacheTask:
     """Hold the source, whose placement was checked, and start the thread."""
     store, cache_id = engine.store, local_id(engine, "transfer_cache_async", "src_cache", src_cache)

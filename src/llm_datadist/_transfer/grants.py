@@ -335,8 +335,8 @@ class Grants:
 
     def check_integrity(self) -> None:
         with self._lock:
-            taken = {(link, token) for token, given in self._given.items() for link in given.claims}
-            held = {(link, token) for link, tokens in self._claimed.items() for token in tokens}
+            taken = {(link, shown(token)) for token, given in self._given.items() for link in given.claims}
+            held = {(link, shown(token)) for link, tokens in self._claimed.items() for token in tokens}
             waiting = Counter(claim.link for claims in self._waiting.values() for claim in claims)
             if taken != held or waiting != self._waiting_of:
                 raise AssertionError(f"grants: claims {taken} and {held}, waiting {waiting} and {self._waiting_of}")
@@ -444,7 +444,7 @@ class GrantClaims:
     @staticmethod
     def give_back(grant: Grant) -> None:
         """Undo a claim: another reader may have the grant."""
-        if isinstance(grant._reader, _Reader):
+        if isinstance(grant._reader, _Reader) and grant._reader.link is not None:
             grant._reader.link.tell(ClaimEnded(grant.token, released=False))
 
     @staticmethod
@@ -483,25 +483,17 @@ def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
     return GrantEnded(f"{what} has ended{why}", peer=link.peer.cluster_id, phase="claim")
 
 
-class _Reader(msgspec.Struct, frozen=True, eq=False):
+class _Reader(msgspec.Struct, eq=False):
     """The reader's end of a claim."""
 
-    link: Link
+    link: Link | None  # None once it was given back
     owner: int = msgspec.field(default_factory=lambda: HERE["pid"])
 
     @hold_signals
     def release(self, grant: Grant) -> None:
+        if (link := self.link) is None:
+            return
         require_process(self.owner, f"release: {grant!r}")
-        grant._reader = _RELEASED  # an interrupted call is not repeated: the owner may have been told
-        if not put_off(self.link.tell, ended := ClaimEnded(grant.token, released=True)):
-            self.link.tell(ended)
-
-
-class _Released:
-    """The reader's end of a claim that was given back."""
-
-    def release(self, grant: Grant) -> None:
-        """Do nothing: the owner was told."""
-
-
-_RELEASED: Final = _Released()
+        self.link = None  # an interrupted call is not repeated: the owner may have been told
+        if not put_off(link.tell, ended := ClaimEnded(grant.token, released=True)):
+            link.tell(ended)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
@@ -448,11 +449,9 @@ class AddressDelivery:
         shown = ", ".join(f"{address:#x}" for address in addresses)
         with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
             if self.located is not None:
-                try:
+                with suppress(CacheNotFound, CacheMismatch):  # the caches have changed: look the addresses up again
                     span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
                     return
-                except (CacheNotFound, CacheMismatch):
-                    pass  # the caches have changed since an earlier layer: look the addresses up again
             self.located = self._locate(deadline)
             span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist._links.messages import NixlAsk, NixlSaid
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
     from llm_datadist._transfer.target import LaneTarget
     from llm_datadist.config import Options
-
-__all__ = ["NixlTarget", "nixl_endpoint"]
 
 
 class _LinkWire:
@@ -43,7 +40,7 @@ class NixlTarget:
         connection = link.connection.shared
         if not isinstance(connection, NixlConnection):
             raise ProtocolError("the peer asks for a transfer over nixl on a link that has none")
-        connection.server.on_request(message.data, partial(_say, link, message.id))
+        connection.server.on_request(message.data, lambda answer: link.tell(NixlSaid(message.id, answer)))
 
     @staticmethod
     def on_late_answer(link: Link, message: NixlSaid) -> None:
@@ -52,24 +49,16 @@ class NixlTarget:
             link.tell(NixlAsk(0, request))
 
 
-def _say(link: Link, number: int, data: bytes) -> None:
-    link.tell(NixlSaid(number, data))
-
-
 def nixl_endpoint(options: Options, store: CacheStore, target: LaneTarget) -> NixlEndpoint:
     """Return what this end offers of NIXL. Raises LLMException where it is asked for and cannot be had."""
-    why_not = _why_not(options) or (usable(fabric()) if options.transport == "nixl" else "")
-    if why_not and options.transport == "nixl":
+    asked = options.transport == "nixl"
+    why_not = _why_not(options) or (usable(fabric()) if asked else "")
+    if why_not and asked:
         raise LLMException(f"{TRANSPORT}=nixl: {why_not}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
     pools = [(segment.address, segment.nbytes) for segment in store.exports.regions.values()]
     shared = Nixl(_LinkWire(), target, pools, fallback=options.nixl_fallback)
-    return NixlEndpoint(
-        shared,
-        "" if why_not else fabric(),
-        why_not,
-        asked=options.transport == "nixl",
-        authenticated=options.credentials is not None,
-    )
+    used = "" if why_not else fabric()
+    return NixlEndpoint(shared, used, why_not, asked=asked, authenticated=options.credentials is not None)
 
 
 def _why_not(options: Options) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Threads:
+class Threads(AbstractContextManager["Threads"]):
     """Threads ``<name>_<n>``, at most ``limit``, each from the work that needs it to :meth:`shutdown`."""
 
     def __init__(self, limit: int, name: str) -> None:
@@ -98,9 +98,6 @@ class Threads:
         work.run()
         with self._lock:
             self._free += 1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()

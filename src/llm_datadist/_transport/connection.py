@@ -123,6 +123,8 @@ class Connection(AbstractContextManager["Connection"]):
     """
 
     capabilities: ClassVar[Capabilities]
+    #: Moves the bytes once this connection cannot; the :class:`DataPath` owns it too.
+    fallback: Connection | None = None
 
     def __init__(self) -> None:
         self._pid = HERE["pid"]
@@ -162,11 +164,11 @@ class Connection(AbstractContextManager["Connection"]):
     @property
     def suspects_lanes(self) -> bool:
         """True while lanes are suspected: :meth:`drop_suspects` decides."""
-        return False
+        return self.fallback is not None and self.fallback.suspects_lanes
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
         """Drop lanes that moved nothing although the peer lives; return how many."""
-        return 0
+        return 0 if self.fallback is None else self.fallback.drop_suspects(peer_lives=peer_lives)
 
     def drop_lanes(self) -> None:
         """Drop every lane, because the peer asks for new ones."""
@@ -370,16 +372,16 @@ class Connection(AbstractContextManager["Connection"]):
 
 
 class DataPath:
-    """The connections of one link: one, or another one beside it for the peer's private memory.
+    """The connections of one link: one, or another one beside it for the peer's private memory, or as its fallback.
 
-    Owns both. Tensors carry the connection that mapped them, which then moves them. ``shared`` reaches what the peer
+    Owns all. Tensors carry the connection that mapped them, which then moves them. ``shared`` reaches what the peer
     exports, and its guards; ``private`` its private memory: None where ``shared`` does, or nothing.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:
         self.shared = shared
         self.private = private
-        self.connections = (shared,) if private is None else (shared, private)
+        self.connections = tuple(each for each in (shared, private, shared.fallback) if each is not None)
         self.capabilities = shared.capabilities
         if private is not None:
             self.capabilities = Capabilities(

@@ -42,6 +42,7 @@ LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 9, 1)
 TOKEN_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
+_REFUSED: Final = "the peer does not know this session, or has lanes enough"
 # What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
 # gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
 _UNSENT_BYTES: Final = 512 << 10
@@ -92,12 +93,10 @@ class LaneSocket(NamedTuple):
         return f"<LaneSocket {self.socket!r}{', sealed' if self.keys else ''}>"
 
 
-def _keys(secret: bytes, dialler: bytes, listener: bytes, *, dialled: bool) -> tuple[bytes, bytes] | None:
-    """Return the keys of one lane for this end: HKDF-Expand of the link's secret, with a fresh nonce of each end."""
-    if not secret:
-        return None
-    out, back = (hmac.digest(secret, way + dialler + listener + b"\x01", "sha256") for way in (b"there", b"back"))
-    return (out, back) if dialled else (back, out)
+def _expand(secret: bytes, dialler: bytes, listener: bytes) -> list[bytes]:
+    """Return the dialler's proof, its key and the listener's: HKDF-Expand of the link's secret, with both nonces."""
+    uses = (b"proof", b"there", b"back")
+    return [hmac.digest(secret, use + dialler + listener + b"\x01", "sha256") for use in uses]
 
 
 def dial_lanes(
@@ -105,31 +104,39 @@ def dial_lanes(
 ) -> list[LaneSocket]:
     """Connect ``count`` lanes of the session ``token`` to the listener at ``address``: all, or none is left open.
 
-    Blocks in the caller's thread. With a ``secret``, which both ends of the link have, the lanes are sealed.
+    Blocks in the caller's thread. With a ``secret``, which both ends of the link have, the lanes are sealed, and this
+    end proves that it knows it.
     """
     what = f"data lanes to {show_address(address)}"
-    lanes: list[DialledSocket] = []
-    nonces: list[bytes] = []
-    dialled: list[LaneSocket] = []
+    lanes: list[tuple[DialledSocket, bytes]] = []
     with ExitStack() as opened:
         for _ in range(count):
-            lanes.append(lane := DialledSocket([address], deadline, what))
+            lane, nonce = DialledSocket([address], deadline, what), secrets.token_bytes(NONCE_BYTES if secret else 0)
+            lanes.append((lane, nonce))
             opened.callback(lane.socket.close)
             lane.connect(_tune)
-            nonces.append(secrets.token_bytes(NONCE_BYTES) if secret else b"")
-            lane.send(LANE_PREAMBLE + token + nonces[-1])
-        for lane, nonce in zip(lanes, nonces, strict=True):
+            lane.send(LANE_PREAMBLE + token + nonce)
+        proven = [_prove(lane, secret, nonce) for lane, nonce in lanes]
+        for lane, _ in lanes:
             if lane.read(1) != _ACCEPTED:
-                raise LinkRefused(f"{what}: the peer does not know this session, or has lanes enough")
-            theirs = b""
-            while len(theirs) < len(nonce):
-                if not (more := lane.read(len(nonce) - len(theirs))):
-                    raise LinkRefused(f"{what}: the peer closed the connection")
-                theirs += more
+                raise LinkRefused(f"{what}: {_REFUSED}")
             lane.socket.setblocking(True)
-            dialled.append(LaneSocket(lane.socket, _keys(secret, nonce, theirs, dialled=True)))
         opened.pop_all()
-    return dialled
+    return proven
+
+
+def _prove(lane: DialledSocket, secret: bytes, nonce: bytes) -> LaneSocket:
+    """Answer the listener's nonce with the proof, where there is a secret; return the lane, not accepted yet."""
+    if not secret:
+        return LaneSocket(lane.socket)
+    theirs = b""
+    while len(theirs) < NONCE_BYTES:
+        if not (more := lane.read(NONCE_BYTES - len(theirs))):
+            raise LinkRefused(f"{lane.what}: {_REFUSED}")
+        theirs += more
+    proof, there, back = _expand(secret, nonce, theirs)
+    lane.send(proof)
+    return LaneSocket(lane.socket, (there, back))
 
 
 def _tune(sock: socket.socket) -> None:
@@ -147,23 +154,29 @@ def _tune(sock: socket.socket) -> None:
 async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
     """Return the token of a new lane, after the listener has read its preamble.
 
-    The caller bounds the time, checks the token, then calls :func:`accept_lane` or closes the socket.
+    The caller bounds the time, checks the token, then calls :func:`check_lane` or closes the socket.
     """
     return await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
 
 
-async def accept_lane(
-    loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes = b""
-) -> tuple[bytes, bytes] | None:
-    """Tell the dialer that its lane is accepted; the socket is then ready for :meth:`Lanes.add`, with these keys.
+async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes) -> LaneSocket | None:
+    """Return the lane if its dialler proves that it knows the link's secret, where there is one.
 
-    The nonce of this end makes the keys new: what was recorded of an earlier lane is worth nothing here.
+    The nonce of this end makes the proof and the keys new: what was recorded of an earlier lane is worth nothing here.
     """
+    if not secret:
+        return LaneSocket(sock)
+    nonce, mine = await read_exactly(loop, sock, NONCE_BYTES, "nonce"), secrets.token_bytes(NONCE_BYTES)
+    await loop.sock_sendall(sock, mine)
+    proof, there, back = _expand(secret, nonce, mine)
+    proven = hmac.compare_digest(proof, await read_exactly(loop, sock, len(proof), "proof"))
+    return LaneSocket(sock, (back, there)) if proven else None
+
+
+async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Tell the dialler that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
     _tune(sock)
-    nonce = await read_exactly(loop, sock, NONCE_BYTES, "nonce") if secret else b""
-    mine = secrets.token_bytes(len(nonce))
-    await loop.sock_sendall(sock, _ACCEPTED + mine)
-    return _keys(secret, nonce, mine, dialled=False)
+    await loop.sock_sendall(sock, _ACCEPTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 from weakref import WeakSet
 
 import msgspec
@@ -32,6 +32,7 @@ from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
 from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
+from llm_datadist._native.plan import PlanEnd
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
 from llm_datadist._transport.lanes import MAX_RUNS, LaneGrant, LaneHandler, decode_request
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._transport.tcp import TcpConnection
 
 _ELSEWHERE: Final = 1 << 62
 #: Bytes asked for at once: the owner serves one part after the other.
@@ -133,7 +133,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _ask_decoder: Final = msgspec.msgpack.Decoder(Ask | Done | Meet)
-_answer_decoder: Final = msgspec.msgpack.Decoder(Granted | Moved | Refused)
+_decode_answer: Callable[[bytes], Granted | Moved | Refused] = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
 
 
 class Wire(Protocol):
@@ -141,12 +141,12 @@ class Wire(Protocol):
 
     def ask(self, link: Any, data: bytes, deadline: Deadline) -> bytes:  # noqa: ANN401 (a link, opaque here)
         """Send a request and return its answer. Raises DeadlineExceeded, or LinkError where the link is lost."""
-        ...
 
     def tell(self, link: Any, data: bytes) -> None:  # noqa: ANN401
         """Send a request whose answer is not waited for; nothing happens where the link has ended."""
 
 
+@dataclass(eq=False)
 class Nixl:
     """What the links of one LLMDataDist that use NIXL share. Owns nothing but the list of their connections.
 
@@ -154,15 +154,12 @@ class Nixl:
     data lanes too, for the time when NIXL has failed.
     """
 
-    def __init__(
-        self, wire: Wire, handler: LaneHandler, pools: Sequence[tuple[int, int]], *, fallback: bool = False
-    ) -> None:
-        self.wire = wire
-        self.handler = handler
-        self.pools = pools
-        self.fallback = fallback
-        self._lock = threading.Lock()
-        self._connections: WeakSet[NixlConnection] = WeakSet()
+    wire: Wire
+    handler: LaneHandler
+    pools: Sequence[tuple[int, int]]
+    fallback: bool = field(default=False, kw_only=True)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _connections: WeakSet[NixlConnection] = field(default_factory=WeakSet, init=False)
 
     def add(self, connection: NixlConnection) -> None:
         with self._lock:
@@ -179,9 +176,8 @@ class Nixl:
         for each in connections:
             each.server.quiesce(tag)
             if private is not None:
-                each.sender.forget(private.tolist())
-                each.receiver.forget(private.tolist())
-                each.server.forget(private.tolist())
+                for end in each.server.ends:
+                    end.forget(private.tolist())
 
     def close(self) -> None:
         """Join the threads of connections that have ended; closes the others."""
@@ -201,9 +197,7 @@ class _End:
     """
 
     def __init__(self, nixl: Nixl, fabric: str, *, progress: bool) -> None:
-        self._nixl = nixl
-        self._fabric = fabric
-        self._progress = progress
+        self._make = partial(Agent, fabric, progress=progress, pools=nixl.pools)
         self._lock = threading.RLock()  # protects all below; held while the agent is used
         self._agent: Agent | None = None
         self._closed = False
@@ -221,20 +215,53 @@ class _End:
         try:
             if self._closed:
                 raise NixlFailed("the link has ended")
-            if self._retired and not self.users:
-                self._end()
+            self._end_retired()
             if self._agent is None:
-                self._agent = Agent(self._fabric, progress=self._progress, pools=self._nixl.pools)
+                self._agent = self._make()
             yield self._agent
         finally:
+            self._end_retired()
             self._lock.release()
+
+    def expose(self, turn: Callable[[], float], end: PlanEnd, known: str) -> tuple[Address, bytes, bytes]:
+        """Register memory that the peer is to reach, and count one user more until :meth:`leave`.
+
+        Return where it is, as :class:`Ask` says; ``known`` is the receiver that the peer's sender knows.
+        """
+        bases, offsets = _runs_of(end)
+        with self.using(turn) as agent:
+            agent.cover(bases, end.tensors.extent)
+            address = agent.address(known)
+            self.users += 1
+        return address, bases.astype("<u8").tobytes(), offsets.astype("<u8").tobytes()
+
+    def move(self, turn: Callable[[], float], end: PlanEnd, there: Ask | Granted, progress: Progress) -> str:
+        """Write memory of this end, a source, to where the peer has told, or read what is a destination.
+
+        Return how the agent knows the peer's receiver now; empty, and nothing moved, if it needs the metadata. If this
+        raises the agent has ended: nothing touches the memory any more.
+        """
+        (bases, offsets), nbytes = _runs_of(end), end.plan.runs[:, 2]
+        theirs = (_numbers(there.bases, len(bases), "bases"), _numbers(there.offsets, len(offsets), "offsets"))
+        assert there.receiver is not None, "the server has checked it"
+        verb = "READ" if end.is_dst else "WRITE"
+        with self.using(turn) as agent:
+            try:
+                if not agent.load(there.receiver):
+                    return ""
+                agent.cover(bases, end.tensors.extent)
+                mine = spans_of(bases, offsets, nbytes)
+                agent.move(verb, there.receiver.name, mine, spans_of(*theirs, nbytes), turn, progress)
+            except BaseException:
+                self._end()
+                raise
+        return there.receiver.known_as
 
     def leave(self) -> None:
         """Count one user less, of a transfer whose bytes do not come any more."""
         with self._lock:
             self.users -= 1
-            if self._retired and not self.users:
-                self._end()
+            self._end_retired()
 
     def loaded(self, name: str) -> str:
         """Return how this agent knows a receiver of the peer; empty if it does not."""
@@ -249,19 +276,18 @@ class _End:
     def end(self, name: str | None = None) -> None:
         """End the agent, or only that of this name: no byte comes or goes through it any more."""
         with self._lock:
-            if self._agent is not None and name in (None, self._agent.name):
+            if name is None or self.is_agent(name):
                 self._end()
 
     def forget(self, bases: list[int]) -> None:
-        """Register these tensors no longer: the agent ends when no transfer uses it."""
+        """Register these tensors no longer: the agent ends when no transfer uses it. Waits for nothing."""
         agent = self._agent
         if agent is None or not agent.covers_any(bases):
             return
         self._retired = True
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):  # else whoever has it ends the agent
             try:
-                if self._retired and not self.users:
-                    self._end()
+                self._end_retired()
             finally:
                 self._lock.release()
 
@@ -275,6 +301,10 @@ class _End:
         agent = self._agent
         return 0.0 if agent is None else agent.cpu_seconds()
 
+    def _end_retired(self) -> None:
+        if self._retired and not self.users:
+            self._end()
+
     def _end(self) -> None:
         agent, self._agent, self._retired = self._agent, None, False
         if agent is not None:
@@ -285,7 +315,7 @@ class NixlConnection(Connection):
     """A connection whose bytes are moved by NIXL. Made by :class:`ConnectionBuilder`.
 
     ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``dialled``: this end made the link. ``fallback`` is
-    used for every transfer from the one on that NIXL failed, where there is one; the connection owns it.
+    used for every transfer from the one on that NIXL failed, where there is one.
     """
 
     capabilities = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
@@ -298,7 +328,7 @@ class NixlConnection(Connection):
         *,
         writable: bool,
         dialled: bool = False,
-        fallback: TcpConnection | None = None,
+        fallback: Connection | None = None,
     ) -> None:
         self.nixl = nixl
         self.fallback = fallback
@@ -314,20 +344,14 @@ class NixlConnection(Connection):
         self._known = ""  # the receiver of this end that the peer's sender knows
         self._pushed_to = ""  # the name of the peer's receiver of what is pushed
         self._failed = ""  # why NIXL is not used any more
-        self._numbers = iter(range(1, 2**63))
+        self._moves = iter(range(1, 2**63))
         super().__init__()
         nixl.add(self)
-
-    @property
-    def link(self) -> object:
-        return self.server.link
 
     def begin(self, link: object) -> None:
         # The end that dials is the one that pulls, as a rule. What the other direction needs is made when it is needed.
         first = self._pushed if self.reads else self.receiver
         self.server.begin(link, first if self._dialled != self.reads else None)
-        if self.fallback is not None:
-            self.fallback.begin(link)
 
     @property
     def remark(self) -> str:
@@ -338,26 +362,6 @@ class NixlConnection(Connection):
         """Return the CPU time of UCX's threads of this link, in seconds."""
         return self.sender.cpu_seconds() + self.receiver.cpu_seconds()
 
-    @property
-    def suspects_lanes(self) -> bool:
-        return self.fallback is not None and self.fallback.suspects_lanes
-
-    def drop_suspects(self, *, peer_lives: bool) -> int:
-        return 0 if self.fallback is None else self.fallback.drop_suspects(peer_lives=peer_lives)
-
-    def drop_lanes(self) -> None:
-        if self.fallback is not None:
-            self.fallback.drop_lanes()
-
-    def reconnect_lanes(self, deadline: Deadline) -> None:
-        if self.fallback is not None:
-            self.fallback.reconnect_lanes(deadline)
-
-    def abort(self) -> None:
-        super().abort()
-        if self.fallback is not None:
-            self.fallback.abort()
-
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
 
@@ -366,45 +370,32 @@ class NixlConnection(Connection):
 
     def _release(self) -> None:
         if self._forked:  # the agents' threads are the parent's
-            keep_for_ever(self.sender, self.receiver, self.server)
+            keep_for_ever(self.server)
         else:
             self.server.stop()
-        if self.fallback is not None:
-            self.fallback.close()
 
     def _move(self, transfer: Transfer) -> None:
         local, remote = transfer.local, transfer.remote
         check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
-        if self._failed and self.fallback is not None:
-            self.fallback._move(transfer)
-            return
-        try:
-            _NixlTransfer(self, transfer).run()
-        except NixlFailed as error:
-            self._fall_back(transfer, error)
-        except LinkError as error:
-            if self._aborted:
-                raise TransferAborted(f"{transfer.what}: the nixl connection was aborted", phase="copy") from error
-            raise
-
-    def _fall_back(self, transfer: Transfer, error: NixlFailed) -> None:
-        if self._aborted:
-            raise TransferAborted(f"{transfer.what}: the nixl connection was aborted", phase="copy") from error
-        logger.warning("%s: NIXL: %s%s", self.link, error, "" if self.fallback is None else "; tcp from now on")
-        if self.fallback is None:
-            # The caller, which knows the link, finds out whether the peer is lost.
-            text = f"{transfer.what}: NIXL: {error}; the addressed bytes are undefined"
-            raise PeerLost(text, phase="copy") from error
-        self._failed = str(error)
+        if self.fallback is None or not self._failed:
+            moving = _NixlTransfer(self, transfer)
+            try:
+                moving.run()
+                return
+            except (NixlFailed, LinkError, DeadlineExceeded) as error:
+                if self._aborted:
+                    text = f"{moving.what()}: the nixl connection was aborted"
+                    raise TransferAborted(text, phase="copy") from error
+                if not isinstance(error, NixlFailed):
+                    raise
+                on = "" if self.fallback is None else "; tcp from now on"
+                logger.warning("%s: NIXL: %s%s", self.server.link, error, on)
+                if self.fallback is None:
+                    # The caller, which knows the link, finds out whether the peer is lost.
+                    text = f"{transfer.what}: NIXL: {error}; the addressed bytes are undefined"
+                    raise PeerLost(text, phase="copy") from error
+                self._failed = str(error)
         self.fallback._move(transfer)
-
-    def next_move(self) -> int:
-        return next(self._numbers)
-
-    def stopped(self, deadline: Deadline) -> bool:
-        """Return True when a transfer of this connection is to stop; handlers of signals run."""
-        deadline.next_turn()
-        return time.monotonic_ns() >= deadline.expires_ns or self._aborted
 
 
 class _NixlTransfer:
@@ -413,150 +404,118 @@ class _NixlTransfer:
     def __init__(self, connection: NixlConnection, transfer: Transfer) -> None:
         self._connection = connection
         self._transfer = transfer
-        self._deadline = transfer.deadline
-        self._done = 0  # bytes of parts that are over
+        self._progress = Progress()
 
     def run(self) -> None:
         """Move every part. When this returns or raises, local memory is the caller's again."""
-        plan = self._transfer.plan
-        direct = self._transfer.write or self._connection.reads
+        plan, done = self._transfer.plan, 0
+        move = self._move_directly if self._transfer.write or self._connection.reads else self._have_moved
         parts = (plan,) if is_one_job(plan) else split_plan(plan, _PART_BYTES, MAX_RUNS // 2)
         for part in parts:
             for each in _in_order(part):
-                while not (self._move_directly if direct else self._have_moved)(each):
-                    pass  # until the deadline: the parts of other transfers may end an agent again
-                self._done += each.nbytes
+                while not move(each):  # until the deadline: other transfers may end an agent again
+                    self._progress.done = done
+                done += each.nbytes
+                self._progress.done = done
 
     def _have_moved(self, part: Plan) -> bool:
-        """Have the owner write a part into this end's receiver; return False if another transfer has ended that."""
-        connection, receiver, local = self._connection, self._connection.receiver, self._transfer.local
-        bases = local.bases[part.dst_first : part.dst_first + part.count]
-        with receiver.using(self._turn) as agent:
-            agent.cover(bases, local.extent)
-            address = agent.address(connection._known)
-            receiver.users += 1
-        quiet = ended = False  # nothing comes any more; the receiver has ended
+        """Have the owner write a part into this end's receiver; return False if it is to be asked again."""
+        connection, receiver = self._connection, self._connection.receiver
+        where = receiver.expose(self._turn, PlanEnd(part, self._transfer.local, True), connection._known)
+        address = where[0]
+        answer: Granted | Moved | Refused | None = None
         try:
-            while True:
-                offsets = part.runs[:, 0].astype("<u8").tobytes()
-                ask = self._request(part, address, bases.astype("<u8").tobytes(), offsets)
-                answer = self._ask(ask)
-                if isinstance(answer, Refused) and answer.code == _UNKNOWN_RECEIVER and not address.metadata:
-                    with receiver.using(self._turn) as agent:
-                        address = agent.address("")
-                    continue
-                quiet = isinstance(answer, Moved) or (isinstance(answer, Refused) and not answer.touched)
-                break
+            answer = self._ask(self._request(part, *where))
         finally:
-            ended = not receiver.is_agent(address.name)
-            if not quiet:
-                receiver.end(address.name)
+            ended = not receiver.is_agent(address.name)  # by another transfer
+            if not (isinstance(answer, Moved) or (isinstance(answer, Refused) and not answer.touched)):
+                receiver.end(address.name)  # bytes might still come
             receiver.leave()
+        connection._known = answer.loaded if isinstance(answer, Moved) else ""
         if isinstance(answer, Moved):
-            connection._known = answer.loaded
             return True
-        if ended and isinstance(answer, Refused) and answer.code == LOST:
-            return False
-        return self._refuse(answer)
+        return self._refuse(answer, {LOST: ended, _UNKNOWN_RECEIVER: not address.metadata})
 
     def _move_directly(self, part: Plan) -> bool:
         """Move a part by this end's sender, once the owner has told where the other end of it is.
 
-        Return False if the owner has ended its receiver for the sake of another transfer.
+        Return False if it is to be asked again, because another transfer has ended an agent of either end.
         """
-        sender, write = self._connection.sender, self._transfer.write
-        answer = self._ask(self._request(part, None, b"", b""))
-        if not isinstance(answer, Granted):
-            self._refuse(answer)
-        moved, failed = False, None
+        connection = self._connection
+        granted = self._ask(self._request(part))
+        if not isinstance(granted, Granted):
+            return self._refuse(granted, {})
+        connection._pushed_to = granted.receiver.name
+        moved = ""
+        failed: NixlFailed | None = None
         try:
-            with sender.using(self._turn) as agent:
-                try:
-                    self._drive(agent, part, answer, "WRITE" if write else "READ")
-                    moved = True
-                finally:
-                    if not moved:
-                        sender.end()
-        except NixlFailed as error:
-            failed = error  # the owner knows whether it has ended the receiver
-        finally:
-            if not moved and failed is None:
-                self._tell(Done(answer.move, good=False))
-        done = self._ask(Done(answer.move, good=moved))
-        if isinstance(done, Moved):
+            try:
+                end = PlanEnd(part, self._transfer.local, not self._transfer.write)
+                moved = connection.sender.move(self._turn, end, granted, self._progress)
+            except NixlFailed as error:
+                failed = error  # the owner knows whether it has ended the receiver
+            done = self._ask(Done(granted.move, good=bool(moved)))
+        except BaseException:
+            connection.nixl.wire.tell(connection.server.link, _encode(Done(granted.move, good=False)))
+            raise
+        if isinstance(done, Moved) and moved:
             return True
-        if isinstance(done, Refused) and done.code == _AGAIN:
-            return False
         if failed is not None and isinstance(done, Refused) and done.code == LOST:
             raise failed
-        return self._refuse(done)
-
-    def _drive(self, agent: Agent, part: Plan, granted: Granted, verb: str) -> None:
-        local, write = self._transfer.local, self._transfer.write
-        first, column = (part.src_first, 1) if write else (part.dst_first, 0)
-        bases = local.bases[first : first + part.count]
-        there = _numbers(granted.bases, part.count, "bases"), _numbers(granted.offsets, len(part.runs), "offsets")
-        agent.cover(bases, local.extent)
-        self._connection._pushed_to = granted.receiver.name
-        if not agent.load(granted.receiver):
-            raise NixlFailed("the peer has left out the metadata of a receiver that this end does not know")
-        nbytes, done = part.runs[:, 2], Progress()
-        mine, theirs = spans_of(bases, part.runs[:, column], nbytes), spans_of(*there, nbytes)
-        if not agent.move(
-            verb, granted.receiver.name, mine, theirs, lambda: self._connection.stopped(self._deadline), done
-        ):
-            self._give_up(done.done)
+        return self._refuse(done, {_AGAIN: True, LOST: not moved})
 
     def _turn(self) -> float:
-        if self._connection.stopped(self._deadline):
-            self._give_up(0)
-        return self._deadline.next_turn()
+        """Return for how many seconds to wait; raise if this transfer is to stop. Handlers of signals run."""
+        seconds = self._transfer.deadline.next_turn()
+        if not seconds or self._connection._aborted:
+            raise self._transfer.timeout(self._progress.done)
+        return seconds
 
-    def _request(self, part: Plan, receiver: Address | None, bases: bytes, offsets: bytes) -> Ask:
-        remote, write = self._transfer.remote, self._transfer.write
+    def _request(self, part: Plan, receiver: Address | None = None, bases: bytes = b"", offsets: bytes = b"") -> Ask:
+        connection, remote, write = self._connection, self._transfer.remote, self._transfer.write
         return Ask(
-            self._connection.next_move(),
+            next(connection._moves),
             write,
             receiver is None,
             encode_request(remote.handle, remote.extent, part, write),
             receiver,
             bases,
             offsets,
-            self._connection.sender.loaded(self._connection._pushed_to),
-            self._deadline.remaining_ms(),
+            connection.sender.loaded(connection._pushed_to),
+            self._transfer.deadline.remaining_ms(),
         )
 
     def _ask(self, request: Ask | Done) -> Granted | Moved | Refused:
         connection = self._connection
-        if connection.stopped(self._deadline):
-            self._give_up(0)
+        self._turn()
         try:
-            return _answer_of(connection.nixl.wire.ask(connection.link, _encode(request), self._deadline))
-        except DeadlineExceeded:
-            self._give_up(0)
+            answer = connection.nixl.wire.ask(connection.server.link, _encode(request), self._transfer.deadline)
+        except DeadlineExceeded as error:
+            raise self._transfer.timeout(self._progress.done) from error
+        return _answer_of(answer)
 
-    def _tell(self, request: Done) -> None:
-        self._connection.nixl.wire.tell(self._connection.link, _encode(request))
-
-    def _give_up(self, done: int) -> NoReturn:
-        if self._connection._aborted:
-            raise TransferAborted(f"{self._what()}: the nixl connection was aborted", phase="copy")
-        raise self._transfer.timeout(self._done + done)
-
-    def _refuse(self, answer: Granted | Moved | Refused) -> NoReturn:
-        """Raise what the answer to a part means that was not moved."""
+    def _refuse(self, answer: Granted | Moved | Refused, again: dict[int, bool]) -> Literal[False]:
+        """Raise what the answer to a part means that was not moved; return False for a status that is ``again``."""
         if not isinstance(answer, Refused):
-            raise ProtocolError(f"{self._what()}: the peer answered with {type(answer).__name__}")
+            raise ProtocolError(f"{self.what()}: the peer answered with {type(answer).__name__}")
+        if again.get(answer.code):
+            return False
         if answer.code == _OVERDUE:
-            raise self._transfer.timeout(self._done)
+            raise self._transfer.timeout(self._progress.done)
         if answer.code in (LOST, _UNKNOWN_RECEIVER):
             raise NixlFailed(f"at the peer: {answer.text}")
-        touched = answer.touched or self._done > 0
+        touched = answer.touched or self._progress.done > 0
         outcome = Outcome(Ending.REFUSED, TORN if answer.touched else answer.code, 0, answer.text)
-        raise refusal(outcome, self._what(), untouched=not touched)
+        raise refusal(outcome, self.what(), untouched=not touched)
 
-    def _what(self) -> str:
-        return self._transfer.progress(self._done)
+    def what(self) -> str:
+        return self._transfer.progress(self._progress.done)
+
+
+def _runs_of(end: PlanEnd) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return the addresses of the tensors at one end of a plan, and where the runs begin in each."""
+    first, column = (end.plan.dst_first, 0) if end.is_dst else (end.plan.src_first, 1)
+    return end.tensors.bases[first : first + end.plan.count], end.plan.runs[:, column]
 
 
 def _in_order(part: Plan) -> Iterator[Plan]:
@@ -577,8 +536,7 @@ def _numbers(data: bytes, count: int, what: str) -> NDArray[np.uint64]:
 def _answer_of(data: bytes) -> Granted | Moved | Refused:
     """Return an answer of the owner. Raises ProtocolError."""
     try:
-        answer: Granted | Moved | Refused = _answer_decoder.decode(data)
-        return answer
+        return _decode_answer(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"nixl: the peer sent no answer: {error}") from error
 
@@ -593,55 +551,40 @@ def give_back(answer: bytes) -> bytes | None:
 class _Served:
     """One request that the owner has granted. Its fields are set by one thread; ``cancelled`` by any."""
 
-    move: int
     plan: Plan
     grant: LaneGrant
     ask: Ask
     reply: Callable[[bytes], None]
     until: float  # monotonic
+    begun: bool = False  # its memory may be touched until it is forgotten
     cancelled: bool = False
     receiver: str = ""  # name of the agent that the peer writes to
     nbytes: int = 0  # that count as waiting until it is forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A request of the peer that asks for no memory, on its way to the thread."""
-
-    request: Done | Meet
-    reply: Callable[[bytes], None]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """What :meth:`Server.begin` has the thread do: tell the peer of this receiver."""
-
-    receiver: _End
 
 
 class Server:
     """Serves what the peer of one connection asks. Owns one thread, from the first request to the end.
 
     The control thread checks and grants; the thread moves the bytes of pulls, one after the other, and tells receivers
-    to those that push. While a request is in ``_served``, its memory may be touched: :meth:`quiesce` cancels it and
-    waits for its end. Of what was dropped because its time was over the last numbers are kept, for the answer.
+    to those that push. Wherever it waits it drops what is over, and lets pushed bytes come in. While a request is in
+    ``_served`` and has begun, its memory may be touched: :meth:`quiesce` cancels it and waits for its end.
     """
 
     def __init__(
         self, nixl: Nixl, sender: _End, receiver: _End, pushed: _End, *, reads: bool = False, writable: bool = False
     ) -> None:
         self.link: object = None
+        self.ends = (sender, receiver, pushed)
         self._reads = reads  # the peer may read by itself
         self._writable = writable  # it may push: else no receiver for that is ever made
         self._pushed = pushed  # the receiver of what is pushed, in which this thread makes progress
         self._nixl = nixl
         self._sender = sender
-        self._receiver = receiver
-        self._queue: SimpleQueue[_Served | _Told | _Meeting | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()  # jobs, bytes until they begin
+        self._held: dict[int, _Served] = {}  # what the peer writes or reads by itself; used by the thread alone
+        self._overdue: deque[int] = deque(maxlen=64)  # the last that were dropped for that; used by the thread alone
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._served: dict[int, _Served] = {}
-        self._overdue: deque[int] = deque(maxlen=64)  # used by the thread alone
         self._waiting_bytes = 0  # of requests of the peer that are not answered yet
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -650,7 +593,7 @@ class Server:
         """Let the peer know the receiver whose bytes are likely to come first, in the thread; None: of the peer's."""
         self.link = link
         if first is not None:
-            self._put(_Meeting(first))
+            self._put(partial(self._meet, first))
 
     # Called on the control thread
 
@@ -665,8 +608,8 @@ class Server:
         if not isinstance(request, Ask):
             if full:
                 raise ProtocolError(f"nixl: {_MAX_WAITING_BYTES >> 20} MiB of requests wait already")
-            self._count(nbytes)
-            self._put(_Told(request, reply, nbytes))
+            job = partial(self._finish, request, reply) if isinstance(request, Done) else partial(self._meet, request)
+            self._put(job, nbytes)
             return
         try:
             if full:
@@ -679,15 +622,8 @@ class Server:
             code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
             reply(_encode(Refused(code, " ".join(str(error).split())[:4000], touched=False)))
             return
-        with self._changed:
-            if self._stopped:
-                return  # the link has ended: nobody waits for an answer, and nothing would take this away again
-            if served.move in self._served:
-                raise ProtocolError(f"nixl: move {served.move} is asked for twice")
-            self._served[served.move] = served
-            served.nbytes = nbytes
-            self._waiting_bytes += nbytes
-        self._put(served)
+        served.nbytes = nbytes
+        self._put(partial(self._serve, served), served=served)
 
     def _grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
         handler, request = self._nixl.handler, decode_request(ask.meta)
@@ -705,40 +641,44 @@ class Server:
             raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
         plan = grant.plan or request.plan
         check_plan(plan, grant.tensors, grant.tensors)
-        return _Served(ask.move, plan, grant, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
+        return _Served(plan, grant, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
-    def _count(self, nbytes: int) -> None:
-        with self._changed:
-            self._waiting_bytes += nbytes
-
-    def _put(self, item: _Served | _Told | _Meeting) -> None:
+    def _put(self, job: Callable[[], None], nbytes: int = 0, served: _Served | None = None) -> None:
+        """Have the thread do a job; none where the link has ended, because nobody waits for an answer."""
         with self._changed:
             if self._stopped:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="llm-datadist-nixl", daemon=True)
-                self._thread.start()
-        self._queue.put(item)
+                thread = threading.Thread(target=self._run, name="llm-datadist-nixl", daemon=True)
+                thread.start()
+                self._thread = thread
+            if served is not None and self._served.setdefault(served.ask.move, served) is not served:
+                raise ProtocolError(f"nixl: move {served.ask.move} is asked for twice")
+            self._waiting_bytes += nbytes if served is None else served.nbytes
+        self._queue.put((job, nbytes))
 
     # Called by any thread
 
     def quiesce(self, tag: int) -> None:
-        """Cancel what was granted under ``tag``, and wait until none of its memory is touched any more."""
+        """Cancel what was granted under ``tag``, and wait until none of its memory is touched any more.
+
+        Waits only for what has begun, which the thread ends wherever it waits itself.
+        """
         with self._changed:
             found = [each for each in self._served.values() if each.grant.tag == tag]
             for each in found:
                 each.cancelled = True
-            if not found or self._thread is threading.current_thread():
-                return
+        if self._thread is threading.current_thread():  # a finalizer, between two jobs
+            self._drop_ended()
+        elif found:
             self._queue.put(None)
-            self._changed.wait_for(lambda: not any(self._served.get(each.move) is each for each in found))
-
-    def forget(self, bases: list[int]) -> None:
-        """As :meth:`_End.forget`, of the receiver of what is pushed."""
-        self._pushed.forget(bases)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: not any(each.begun and self._served.get(each.ask.move) is each for each in found)
+                )
 
     def stop(self) -> None:
-        """End soon: the thread ends both agents, and here and now where there is no thread. Waits for nothing."""
+        """End soon: the thread ends all agents, and here and now where there is no thread. Waits for nothing."""
         with self._changed:
             self._stopped = True
             thread = self._thread
@@ -748,136 +688,105 @@ class Server:
 
     def join(self) -> None:
         """Wait for the thread, which is told to stop when the connection is released."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if self._thread is threading.current_thread():  # a finalizer, between two jobs
+            self._end()
+        elif self._thread is not None:
+            self._thread.join()
 
     # The thread
 
     def _run(self) -> None:
-        held: dict[int, _Served] = {}
+        asked = 0.0  # when the last request came
         try:
             while not self._stopped:
-                item: _Served | _Told | _Meeting | None = None
+                timeout = None
+                if self._held:
+                    # As long as bytes may be coming this thread does not sleep, as the receiving end of a NIXL program
+                    # does: with a thread of UCX that sleeps between two messages, pushes take a third longer.
+                    self._let_in()
+                    timeout = _LAZY_SECONDS if time.monotonic() > asked + _BUSY_SECONDS else 0
+                item = None
                 with suppress(Empty):
-                    item = self._receive(held) if held else self._queue.get()
-                self._handle(held, item)
+                    item = self._queue.get(timeout=timeout)
+                    asked = time.monotonic()
+                self._handle(item)
         finally:
             self._end()  # also after MemoryError: else quiesce would wait without end
 
     @hold_signals
-    def _handle(self, held: dict[int, _Served], item: _Served | _Told | _Meeting | None) -> None:
+    def _handle(self, item: tuple[Callable[[], None], int] | None) -> None:
         try:
-            self._drop_overdue(held)
-            if isinstance(item, _Served):
-                self._serve(held, item)
-            elif isinstance(item, _Meeting):
-                self._meet(item)
-            elif item is not None:
-                self._count(-item.nbytes)
-                if isinstance(item.request, Done):
-                    self._finish(held, item.request, item.reply)
-                else:
-                    self._meet(item.request)
+            self._drop_ended()
+            if item is not None:
+                job, nbytes = item
+                with self._changed:
+                    self._waiting_bytes -= nbytes
+                job()
         except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
             logger.exception("nixl: a request of %s failed", self.link)
-            if isinstance(item, _Served):
-                self._refuse(item, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
 
     @hold_signals
-    def _receive(self, held: dict[int, _Served]) -> _Served | _Told | _Meeting | None:
-        """Let pushed bytes come in until the next request, or until one that is held is overdue; raises Empty then.
+    def _let_in(self) -> None:
+        """Let pushed bytes come in."""
+        with suppress(NixlFailed), self._pushed.using(lambda: _LAZY_SECONDS) as agent:
+            for _ in range(_POLLS):
+                agent.receive()
 
-        As long as bytes may be coming this thread does not sleep, as the receiving end of a NIXL program does: with a
-        thread of UCX that sleeps between two messages, pushes take a third longer.
-        """
-        until, busy_until = min(each.until for each in held.values()), time.monotonic() + _BUSY_SECONDS
-        while (now := time.monotonic()) < until:
-            with suppress(NixlFailed), self._pushed.using(self._turn) as agent:
-                for _ in range(_POLLS):
-                    agent.receive()
-            if now > busy_until:
-                return self._queue.get(timeout=min(until - now, _LAZY_SECONDS))
-            with suppress(Empty):
-                return self._queue.get_nowait()
-        raise Empty
-
-    def _meet(self, item: Meet | _Meeting) -> None:
-        """Tell the peer of the receiver here, or learn of its receiver. A failure shows in the first transfer."""
+    def _meet(self, item: Meet | _End) -> None:
+        """Tell the peer of a receiver here, or learn of its receiver. A failure shows in the first transfer."""
         try:
             if isinstance(item, Meet):
                 with self._sender.using(self._turn) as agent:
                     agent.load(item.receiver)
                 return
-            with item.receiver.using(self._turn) as agent:
+            with item.using(self._turn) as agent:
                 receiver = agent.address("")
             self._nixl.wire.tell(self.link, _encode(Meet(receiver)))
         except (NixlFailed, LLMException) as error:
             logger.info("nixl: the ends of %s are not connected yet: %s", self.link, error)
 
-    def _serve(self, held: dict[int, _Served], served: _Served) -> None:
-        if not _unchanged(served):
-            self._refuse(served, CHANGED, "a guard has changed", touched=False)
-            return
+    def _serve(self, served: _Served) -> None:
+        with self._changed:
+            served.begun = True  # what is cancelled from now on is waited for
         try:
-            if served.ask.direct:
-                self._hold(held, served)
+            if not _unchanged(served):
+                self._refuse(served, CHANGED, "a guard has changed", touched=False)
+            elif served.ask.direct:
+                self._hold(served)
             else:
                 self._write(served)
-        except (NixlFailed, LLMException) as error:
-            self._refuse(served, *self._why(served, error), touched=True)
-
-    @staticmethod
-    def _why(served: _Served, error: Exception) -> tuple[int, str]:
-        """Return the status of a request that failed: only a failure of NIXL itself is LOST."""
-        if served.cancelled:
-            return CHANGED, "the memory was taken back"
-        if time.monotonic() >= served.until:
-            return _OVERDUE, "its time was over"
-        return LOST, " ".join(str(error).split())[:4000]
+        except (NixlFailed, LLMException) as error:  # only a failure of NIXL itself is LOST
+            code, text = LOST, " ".join(str(error).split())[:4000]
+            if served.cancelled:
+                code, text = CHANGED, "the memory was taken back"
+            elif time.monotonic() >= served.until:
+                code, text = _OVERDUE, "its time was over"
+            self._refuse(served, code, text, touched=True)
+        except Exception:
+            self._refuse(served, int(LLMStatusCode.LLM_FAILED), "the target failed; see its log", touched=True)
+            raise
 
     def _write(self, served: _Served) -> None:
         """Write what was asked for into the receiver of the peer, and answer."""
-        ask, plan, sender = served.ask, served.plan, self._sender
-        bases = served.grant.tensors.bases[plan.src_first : plan.src_first + plan.count]
-        there = _numbers(ask.bases, plan.count, "bases"), _numbers(ask.offsets, len(plan.runs), "offsets")
-        with sender.using(partial(self._turn, served)) as agent:
-            assert ask.receiver is not None
-            if not agent.load(ask.receiver):
-                self._refuse(served, _UNKNOWN_RECEIVER, "the metadata of the receiver are not known", touched=False)
-                return
-            agent.cover(bases, served.grant.tensors.extent)
-            nbytes, moved = plan.runs[:, 2], False
-            mine, theirs = spans_of(bases, plan.runs[:, 1], nbytes), spans_of(*there, nbytes)
-            try:
-                moved = agent.move("WRITE", ask.receiver.name, mine, theirs, partial(self._gone, served), Progress())
-            finally:
-                if not moved:
-                    sender.end()  # first: then nothing reads the memory any more
-            if not moved:
-                self._turn(served)
-            loaded = ask.receiver.known_as
-        if _unchanged(served):
+        end = PlanEnd(served.plan, served.grant.tensors, False)
+        loaded = self._sender.move(partial(self._turn, served), end, served.ask, Progress())
+        if not loaded:
+            self._refuse(served, _UNKNOWN_RECEIVER, "the metadata of the receiver are not known", touched=False)
+        elif _unchanged(served):
             self._answer(served, Moved(loaded))
         else:
             self._refuse(served, CHANGED, "a guard changed meanwhile", touched=True)
 
-    def _hold(self, held: dict[int, _Served], served: _Served) -> None:
+    def _hold(self, served: _Served) -> None:
         """Tell the peer where it may write, or read, and keep that memory until it is done."""
-        plan, tensors, receiver = served.plan, served.grant.tensors, self._pushed
-        first = plan.dst_first if served.ask.write else plan.src_first
-        bases = tensors.bases[first : first + plan.count]
-        with receiver.using(partial(self._turn, served)) as agent:
-            agent.cover(bases, tensors.extent)
-            address = agent.address(served.ask.loaded)
-            receiver.users += 1
-        served.receiver = address.name
-        held[served.move] = served
-        offsets = plan.runs[:, 0 if served.ask.write else 1].astype("<u8").tobytes()
-        served.reply(_encode(Granted(served.move, address, bases.astype("<u8").tobytes(), offsets)))
+        ask, end = served.ask, PlanEnd(served.plan, served.grant.tensors, served.ask.write)
+        where = self._pushed.expose(partial(self._turn, served), end, ask.loaded)
+        served.receiver = where[0].name
+        self._held[ask.move] = served
+        served.reply(_encode(Granted(ask.move, *where)))
 
-    def _finish(self, held: dict[int, _Served], done: Done, reply: Callable[[bytes], None]) -> None:
-        served = held.pop(done.move, None)
+    def _finish(self, done: Done, reply: Callable[[bytes], None]) -> None:
+        served = self._held.pop(done.move, None)
         if served is None:
             late = done.move in self._overdue
             code, text = (_OVERDUE, "its time was over") if late else (TORN, "the memory was taken back")
@@ -886,34 +795,36 @@ class Server:
         served.reply = reply
         # A receiver ends for all that are written to it when one of them is dropped.
         ended = not self._pushed.is_agent(served.receiver)
-        if ended or not done.good:
-            self._drop(served)
-            code, text = (_AGAIN, "the receiver has ended") if ended else (LOST, "given up")
-            reply(_encode(Refused(code, text, touched=True)))
+        if not done.good:
+            self._pushed.end(served.receiver)
+        self._pushed.leave()
+        if ended:
+            self._refuse(served, _AGAIN, "the receiver has ended", touched=True)
+        elif not done.good:
+            self._refuse(served, LOST, "given up", touched=True)
         elif _unchanged(served):
-            self._pushed.leave()
             self._answer(served, Moved(""))
         else:
-            self._pushed.leave()
             self._refuse(served, TORN, "a guard changed meanwhile", touched=True)
 
-    def _drop_overdue(self, held: dict[int, _Served]) -> None:
-        for served in [each for each in held.values() if self._gone(each)]:
-            del held[served.move]
+    def _drop_ended(self) -> None:
+        """Make sure that peers do not write any more where their time is over, or the memory taken back."""
+        for served in [each for each in self._held.values() if self._gone(each)]:
+            del self._held[served.ask.move]
             if not served.cancelled:
-                self._overdue.append(served.move)
-            self._drop(served)
-
-    def _drop(self, served: _Served) -> None:
-        """Make sure that the peer does not write any more, then forget the request."""
-        self._pushed.end(served.receiver)
-        self._pushed.leave()
-        self._forget(served)
+                self._overdue.append(served.ask.move)
+            self._pushed.end(served.receiver)
+            self._pushed.leave()
+            self._forget(served)
 
     def _turn(self, served: _Served | None = None) -> float:
+        """Return for how many seconds to wait, once what cannot wait is done; raise NixlFailed if this is to stop."""
+        self._drop_ended()
+        if self._held:
+            self._let_in()  # else two ends might wait for each other
         if self._stopped if served is None else self._gone(served):
             raise NixlFailed("the time was over, or the memory was taken back")
-        return 0.05
+        return _LAZY_SECONDS if self._held else 0.05
 
     def _gone(self, served: _Served) -> bool:
         return served.cancelled or self._stopped or time.monotonic() >= served.until
@@ -927,14 +838,14 @@ class Server:
 
     def _forget(self, served: _Served) -> None:
         with self._changed:
-            if self._served.pop(served.move, None) is not None:
+            if self._served.pop(served.ask.move, None) is not None:
                 self._waiting_bytes -= served.nbytes
             self._changed.notify_all()
 
     @hold_signals
     def _end(self) -> None:
-        """End both agents; nothing is touched any more."""
-        for each in (self._sender, self._receiver, self._pushed):
+        """End all agents; nothing is touched any more."""
+        for each in self.ends:
             each.close()
         with self._changed:
             self._stopped = True

@@ -1,11 +1,10 @@
 """One NIXL agent of this process: registered memory, and transfers to or from the memory of one peer.
 
 NIXL cannot stop a transfer: bytes of one that was given up may come later. Only the end of the agent stops them,
-because that closes its connections (and, with RDMA, makes its keys invalid). So each end of a link has two agents of
-its own, which end without any harm to other links: a *sender*, which starts transfers, and a *receiver*, into whose
-memory the peer writes. The receiver has a thread of UCX that makes progress; the sender has none, because the thread
-that waits for a transfer makes it. With a thread of UCX at the sending end too, two threads would fight for one lock,
-at half the speed.
+because that closes its connections (and, with RDMA, makes its keys invalid). So each end of a link has up to three
+agents of its own, which end without any harm to other links: a *sender*, which starts transfers, and two *receivers*,
+into whose memory the peer writes what this end pulls, or what the peer pushes. Only the first receiver has a thread of
+UCX that makes progress: at a sender it would fight for one lock with the thread that waits, at half the speed.
 """
 
 from __future__ import annotations
@@ -156,7 +155,8 @@ class Progress:
 class Agent:
     """One NIXL agent. Used by one thread at a time; :meth:`end` too. Raises NixlFailed for whatever NIXL raises.
 
-    ``pools``: spans (address, bytes) that are registered at once; other memory is registered when it is used.
+    ``pools``: spans (address, bytes) that are registered at once; other memory is registered when it is used. It is
+    made of NIXL's bindings: NIXL's own class in Python gives a thread that makes progress a whole core.
     """
 
     def __init__(self, fabric: str, *, progress: bool, pools: Iterable[tuple[int, int]] = ()) -> None:
@@ -165,27 +165,39 @@ class Agent:
         #: The receivers of the peer that this agent knows, by name, as it says so (Address.known_as).
         self.loaded: dict[str, str] = {}
         self._pools = list(pools)
-        self._others: set[tuple[int, int]] = set()  # registered, outside the pools
-        self._metadata: tuple[int, bytes] = (-1, b"")
-        with _making:
-            before = _threads()
-            self._nixl: _Bound | None = _Bound(self.name, ucx_transports(fabric), progress=progress)
-            #: Ids of the threads that came with it.
-            self.threads = _threads() - before
-        if self._pools:
-            self._register(self._pools)
+        self._others: set[tuple[int, int]] = set()  # registered, outside the pools; replaced, for other threads look
+        self._metadata = b""  # of this version, once they were asked for
+        self._nixl: Any = None  # until end(). No frame may hold it: whoever keeps an exception keeps its frames
+        transports = ucx_transports(fabric)
+        self._api = _import_bindings()
+        try:
+            config = self._api.nixlAgentConfig()
+            config.useProgThread, config.useListenThread = progress, False
+            config.pthrDelay = _SLEEP_MICROSECONDS
+            config.syncMode = self._api.NIXL_THREAD_SYNC_STRICT
+            with _making:
+                before = _threads()
+                self._nixl = self._api.nixlAgent(self.name, config)
+                parameters, _ = self._call("getPluginParams", "UCX")
+                parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
+                self._ucx = [self._call("createBackend", "UCX", parameters)]
+                #: Ids of the threads that came with it.
+                self.threads = _threads() - before
+            if self._pools:
+                self._register(self._pools)
+        except Exception as error:
+            self.end()
+            raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
 
     def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
         """Register tensors of ``extent`` bytes, unless they are."""
         inside = np.zeros(len(bases), bool)
         for address, nbytes in self._pools:
             inside |= (bases >= address) & (bases + np.uint64(extent) <= address + nbytes)
-        if inside.all():
-            return
         missing = {(base, extent) for base in bases[~inside].tolist()} - self._others
         if missing:
             self._register(sorted(missing))
-            self._others |= missing
+            self._others = self._others | missing
 
     def covers_any(self, bases: Iterable[int]) -> bool:
         """Return True if one of these tensors was registered by :meth:`cover`, outside the pools."""
@@ -194,33 +206,30 @@ class Agent:
 
     def address(self, known: str) -> Address:
         """Return where this receiver is, without the metadata if the peer says that it knows them."""
-        if self._metadata[0] != self.version:
-            self._metadata = (self.version, self._call(lambda nixl: nixl.agent.getLocalMD()))
-        here = Address(self.name, self.version, self._metadata[1], package_version())
+        self._metadata = self._metadata or self._call("getLocalMD")
+        here = Address(self.name, self.version, self._metadata, package_version())
         return msgspec.structs.replace(here, metadata=b"") if known == here.known_as else here
 
     def load(self, address: Address) -> bool:
         """Learn where a receiver of the peer is; return False if its metadata is needed and not there."""
-        if self.loaded.get(address.name) == address.known_as:
-            self.loaded[address.name] = self.loaded.pop(address.name)  # the last that was used
-            return True
-        if not address.metadata:
-            return False
-        try:
-            name = self._call(lambda nixl: nixl.agent.loadRemoteMD(address.metadata))
-        except NixlFailed as error:
-            raise NixlFailed(
-                f"{error}: the metadata of the peer, of NIXL {address.package}, mean nothing to NIXL "
-                f"{package_version()} here"
-            ) from error
-        if name not in (address.name, address.name.encode()):
-            raise NixlFailed("the metadata of the peer are those of another agent than it names")
+        if self.loaded.get(address.name) != address.known_as:
+            if not address.metadata:
+                return False
+            try:
+                name = self._call("loadRemoteMD", address.metadata)
+            except NixlFailed as error:
+                raise NixlFailed(
+                    f"{error}: the metadata of the peer, of NIXL {address.package}, mean nothing to NIXL "
+                    f"{package_version()} here"
+                ) from error
+            if name not in (address.name, address.name.encode()):
+                raise NixlFailed("the metadata of the peer are those of another agent than it names")
         self.loaded.pop(address.name, None)
-        self.loaded[address.name] = address.known_as
+        self.loaded[address.name] = address.known_as  # the last that was used
         if len(self.loaded) > _KNOWN_RECEIVERS:
             oldest = next(iter(self.loaded))
             del self.loaded[oldest]
-            self._call(lambda nixl: nixl.agent.invalidateRemoteMD(oldest))
+            self._call("invalidateRemoteMD", oldest)
         return True
 
     def move(
@@ -229,95 +238,80 @@ class Agent:
         peer: str,
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
-        stop: Callable[[], bool],
+        turn: Callable[[], object],
         progress: Progress,
-    ) -> bool:
-        """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``; False if stopped.
+    ) -> None:
+        """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 
-        ``peer`` is the name of a receiver that was loaded. After False, or an exception, bytes may still move until
-        :meth:`end`.
+        ``peer`` is the name of a receiver that was loaded. ``turn`` is called again and again, and raises if this is to
+        stop. After an exception bytes may still move until :meth:`end`.
         """
+        operation = getattr(self._api, f"NIXL_{verb}")
         ends = np.cumsum(here[:, 1])
         first = 0
-        posted: deque[tuple[int, Any, int]] = deque()
+        posted: deque[tuple[int, int]] = deque()
         try:
             while first < len(here) or posted:
-                if stop():
-                    return False
+                turn()
                 if first < len(here) and len(posted) < _PARTS_ON_THEIR_WAY:
                     begun = int(ends[first - 1]) if first else 0
                     last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
-                    handle, state = self._post(verb, here[first:last], there[first:last], peer)
-                    posted.append((handle, state, int(ends[last - 1])))
+                    spans = [self._api.nixlXferDList(self._api.DRAM_SEG, each[first:last]) for each in (here, there)]
+                    handle = self._call("createXferReq", operation, *spans, peer, "", self._ucx)
+                    posted.append((handle, int(ends[last - 1]) - begun))
+                    self._call("postXferReq", handle, "")
                     first = last
                     continue
-                handle, state, upto = posted[0]
-                if not self._wait(handle, state, stop):
-                    return False
+                handle, nbytes = posted[0]
+                self._wait(handle, turn)
                 posted.popleft()
                 self._release(handle)
-                progress.done = upto
+                progress.done += nbytes
         finally:
-            for handle, _, _ in posted:
+            for handle, _ in posted:
                 self._release(handle)
-        return True
 
-    def _post(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> tuple[int, Any]:
-        handle = self._call(lambda nixl: nixl.prepare(verb, here, there, peer))
-        try:
-            return handle, self._call(lambda nixl: nixl.agent.postXferReq(handle, ""))
-        except BaseException:
-            self._release(handle)
-            raise
-
-    def _wait(self, handle: int, state: Any, stop: Callable[[], bool]) -> bool:  # noqa: ANN401 (NIXL has no types)
-        """Return True once a posted part is done, False if it is to stop before."""
-        polls, nixl = 0, self._bound()
-        while state == nixl.in_progress:
-            if stop():
-                return False
+    def _wait(self, handle: int, turn: Callable[[], object]) -> None:
+        """Return once a posted part is done."""
+        polls = 0
+        while (state := self._call("getXferStatus", handle)) == self._api.NIXL_IN_PROG:
+            turn()
             polls += 1
             if polls > _QUICK_POLLS:
                 time.sleep(_PAUSE_SECONDS)
-            state = self._call(lambda nixl: nixl.agent.getXferStatus(handle))
-        if state != nixl.success:
+        if state != self._api.NIXL_SUCCESS:
             raise NixlFailed(f"a transfer ended as {state}")
-        return True
 
     def _release(self, handle: int) -> None:
         """Give a handle back; where NIXL cannot while it moves bytes, the end of the agent does."""
         try:
-            self._call(lambda nixl: nixl.agent.releaseXferReq(handle))
+            self._call("releaseXferReq", handle)
         except NixlFailed as error:
             logger.debug("nixl: a transfer in progress is released with its agent: %s", error)
 
     def receive(self) -> None:
         """Let bytes come in; only where no thread of UCX does."""
-        self._call(lambda nixl: nixl.agent.getNotifs({}, nixl.ucx))
+        self._call("getNotifs", {}, self._ucx)
 
     def end(self) -> None:
         """End the agent: no byte comes or goes through it any more. Idempotent."""
-        bound, self._nixl = self._nixl, None
-        if bound is not None:
-            bound.agent = None  # whoever keeps the exception of a transfer keeps frames that hold ``bound``
+        self._nixl = None
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the threads that came with this agent, in seconds."""
         return sum(_cpu_seconds(thread) for thread in self.threads)
 
     def _register(self, spans: Iterable[tuple[int, int]]) -> None:
-        self._call(lambda nixl: nixl.register([(address, nbytes, 0, "") for address, nbytes in spans]))
+        described = [(address, nbytes, 0, "") for address, nbytes in spans]
+        self._call("registerMem", self._api.nixlRegDList(self._api.DRAM_SEG, described), self._ucx)
         self.version += 1
+        self._metadata = b""
 
-    def _bound(self) -> _Bound:
+    def _call(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 (NIXL has no types)
         if self._nixl is None:
             raise NixlFailed("the agent has ended")
-        return self._nixl
-
-    def _call(self, call: Callable[[_Bound], Any]) -> Any:  # noqa: ANN401 (NIXL has no types)
-        nixl = self._bound()
         try:
-            return call(nixl)
+            return getattr(self._nixl, method)(*arguments)
         except MemoryError:
             raise
         except Exception as error:
@@ -341,42 +335,9 @@ def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
     return _bindings
 
 
-class _Bound:
-    """NIXL's own agent, by its bindings: its Python class gives a thread that makes progress a whole core."""
-
-    def __init__(self, name: str, transports: str, *, progress: bool) -> None:
-        _bindings = _import_bindings()
-        try:
-            self._api = _bindings
-            self.success, self.in_progress = _bindings.NIXL_SUCCESS, _bindings.NIXL_IN_PROG
-            self._verbs = {"WRITE": _bindings.NIXL_WRITE, "READ": _bindings.NIXL_READ}
-            config = _bindings.nixlAgentConfig()
-            config.useProgThread, config.useListenThread = progress, False
-            config.pthrDelay = _SLEEP_MICROSECONDS
-            config.syncMode = _bindings.NIXL_THREAD_SYNC_STRICT
-            self.agent = _bindings.nixlAgent(name, config)
-            parameters, _ = self.agent.getPluginParams("UCX")
-            parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
-            self.ucx = [self.agent.createBackend("UCX", parameters)]
-        except Exception as error:
-            raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
-
-    def register(self, spans: list[tuple[int, int, int, str]]) -> None:
-        self.agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, spans), self.ucx)
-
-    def prepare(self, verb: str, here: NDArray[np.uint64], there: NDArray[np.uint64], peer: str) -> int:
-        """Return the handle of a transfer that is to be posted."""
-        mine, theirs = (
-            self._api.nixlXferDList(self._api.DRAM_SEG, np.ascontiguousarray(each)) for each in (here, there)
-        )
-        handle: int = self.agent.createXferReq(self._verbs[verb], mine, theirs, peer, "", self.ucx)
-        return handle
-
-
-def keep_for_ever(*objects: object) -> None:
-    """Never destroy these: in a forked child the destructor of an agent would wait for threads of the parent."""
-    for each in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+def keep_for_ever(owner: object) -> None:
+    """Never destroy what owns agents: in a forked child their destructors would wait for threads of the parent."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def _threads() -> frozenset[int]:

@@ -11,9 +11,8 @@ import fcntl
 import os
 import socket
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
@@ -23,24 +22,20 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llm_datadist._memory.write_intents import WriterPage
 
 VERSION: Final = 6
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
+# SCM_MAX_FD: all that a packet can have. The kernel closes what it has no room for, in the thread that receives it.
+_ROOM: Final = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
 # Linux 6.16, asm-generic/socket.h: the kernel refuses descriptors for a socket.
 _SO_PASSRIGHTS: Final = 83
-_MAX_CLOSING: Final = 64
-_closing: Final[set[threading.Thread]] = set()
-_FD_BYTES: Final = array.array("i").itemsize
-# CMSG_LEN, not CMSG_SPACE: its padding would let one more in.
-_ANCILLARY: Final = socket.CMSG_LEN(_MAX_DESCRIPTORS * _FD_BYTES)
-
-
+CLOSER: Final = "llm-datadist-close"
+_MAX_CLOSING: Final = 256  # descriptors
+_closing: Final[dict[threading.Thread, int]] = {}
 _Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
 
 
@@ -72,37 +67,37 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-def pass_rights(sock: socket.socket, *, allowed: bool) -> bool:
-    """Let the kernel take descriptors for ``sock`` or refuse them; return False where it cannot refuse them.
+def pass_rights(sock: socket.socket, *, allowed: bool) -> None:
+    """Let the kernel take descriptors for ``sock`` or refuse them, where it can.
 
     A listener's accepted sockets begin as the listener is. Who sends a descriptor to one that takes none gets EPERM.
     """
-    try:
+    with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, allowed)
-    except OSError:
-        return False
-    return True
 
 
-def close_socket(sock: socket.socket, *, guarded: bool) -> None:
-    """Close a socket. Unless it was ``guarded`` by the kernel, descriptors of a stranger may wait in it."""
-    if guarded:
-        sock.close()
-    else:
-        _close_elsewhere(sock.close)
+def close_elsewhere(*fds: int) -> None:
+    """Close a peer's descriptors, and sockets in which some may wait, on a thread for which nothing waits.
+
+    The last close of one may block for as long as its sender wants: SO_LINGER.
+    """
+
+    def close() -> None:
+        for fd in fds:
+            os.close(fd)
+
+    thread = threading.Thread(target=close, name=CLOSER, daemon=True)
+    _closing[thread] = len(fds)
+    with suppress(RuntimeError):  # no thread is to be had, or the interpreter ends: they stay open
+        thread.start()
 
 
-def _close_elsewhere(close: Callable[[], None]) -> None:
-    """Run a close on a thread of its own, for which nothing waits: the last close of a peer's descriptor may block."""
-    thread = threading.Thread(target=close, name="llm-datadist-close", daemon=True)
-    _closing.add(thread)
-    thread.start()
-
-
-def closers_are_busy() -> bool:
-    """Return True while as many threads as there may be wait in a close."""
-    _closing.difference_update([thread for thread in tuple(_closing) if not thread.is_alive()])
-    return len(_closing) >= _MAX_CLOSING
+def check_closers() -> None:
+    """Raise OSError while as many descriptors as there may be wait for their close."""
+    for thread in [thread for thread in tuple(_closing) if not thread.is_alive()]:
+        _closing.pop(thread, None)
+    if sum(_closing.values()) >= _MAX_CLOSING:
+        raise OSError("descriptors of peers are not closed yet")
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -135,54 +130,37 @@ class Packet(AbstractContextManager["Packet"]):
     @classmethod
     def receive(cls, sock: socket.socket) -> Self:
         """Receive one packet. ``ProtocolError``: the peer closed its end, or sent more than a packet may hold."""
-        data, ancillary, flags, _ = sock.recvmsg(_MAX_PACKET, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                # A truncated message may end inside a descriptor that was not installed.
-                fds.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
-        packet = cls(data, fds.tolist())
-        reason = _defect(data, flags)
-        if reason is not None:
+        check_closers()
+        data, ancillary, flags, _ = sock.recvmsg(_MAX_PACKET, _ROOM, socket.MSG_CMSG_CLOEXEC)
+        packet = cls(data, array.array("i", b"".join(sent for _, _, sent in ancillary)).tolist())
+        if reason := packet._defect(flags):
             packet.close()
             raise ProtocolError(reason)
         return packet
 
+    def _defect(self, flags: int) -> str | None:
+        if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_DESCRIPTORS:
+            return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
+        if flags & socket.MSG_TRUNC:
+            return f"same-host packet is larger than {_MAX_PACKET} bytes"
+        return None if self.data else "the peer closed the same-host socket without a word"
+
     def take(self) -> int:
         """Return the next descriptor, which is the caller's; ``LinkRefused`` if it is no memfd: its close may block."""
-        if not _is_memory(self.fds[0]):
-            raise LinkRefused("it is no memfd")
+        try:
+            fcntl.fcntl(self.fds[0], fcntl.F_GET_SEALS)  # only those have seals; anything else that is asked may block
+        except OSError as error:
+            raise LinkRefused("it is no memfd") from error
         return self.fds.pop(0)
 
     def close(self) -> None:
-        """Close what nothing has taken: memory at once, anything else on a thread of its own."""
-        while self.fds:
-            fd = self.fds.pop()
-            if _is_memory(fd):
-                os.close(fd)
-            else:
-                _close_elsewhere(partial(os.close, fd))
+        """Close what nothing has taken."""
+        fds, self.fds = self.fds, []
+        if fds:
+            close_elsewhere(*fds)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _is_memory(fd: int) -> bool:
-    """Return True for a memfd. Only those have seals; asking anything else of a peer's file may block."""
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
-    except OSError:
-        return False
-
-
-def _defect(data: bytes, flags: int) -> str | None:
-    if flags & socket.MSG_CTRUNC:
-        return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
-    if flags & socket.MSG_TRUNC:
-        return f"same-host packet is larger than {_MAX_PACKET} bytes"
-    if not data:
-        return "the peer closed the same-host socket without a word"
-    return None
 
 
 def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:

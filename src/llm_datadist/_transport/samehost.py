@@ -10,6 +10,7 @@ A rendezvous that fails is a ``LinkRefused``; the link then goes over another tr
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -35,8 +36,8 @@ from llm_datadist._transport.rendezvous import (
     Packet,
     Refusal,
     RendezvousHello,
-    close_socket,
-    closers_are_busy,
+    check_closers,
+    close_elsewhere,
     decode,
     pass_rights,
     send_packet,
@@ -44,8 +45,6 @@ from llm_datadist._transport.rendezvous import (
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
 
@@ -53,6 +52,7 @@ MAX_PENDING: Final = 64
 _PREFIX: Final = "llm-datadist-"
 _SUFFIX: Final = ".sock"
 _BACKLOG: Final = 128
+_LONGEST_PATH: Final = 107  # of a unix socket, without the final null
 # A full backlog of a unix socket refuses at once instead of waiting, so connecting is tried again at this pace.
 _CONNECT_PACE_S: Final = 0.002
 _ACCEPT_PAUSE_S: Final = 1.0
@@ -86,7 +86,7 @@ class SameHostListener:
         self._thread = 0
         self._resume: asyncio.TimerHandle | None = None
         self._socket, self.name = _listen(socket_dir, shared=bool(exports.users))
-        self._guarded = pass_rights(self._socket, allowed=False)
+        pass_rights(self._socket, allowed=False)
         self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -115,33 +115,28 @@ class SameHostListener:
     def close(self) -> None:
         """Stop listening, drop every accepted peer, remove the socket file. Idempotent."""
         loop = self._loop
-        if self._closed:
+        if HERE["pid"] != self._pid or loop is None or not loop.is_running() or threading.get_ident() == self._thread:
+            self._close_here()
             return
-        if HERE["pid"] != self._pid:
-            self._close_descriptors()
-        elif loop is None or not loop.is_running() or threading.get_ident() == self._thread:
+        closed = threading.Event()
+        try:
+            loop.call_soon_threadsafe(self._close_here)
+            loop.call_soon_threadsafe(closed.set)
+        except RuntimeError:  # the loop has been closed meanwhile
             self._close_here()
         else:
-            closed = threading.Event()
-            try:
-                loop.call_soon_threadsafe(self._close_here)
-                loop.call_soon_threadsafe(closed.set)
-            except RuntimeError:  # the loop has been closed meanwhile
-                self._close_here()
-            else:
-                closed.wait(5.0)
+            closed.wait(5.0)
 
     def _accept(self) -> None:
         try:
-            if closers_are_busy():
-                raise OSError("descriptors of peers that were refused are not closed yet")
+            check_closers()
             sock, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
             # Out of descriptors, the backlog stays readable and would keep the loop busy: stop accepting for a while.
             _log.warning("%r cannot accept and pauses for %.0f s: %s", self, _ACCEPT_PAUSE_S, error)
-            loop = self._running_loop()
+            loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
             self._resume = loop.call_later(_ACCEPT_PAUSE_S, self.start, loop)
             return
@@ -154,11 +149,12 @@ class SameHostListener:
             _log.info("same-host peer refused: %s", error)
             with suppress(OSError):
                 send_packet(sock, Refusal(str(error)), [])
-            close_socket(sock, guarded=self._guarded)
+            close_elsewhere(sock.detach())
             return
         pass_rights(sock, allowed=True)
-        self._pending[sock] = self._running_loop().call_later(self._idle_timeout, self._drop, sock, "it said nothing")
-        self._running_loop().add_reader(sock.fileno(), self._receive, sock)
+        loop = asyncio.get_running_loop()
+        self._pending[sock] = loop.call_later(self._idle_timeout, self._drop, sock, "it said nothing")
+        loop.add_reader(sock.fileno(), self._receive, sock)
 
     def _receive(self, sock: socket.socket) -> None:
         try:
@@ -210,49 +206,42 @@ class SameHostListener:
         return peer
 
     def _drop(self, sock: socket.socket, reason: str | None) -> None:
-        timer = self._pending.pop(sock, None)
-        if timer is not None:
-            timer.cancel()
-            self._running_loop().remove_reader(sock.fileno())
-        close_socket(sock, guarded=self._guarded)
+        self._pending.pop(sock).cancel()
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+        close_elsewhere(sock.detach())
         if reason is not None:
             _log.info("same-host peer dropped: %s", reason)
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        assert self._loop is not None, "only reached from callbacks of the loop given to start()"
-        return self._loop
-
     def _close_here(self) -> None:
+        loop = self._loop
         if self._closed:
             return
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            if self._resume is not None:
-                self._resume.cancel()
-            loop.remove_reader(self._socket)
-            for sock, timer in self._pending.items():
-                timer.cancel()
-                loop.remove_reader(sock.fileno())
+        if HERE["pid"] == self._pid:
+            if loop is not None and not loop.is_closed():
+                if self._resume is not None:
+                    self._resume.cancel()
+                loop.remove_reader(self._socket)
+                for sock, timer in self._pending.items():
+                    timer.cancel()
+                    loop.remove_reader(sock.fileno())
+            self._socket.shutdown(socket.SHUT_RD)  # refuses dialers from now on
+            if not self.name.startswith("@"):
+                Path(self.name).unlink(missing_ok=True)
         self._close_descriptors()
-        if not self.name.startswith("@"):
-            Path(self.name).unlink(missing_ok=True)
 
     def _close_descriptors(self) -> None:
         self._closed = True
         self._expected.clear()
-        close_socket(self._socket, guarded=self._guarded)
-        while self._pending:
-            close_socket(self._pending.popitem()[0], guarded=self._guarded)
+        for sock in (self._socket, *self._pending):  # each on its own thread: one that blocks keeps no other open
+            close_elsewhere(sock.detach())
+        self._pending.clear()
 
     @hold_signals
     def __del__(self) -> None:
-        if getattr(self, "_closed", True):
-            return
-        if HERE["pid"] == self._pid:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        if not getattr(self, "_closed", True):
+            if HERE["pid"] == self._pid:
+                warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
             self._close_here()
-        else:
-            self._close_descriptors()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._expected)} expected, {len(self._pending)} pending"
@@ -265,8 +254,8 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
     The caller owns that memory. Blocks in the caller's thread, within the deadline. ``LinkRefused``: there is no
     listener of this ``name`` on this host, or one side refused; the text holds the reason.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    guarded = pass_rights(sock, allowed=False)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    pass_rights(sock, allowed=False)
     try:
         _dial(sock, name, deadline)
         # Opened before anything is sent: the process that answers later was alive then.
@@ -277,16 +266,15 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
             peer.settle()
             return peer
     finally:
-        close_socket(sock, guarded=guarded)
+        close_elsewhere(sock.detach())
 
 
 def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
     address = _address(name)
-    sock.setblocking(False)
     while True:
         deadline.check(f"same-host rendezvous with {name!r}", "link")
         try:
-            sock.connect(address)
+            return sock.connect(address)
         except BlockingIOError:
             time.sleep(min(_CONNECT_PACE_S, deadline.next_turn()))
         except OSError as error:
@@ -294,14 +282,12 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
                 f"no same-host listener {name!r} to be reached from here: {error}; the peer is on another host or in "
                 "another network namespace (then give both llm.ShmSocketDir, a directory that both see)"
             ) from error
-        else:
-            return
 
 
 def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> Packet:
     try:
         with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it left
-            _send(sock, name, offer, deadline)
+            _send(sock, offer, deadline)
         deadline.ready(sock, select.POLLIN)
         try:
             return Packet.receive(sock)
@@ -313,16 +299,13 @@ def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline)
         raise LinkRefused(f"same-host listener {name!r} broke off: {error}") from error
 
 
-def _send(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> None:
+def _send(sock: socket.socket, offer: MemoryOffer, deadline: Deadline) -> None:
     """Send the offer once the listener has admitted this process: until then the kernel takes no descriptor."""
-    while True:
-        deadline.check(f"same-host rendezvous with {name!r}", "link")
-        try:
-            return offer.send(sock)
-        except PermissionError:
-            if readable(sock.fileno()):  # its reason for a refusal
-                return None
-            time.sleep(_ADMISSION_PACE_S)
+    while not (deadline.expired() or readable(sock.fileno())):  # by then it has said why it refuses
+        with suppress(PermissionError):
+            offer.send(sock)
+            return
+        time.sleep(min(_ADMISSION_PACE_S, deadline.next_turn()))
 
 
 def _check_answer(packet: Packet, name: str, token: bytes) -> RendezvousHello:
@@ -362,35 +345,38 @@ def _listen(socket_dir: str | None, *, shared: bool) -> tuple[socket.socket, str
 
 
 def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) -> str:
-    mode = folder.stat().st_mode
-    if mode & 0o022 and not mode & stat.S_ISVTX:
-        raise PermissionError("others can write this folder: chmod o-w,g-w, or make it sticky (chmod +t)")
-    _remove_stale(folder)
-    path, temporary = folder / (unique + _SUFFIX), folder / ("." + unique + _SUFFIX)
+    path = folder / (unique + _SUFFIX)
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise OSError(f"the path of a socket file has {_LONGEST_PATH} bytes at most")
+    held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    here = Path(f"/proc/self/fd/{held}")  # the folder that is checked, wherever its path leads by now
+    temporary = here / f".{path.name}"
     try:
+        _check_folder(os.fstat(held))
+        _remove_stale(here)
         os.fchmod(sock.fileno(), 0o600)  # the mode of the file that bind makes
         sock.bind(str(temporary))
         if shared:  # whose process it is is asked of each that connects
-            _open_to_others(temporary)
+            temporary.chmod(0o666)
         sock.listen(_BACKLOG)
         # Renamed last: a socket file under a final name that refuses a connection has no listener any more.
-        temporary.rename(path)
+        temporary.rename(here / path.name)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(held)
     return str(path)
 
 
-def _open_to_others(path: Path) -> None:
-    """Let other users connect to a socket file of ours; bind takes the umask off, which is the whole process's."""
-    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # so that no link is followed, and the file stays the same
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is not the socket file that was made there")
-        os.chmod(f"/proc/self/fd/{fd}", 0o666)
-    finally:
-        os.close(fd)
+def _check_folder(status: os.stat_result) -> None:
+    """Raise PermissionError if another user than root could replace a file of ours."""
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(
+            f"this folder belongs to uid {status.st_uid}: it must belong to root or to uid {os.geteuid()}, this one's"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise PermissionError("others can write this folder: chmod o-w,g-w, or make it sticky (chmod +t)")
 
 
 def _remove_stale(folder: Path) -> None:

@@ -6,8 +6,6 @@ pass after pass, and makes rows of results. Each exception here ends one side or
 
 from __future__ import annotations
 
-__all__ = ["BenchError", "SideFailed", "WrongBytes"]
-
 
 class BenchError(Exception):
     """A comparison could not be made; the text says why."""

@@ -19,8 +19,6 @@ from llm_datadist.bench.workload import MOVES, Memory, Op, Workload
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Case", "Request", "cases_of", "check_options", "size_text"]
-
 _PASSES: Final = 5
 _BLOCK_BYTES: Final = 64 << 10
 _LATENCY_BLOCKS: Final = 1000

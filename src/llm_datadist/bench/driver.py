@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 
-__all__ = ["Listener", "Results", "prepare", "run"]
-
 #: Of the memory that is available, so that measuring it does not make the machine swap or kill.
 _SHARE: Final = 0.9
 #: A side is tried on this before anything is measured.

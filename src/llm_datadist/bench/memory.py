@@ -8,8 +8,6 @@ import numpy as np
 
 from llm_datadist.bench.workload import Bytes, Memory, Workload
 
-__all__ = ["private_tensors", "tensors_like"]
-
 
 def private_tensors(workload: Workload) -> list[Bytes]:
     """Return the workload's tensors, shape (rows, block_bytes), in private pages of the usual size.

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.rows import Row
 
-__all__ = ["draw"]
-
 _COLUMNS: Final = 3
 _PANEL_INCHES: Final = (4.6, 3.4)
 _OURS: Final = "open-datadist"

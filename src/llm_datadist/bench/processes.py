@@ -26,12 +26,8 @@ from llm_datadist.bench.sides.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from llm_datadist.bench.workload import Workload
-
-__all__ = ["Build", "Process", "RunningSide"]
 
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
@@ -154,7 +150,7 @@ class Process:
         return f"; it wrote: {text}" if text else ""
 
 
-class RunningSide:
+class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
     """The processes of one side, launched at once. A context manager, which ends them.
 
     Attributes:
@@ -175,12 +171,7 @@ class RunningSide:
             self.kill()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None or self._failed:
             self.kill()
         else:

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Final, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
     from typing import Any, Self
-
-__all__ = ["Progress", "steps"]
 
 _T = TypeVar("_T")
 #: Between two drawings of the bar.
@@ -58,9 +55,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.live:
             self._bar.stop()
 

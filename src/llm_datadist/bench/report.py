@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from llm_datadist.bench.rows import Row
     from llm_datadist.bench.suite import Floor
 
-__all__ = ["Reporter", "show_floors", "show_rows"]
-
 # A table that is redirected into a file has no terminal to tell how wide it may be.
 _WIDTH: Final = 150
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.cases import Case
 
-__all__ = ["Measured", "Row", "make_rows"]
-
 _GIB: Final = 1 << 30
 
 

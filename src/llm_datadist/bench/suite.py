@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.rows import Row
 
-__all__ = ["Floor", "floors", "standard"]
-
 _KIB: Final = 1024
 _SIZES: Final = tuple(size * _KIB for size in (4, 16, 64, 256, 1024))
 _FEW_SIZES: Final = tuple(size * _KIB for size in (4, 64, 1024))

@@ -27,8 +27,6 @@ from llm_datadist.bench.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Busy", "Worker", "main"]
-
 _ORPHANED: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
 _OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}

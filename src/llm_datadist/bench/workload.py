@@ -17,21 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "MOVES",
-    "POISON",
-    "SPREAD",
-    "Bytes",
-    "Memory",
-    "Op",
-    "Workload",
-    "fill",
-    "poison",
-    "poison_blocks",
-    "verify",
-    "verify_front",
-]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """One tensor at one end: uint8, shape (rows, block_bytes)."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-__all__ = ["main"]
-
 _USAGE_ERROR: Final = 2
 _INTERRUPTED: Final = 130
 _EXTRA: Final = {"typer", "rich", "textual"}

@@ -17,8 +17,6 @@ from llm_datadist.cli.usage import Group, answer, examples
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
-__all__ = ["app", "run"]
-
 app = typer.Typer(
     name="llm-datadist",
     help="KV caches linked, published and moved between prefill and decode processes.",

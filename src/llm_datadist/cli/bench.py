@@ -20,8 +20,6 @@ from llm_datadist.bench.report import Reporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import Memory, Op
 
-__all__ = ["bench"]
-
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _PLOTS: Final = (".png", ".svg")
@@ -91,27 +89,19 @@ def bench(
 
     Without an argument: the standard suite, which takes --threads, --against and --set-mib of the options about work.
     """
-    _check_range("block_bytes", block_bytes)
-    _check_range("blocks", blocks)
-    _check_range("tensors", tensors)
-    _check_range("threads", threads)
-    _check_range("passes", passes)
-    _check_range("set_mib", set_mib)
-    _check_range("timeout", timeout)
+    work = {"block_bytes": block_bytes, "blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
+    for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
+        _check_range(name, value)
     _check_file("--json", json_file)
     _check_plot(plot_file)
     names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
     request = Request(
         op=Op.PULL if what is What.STANDARD else Op(what),
         transport=transport,
-        block_bytes=block_bytes,
-        blocks=blocks,
-        tensors=tensors,
         memory=memory,
-        threads=threads,
         against=names,
-        passes=passes,
         set_bytes=set_mib << _MIB,
+        **work,
     )
     raise typer.Exit(_run(request, timeout, json_file, plot_file, suite=what is What.STANDARD))
 
@@ -120,7 +110,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path
     try:
         asked = standard(request) if suite else cases_of(request)
     except BenchError as error:
-        raise _usage(str(error)) from None
+        raise typer.BadParameter(str(error)) from None
     with Reporter(sys.stderr) as reporter:
         cases = prepare(asked, reporter, timeout)
         if not cases:
@@ -142,7 +132,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path
 
 def _check_range(name: str, value: int | None) -> None:
     if value is not None and not 1 <= value <= _HIGHEST[name]:
-        raise _usage(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
+        raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
 
 
 def _check_plot(path: Path | None) -> None:
@@ -150,9 +140,9 @@ def _check_plot(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix not in _PLOTS:
-        raise _usage(f"--plot: {path} ends with neither {' nor '.join(_PLOTS)}")
+        raise typer.BadParameter(f"--plot: {path} ends with neither {' nor '.join(_PLOTS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise _usage("--plot needs matplotlib: pip install 'open-datadist[plot]'")
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'open-datadist[plot]'")
 
 
 def _check_file(option: str, path: Path | None) -> None:
@@ -160,10 +150,6 @@ def _check_file(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise _usage(f"{option}: {path} is a folder")
+        raise typer.BadParameter(f"{option}: {path} is a folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise _usage(f"{option}: {path} cannot be written")
-
-
-def _usage(text: str) -> typer.BadParameter:
-    return typer.BadParameter(text)
+        raise typer.BadParameter(f"{option}: {path} cannot be written")

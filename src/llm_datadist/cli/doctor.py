@@ -18,8 +18,6 @@ from llm_datadist.doctor.serve import serving
 from llm_datadist.errors import LLMException
 from llm_datadist.types.cluster import show_address
 
-__all__ = ["doctor"]
-
 _FAILED: Final = 2
 _PORT: Final = 26000
 _STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-__all__ = ["keys"]
-
 keys = typer.Typer(help="Secrets and certificates by which links are authenticated.", no_args_is_help=True)
 
 _YEARS = 2
@@ -88,15 +86,13 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    _write(folder / "ca.key", _private(key))
-    _write(folder / "ca.pem", _pem(_certificate(key, key, "open-datadist test CA", None)))
+    _write_pair(folder / "ca", key, _certificate(key, key, "open-datadist test CA", None))
     for cluster in clusters:
         if cluster != "*" and not (cluster.isascii() and cluster.isdigit()):
             raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
         name = "any" if cluster == "*" else cluster
         own = ec.generate_private_key(ec.SECP256R1())
-        _write(folder / f"{name}.key", _private(own))
-        _write(folder / f"{name}.pem", _pem(_certificate(own, key, f"cluster {name}", cluster)))
+        _write_pair(folder / name, own, _certificate(own, key, f"cluster {name}", cluster))
         print(f"llm.TlsCert={folder / name}.pem llm.TlsKey={folder / name}.key llm.TlsCa={folder / 'ca.pem'}")
 
 
@@ -106,16 +102,12 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _private(key: EllipticCurvePrivateKey) -> bytes:
+def _write_pair(path: Path, key: EllipticCurvePrivateKey, certificate: Certificate) -> None:
     from cryptography.hazmat.primitives import serialization as form
 
-    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-
-
-def _pem(certificate: Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return certificate.public_bytes(Encoding.PEM)
+    secret = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    _write(path.with_name(f"{path.name}.key"), secret)
+    _write(path.with_name(f"{path.name}.pem"), certificate.public_bytes(form.Encoding.PEM))
 
 
 def _certificate(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from llm_datadist._statistics_page import Instance
     from llm_datadist.cli.top_source import Read
 
-__all__ = ["top"]
-
 _PERIOD: Final = 1.0
 _WAIT_SECONDS: Final = 10.0
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._statistics_page import Instance
 
-__all__ = ["LINK_COLUMNS", "NOTHING", "OPERATION_COLUMNS", "Rates", "link_rows", "operation_rows", "title"]
-
 NOTHING: Final = "no LLMDataDist of this user runs on this host"
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from llm_datadist._statistics_page import Instance
     from llm_datadist.cli.top_source import Read
 
-__all__ = ["Top"]
-
 
 class Top(App[None]):
     """Instances, and the links and operations of all or one of them; reads them once a second."""

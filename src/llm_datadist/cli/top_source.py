@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Read = Callable[[float], list[Instance] | None]
     """Returns the instances; None if there is no answer within so many seconds. Raises SourceError."""
 
-__all__ = ["Remote", "SourceError", "encode"]
-
 _RETRY_SECONDS: Final = 3.0
 _END_SECONDS: Final = 5.0
 

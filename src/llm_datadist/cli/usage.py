@@ -9,8 +9,6 @@ from typing import Final, cast
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["Group", "answer", "examples"]
-
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _INTERRUPTED: Final = 130

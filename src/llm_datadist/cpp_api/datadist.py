@@ -38,7 +38,6 @@ from llm_datadist.types import LLMClusterInfo, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
@@ -532,9 +531,7 @@ class _Call(AbstractContextManager["_Call"]):
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
         raise LinkError(text, status_code=overall)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # None where it is not allowed is an LLMException and a TypeError (interface R1); here it is the latter.
         if not isinstance(error, _FAILURES) or isinstance(error, TypeError):
             return False

@@ -18,8 +18,6 @@ from llm_datadist.demo.messages import Event, Order, Said
 if TYPE_CHECKING:
     from llm_datadist.demo.workload import Setup
 
-__all__ = ["Child", "Exited", "Inbox"]
-
 # One thread each: sums in the same order everywhere, so that equal inputs give equal bits, and two processes share a
 # small machine. MKL_CBWR makes MKL's results independent of how its arrays happen to be aligned.
 _ENVIRONMENT: Final = {

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "Event",
-    "Failed",
-    "Finish",
-    "Offer",
-    "Order",
-    "Outcome",
-    "Progress",
-    "Reference",
-    "Said",
-]
-
 
 class Said(msgspec.Struct, frozen=True, tag=True):
     """A line for the user."""

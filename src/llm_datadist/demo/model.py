@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Array", "Llama", "ModelConfig", "PagedKV", "attend", "rms_norm", "rotate"]
-
 Array = NDArray[np.float32]
 
 _NORM_EPSILON: Final = np.float32(1e-5)

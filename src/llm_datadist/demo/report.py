@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -12,31 +11,9 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-__all__ = ["Reporter", "make_reporter"]
 
-
-class Reporter(ABC):
-    """What the user sees of the demo."""
-
-    @abstractmethod
-    def say(self, role: str, text: str) -> None:
-        """Show one line said by ``role``."""
-
-    @abstractmethod
-    def progress(self, role: str, what: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` units of ``what`` are done."""
-
-    @abstractmethod
-    def show(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Show the result: a title and (name, value) rows."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
-
-
-class _PlainReporter(Reporter):
-    """Lines with the seconds since the start; for long tasks one for each quarter."""
+class Reporter:
+    """What the user sees of the demo: lines with the seconds since the start, for long tasks one for each quarter."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -44,21 +21,24 @@ class _PlainReporter(Reporter):
         self._quarters: dict[tuple[str, str], int] = {}
 
     def say(self, role: str, text: str) -> None:
+        """Show one line said by ``role``."""
         self._write(f"{time.monotonic() - self._started:6.1f} s  {role:<9}  {text}")
 
     def progress(self, role: str, what: str, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` units of ``what`` are done."""
         quarter = 4 * done // total
         if quarter > self._quarters.get((role, what), 0):
             self._quarters[role, what] = quarter
             self.say(role, f"{what}: {done} of {total} tokens")
 
     def show(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Show the result: a title and (name, value) rows."""
         self._write(f"\n{title}")
         for name, value in rows:
             self._write(f"  {name:<12} {value}")
 
     def close(self) -> None:
-        pass
+        """Leave the terminal as it was. Idempotent."""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -72,6 +52,7 @@ class _RichReporter(Reporter):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+        super().__init__(stream)
         self._console = Console(file=stream, highlight=False)
         self._bars = Progress(
             TextColumn("[bold cyan]{task.fields[role]:<9}[/]"),
@@ -115,4 +96,4 @@ def make_reporter(stream: TextIO) -> Reporter:
     """Return bars and a table for a terminal with rich, else plain lines."""
     if stream.isatty() and importlib.util.find_spec("rich") is not None:
         return _RichReporter(stream)
-    return _PlainReporter(stream)
+    return Reporter(stream)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-__all__ = ["DecoderSide", "Emit", "PromptSide", "run_reference"]
-
 Emit = Callable[[Event], None]
 """Takes the events of a role."""
 

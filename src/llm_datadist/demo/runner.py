@@ -6,9 +6,10 @@ import json
 import queue
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import Final, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
@@ -16,11 +17,6 @@ from llm_datadist.demo.children import Child, Exited, Inbox
 from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
 from llm_datadist.demo.report import Reporter, make_reporter
 from llm_datadist.demo.workload import Setup, Transport, Workload
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["DemoError", "DemoResult", "run_demo"]
 
 # The whole demo takes a few seconds; a machine ten times slower still passes.
 _BUDGET_MS: Final = 180_000
@@ -102,7 +98,7 @@ def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
     return 0 if result.ok else 1
 
 
-class _Demo:
+class _Demo(AbstractContextManager["_Demo"]):
     """One run. Leaving the context ends every process it started."""
 
     def __init__(self, setup: Setup, reporter: Reporter) -> None:
@@ -113,12 +109,7 @@ class _Demo:
         self._inbox: Inbox = queue.SimpleQueue()
         self._children: list[Child] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for child in self._children:
             child.stop()
 
@@ -226,10 +217,8 @@ class _Demo:
 
     def _show(self, result: DemoResult, reference: Reference, offer: Offer) -> None:
         work, seconds, nbytes = self._workload, result.seconds or 0, result.bytes or 0
-        together, apart = (
-            "both roles as two LLMDataDist in one process",
-            "prompt and decoder, each with its own LLMDataDist",
-        )
+        together = "both roles as two LLMDataDist in one process"
+        apart = "prompt and decoder, each with its own LLMDataDist"
         moved = (
             f"{result.blocks} blocks of {work.block_tokens} tokens in {work.num_tensors} tensors, "
             f"{nbytes / 1e6:.2f} MB, all to other block numbers"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Memory", "Setup", "Transport", "Workload"]
-
 _FLOAT_BYTES: Final = 4
 
 

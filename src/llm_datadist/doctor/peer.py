@@ -13,7 +13,7 @@ import numpy as np
 from llm_datadist import LLMClusterInfo, LLMException, LLMRole
 from llm_datadist._deadline import Deadline
 from llm_datadist.doctor.finding import Finding, State
-from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, STREAM_BYTES, describe, make_end
+from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["examine"]
 
+#: For all that is asked of a peer: enough where it sends 2.5 MB/s.
+_TOTAL_MS: Final = 120_000
 _LINK_MS: Final = 5000
 _SECONDS: Final = 5.0
 _CLOCK_MS: Final = 1000.0
@@ -35,6 +37,7 @@ _SLOW: Final = 0.25
 
 def examine(host: str, port: int, given: dict[str, str], progress: Callable[[str], None]) -> Iterator[Finding]:
     """Yield findings about a peer; where it cannot be linked, the last one says why."""
+    deadline = Deadline(_TOTAL_MS)
     progress("reaching the peer")
     try:
         socket.create_connection((host, port), timeout=_SECONDS).close()
@@ -43,7 +46,9 @@ def examine(host: str, port: int, given: dict[str, str], progress: Callable[[str
         return
     yield Finding("peer_reachable", State.OK, f"{host}:{port} accepts connections", "links can be made to it")
     progress("asking its clock")
-    yield _clock(host, port)
+    yield _clock(host, port, deadline)
+    if deadline.expired():  # it has said so
+        return
     progress("linking")
     try:
         # Another id than the peer's and than those of other doctors at the same peer.
@@ -53,7 +58,7 @@ def examine(host: str, port: int, given: dict[str, str], progress: Callable[[str
         yield Finding("peer_link", State.PROBLEM, str(error), "no instance can be made here", mend)
         return
     try:
-        yield from _linked(end, host, port, progress)
+        yield from _linked(end, host, port, progress, deadline)
     finally:
         end.finalize()
 
@@ -72,11 +77,11 @@ def _unreachable(peer: str, port: int, error: OSError) -> Finding:
     return Finding("peer_reachable", State.PROBLEM, value, meaning, mend)
 
 
-def _clock(host: str, port: int) -> Finding:
+def _clock(host: str, port: int, deadline: Deadline) -> Finding:
     """Compare the clocks by the fastest of some round trips, which also are the raw round trip."""
     meaning = "certificates, and logs of the two ends side by side, need clocks that agree"
     try:
-        trips = sorted(_round_trips(host, port + 1))
+        trips = sorted(_round_trips(host, port + 1, deadline))
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
         return Finding("peer_clock", State.UNKNOWN, f"port {port + 1}: {error.strerror or error}", meaning, mend)
@@ -88,31 +93,51 @@ def _clock(host: str, port: int) -> Finding:
     return Finding("peer_clock", State.WARNING, value, meaning, "chronyc makestep (at the end that is wrong)")
 
 
-def _round_trips(host: str, port: int) -> Iterator[tuple[int, int]]:
+def _round_trips(host: str, port: int, deadline: Deadline) -> Iterator[tuple[int, int]]:
     """Yield nanoseconds of a round trip, and by how many the peer's clock is ahead."""
     with socket.create_connection((host, port), timeout=_SECONDS) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(_TRIPS):
             before, start = time.time_ns(), time.perf_counter_ns()
             sock.sendall(b"t")
-            data = b""
-            while len(data) < CLOCK.size:
-                more = sock.recv(CLOCK.size - len(data))
-                if not more:
-                    raise ConnectionResetError("it does not answer like doctor --serve")
-                data += more
+            data, got = memoryview(bytearray(CLOCK.size)), 0
+            while got < CLOCK.size:
+                got += _receive(sock, data[got:], deadline)
             trip = time.perf_counter_ns() - start
             yield trip, CLOCK.unpack(data)[0] - before - trip // 2
 
 
-def _linked(end: LLMDataDist, host: str, port: int, progress: Callable[[str], None]) -> Iterator[Finding]:
+def _receive(sock: socket.socket, buffer: bytearray | memoryview, deadline: Deadline) -> int:
+    """Receive something of a raw answer; return how many bytes. Raises OSError if nothing comes."""
+    sock.settimeout(min(_SECONDS, _left(deadline)))
+    try:
+        got = sock.recv_into(buffer)
+    except TimeoutError:
+        _left(deadline)
+        raise
+    if not got:
+        raise ConnectionResetError("it does not answer like doctor --serve")
+    return got
+
+
+def _left(deadline: Deadline, needed: float = 0.0) -> float:
+    """Return the seconds left. Raises DeadlineExceeded unless they are more than ``needed``."""
+    left = deadline.remaining()
+    if left <= needed:
+        raise DeadlineExceeded(f"not all is answered within the {deadline.budget_ms / 1e3:g} s of doctor --peer")
+    return left
+
+
+def _linked(
+    end: LLMDataDist, host: str, port: int, progress: Callable[[str], None], deadline: Deadline
+) -> Iterator[Finding]:
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = CLUSTER
     cluster.append_local_ip_info(host if ":" in host else "127.0.0.1", 0)
     cluster.append_remote_ip_info(socket.gethostbyname(host) if ":" not in host else host, port)
     failures: list[LLMException] = []
     linking = end._linking([cluster], _LINK_MS, lambda _verb, _cluster, error: failures.append(error))
-    linking(Deadline(_LINK_MS))
+    linking(Deadline(min(_LINK_MS, deadline.remaining_ms())))
     if failures:
         yield _not_linked(failures[0])
         return
@@ -123,13 +148,13 @@ def _linked(end: LLMDataDist, host: str, port: int, progress: Callable[[str], No
     yield _private_transport(link)
     try:
         progress("measuring pulls")
-        yield from _measured(end, link, host, port)
+        yield from _measured(end, link, host, port, deadline)
     except LLMException as error:
         mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
         if isinstance(error, DeadlineExceeded):
             mend = f"look for loss, a slow network and load at both ends: ss -ti dst {host}; top"
         yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
-    end.unlink_clusters([cluster], _LINK_MS)
+    end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
 
 
 def _not_linked(error: LLMException) -> Finding:
@@ -176,26 +201,31 @@ def _private_transport(link: LinkStatistics) -> Finding:
     return Finding("peer_private_transport", State.WARNING, f"{value}: {link.reason}", meaning, mend)
 
 
-def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int) -> Iterator[Finding]:
+def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
     """Pull one block many times, then all of them, and do the same without this library."""
     manager = end.cache_manager
     cache = manager.allocate_blocks_cache(describe())
     everything = list(range(BLOCKS))
-    one = [_seconds(lambda: manager.pull_blocks(KEY, cache, [0], [0])) for _ in range(_PULLS)]
+
+    def pull(blocks: list[int]) -> None:
+        _left(deadline, PULL_S)
+        manager.pull_blocks(KEY, cache, blocks, blocks)
+
+    one = [_seconds(lambda: pull([0])) for _ in range(_PULLS)]
     value = f"one block of {BLOCK_BYTES >> 10} KiB: median {statistics.median(one) * 1e6:.0f} us"
     yield Finding("peer_latency", State.OK, value, "a pull of a cache that was resolved before takes no message")
-    passes = [_seconds(lambda: manager.pull_blocks(KEY, cache, everything, everything)) for _ in range(_PASSES)]
+    passes = [_seconds(lambda: pull(everything)) for _ in range(_PASSES)]
     manager.deallocate_blocks_cache(cache)
-    yield _bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port)
+    yield _bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port, deadline)
 
 
-def _bandwidth(link: LinkStatistics, pulls: float, host: str, port: int) -> Finding:
+def _bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline: Deadline) -> Finding:
     meaning = "pulls beside what the machine does without this library"
     try:
         limit, of = (
             (_memcpy(), "memcpy")
             if link.transport in ("shm", "cma")
-            else (_stream(host, port + 1), "one socket stream")
+            else (_stream(host, port + 1, deadline), "one socket stream")
         )
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
@@ -220,15 +250,12 @@ def _memcpy() -> float:
     return target.nbytes / statistics.median(passes) / 1e9
 
 
-def _stream(host: str, port: int) -> float:
+def _stream(host: str, port: int, deadline: Deadline) -> float:
     """Return GB/s of one plain connection."""
     buffer, left = bytearray(1 << 20), STREAM_BYTES
     with socket.create_connection((host, port), timeout=_SECONDS) as sock:
         start = time.perf_counter()
         sock.sendall(b"s")
         while left:
-            got = sock.recv_into(buffer)
-            if not got:
-                raise ConnectionResetError("the stream ended early")
-            left -= got
+            left -= _receive(sock, buffer, deadline)
         return STREAM_BYTES / (time.perf_counter() - start) / 1e9

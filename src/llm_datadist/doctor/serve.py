@@ -19,7 +19,7 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "CLOCK", "KEY", "STREAM_BYTES", "describe", "make_end", "serving"]
+__all__ = ["BLOCKS", "BLOCK_BYTES", "CLOCK", "KEY", "PULL_S", "STREAM_BYTES", "describe", "make_end", "serving"]
 
 CLUSTER: Final = 0xD0C70001
 KEY: Final = BlocksCacheKey(CLUSTER)
@@ -30,14 +30,14 @@ CLOCK: Final = struct.Struct("!q")
 _CHUNK: Final = bytes(1 << 20)
 _SECONDS: Final = 10.0
 #: A slow link is to be measured, not to time out: 32 MiB in this time are 1.7 MB/s.
-_PULL_MS: Final = 20_000
+PULL_S: Final = 20
 
 
 def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str | None = None) -> LLMDataDist:
     """Return an initialised instance with a pool for one cache; raise what ``init`` raises."""
     config = LLMConfig()
     config.device_id, config.enable_cache_manager = 0, True
-    config.sync_kv_timeout = _PULL_MS
+    config.sync_kv_timeout = PULL_S * 1000
     config.mem_pool_cfg = f'{{"memory_size": {BLOCKS * BLOCK_BYTES}, "page_shift": 16}}'
     if listen is not None:
         config.listen_ip_info = listen

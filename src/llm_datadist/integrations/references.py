@@ -4,14 +4,7 @@ A reference is one text, ``version.key.payload.signature``. The signature is HMA
 the digest of a shared secret as `llm-datadist keys show` prints it. Each reference has a token that only instances with
 the secret can compute: it names the grant, so a client that sees the reference cannot claim what it refers to.
 
-Secrets lie in a file, one a line; the first one signs, all of them are believed. The file is one of these:
-
-| the engine has | file |
-|---|---|
-| ``llm.AuthSecretFile`` | that one |
-| ``reference_secret_file``, an option of the connector | that one |
-| neither, and it stays on this host | one in the user's runtime folder, made by the first engine that needs it |
-| neither, but certificates or ``llm.Insecure`` | none: the engine does not start |
+Secrets lie in a file, one a line; the first one signs, all of them are believed. `secret_file` says which file.
 """
 
 from __future__ import annotations
@@ -25,12 +18,12 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from llm_datadist._links.credentials import Secret, new_secret, read_secrets
-from llm_datadist._log import logger
-from llm_datadist.config import AUTH_SECRET, INSECURE, CredentialFiles, LLMConfig, Options
-from llm_datadist.errors import LLMException, ParamError
+from llm_datadist._checks import check_text
+from llm_datadist._links.credentials import Kept, Secret, new_secret, read_secrets
+from llm_datadist.config import AUTH_SECRET, DEVICE_ID, INSECURE, CredentialFiles, Options
+from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 from llm_datadist.types.grant import TOKEN_BYTES
 
@@ -46,18 +39,6 @@ _FORM: Final = re.compile(r"(([0-9]{1,4})\.([0-9a-f]{16})\.([A-Za-z0-9_-]*={0,2}
 _MAX_LENGTH: Final = 1 << 24
 
 
-class _Key(NamedTuple):
-    """What is derived from one secret."""
-
-    signing: bytes
-    naming: bytes
-
-    @classmethod
-    def of(cls, secret: Secret) -> _Key:
-        made = (hmac.digest(secret.value, b"open-datadist: " + use, "sha256") for use in (b"references", b"tokens"))
-        return cls(*made)
-
-
 class ReferenceKeys:
     """Signs references and believes those of instances with the same secrets. Threads: one.
 
@@ -71,17 +52,13 @@ class ReferenceKeys:
 
     def __init__(self, path: Path, option: str = SECRET_FILE) -> None:
         self._path, self._option = path, option
-        self._files = CredentialFiles(secrets=path)
-        self._stamp: tuple[object, ...] | None = None
-        self._complaint = ""
-        self._keys = self._read()
-        self._current()
+        self._current = Kept(CredentialFiles(secrets=path), self._read, "secrets of references").current
 
     def sign(self, payload: bytes) -> tuple[str, bytes]:
         """Return the reference with this payload, and its token."""
-        name, key = next(iter(self._current().items()))
+        name, secret = next(iter(self._current().items()))
         head = f"{_VERSION}.{name}.{base64.urlsafe_b64encode(payload).decode()}"
-        return f"{head}.{_digest(key.signing, head)}", _token(key, head)
+        return f"{head}.{_digest(secret, 'references', head).hex()}", _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
     def read(self, reference: object) -> tuple[bytes, bytes]:
         """Return payload and token of a reference.
@@ -92,72 +69,55 @@ class ReferenceKeys:
         if not isinstance(reference, str) or len(reference) > _MAX_LENGTH:
             raise ParamError(f"reference: {type(reference).__name__}: not a text of at most {_MAX_LENGTH} characters")
         parts = _FORM.fullmatch(reference)
-        if parts is None:
+        if parts is None or len(parts[4]) % 4:
             raise ParamError("reference: not of the form version.key.payload.signature")
         head, version, name, payload, signature = parts.groups()
         if version != _VERSION:
             raise ParamError(f"reference: version {version}: this connector reads version {_VERSION}")
         known = self._current()
-        key = known.get(name)
-        if key is None or not hmac.compare_digest(_digest(key.signing, head), signature):
-            what = "its key is not known here" if key is None else "its signature is wrong"
+        secret = known.get(name)
+        if secret is None or not hmac.compare_digest(_digest(secret, "references", head).hex(), signature):
+            what = "its key is not known here" if secret is None else "its signature is wrong"
             raise ParamError(
                 f"reference: key {name}: {what}; believed keys: {', '.join(known)} ({self._option}: {self._path})"
             )
-        return base64.urlsafe_b64decode(payload), _token(key, head)
+        return base64.urlsafe_b64decode(payload), _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
-    def _current(self) -> dict[str, _Key]:
-        """Return the keys by name, the signing one first; a file that is bad now leaves those of before."""
-        complaint = ""
-        try:
-            stamp = self._files.stamp()
-            if stamp != self._stamp:
-                self._keys, self._stamp = self._read(), stamp
-        except (OSError, LLMException) as error:
-            complaint = str(error)
-            if complaint != self._complaint:
-                logger.warning("the secrets of references cannot be loaded; keeping the previous ones: %s", error)
-        self._complaint = complaint
-        return self._keys
-
-    def _read(self) -> dict[str, _Key]:
-        return {each.digest: _Key.of(each) for each in read_secrets(self._path, self._option)}
+    def _read(self) -> dict[str, Secret]:
+        """Return the secrets by digest, the signing one first."""
+        return {each.digest: each for each in read_secrets(self._path, self._option)}
 
 
-def _digest(key: bytes, head: str) -> str:
-    return hmac.digest(key, head.encode(), "sha256").hex()
-
-
-def _token(key: _Key, head: str) -> bytes:
-    return hmac.digest(key.naming, head.encode(), "sha256")[:TOKEN_BYTES]
+def _digest(secret: Secret, use: str, head: str) -> bytes:
+    key = hmac.digest(secret.value, f"open-datadist: {use}".encode(), "sha256")
+    return hmac.digest(key, head.encode(), "sha256")
 
 
 def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:
     """Return the file of secrets for references, and the option that names it.
 
+    It is that of ``llm.AuthSecretFile``, or of ``reference_secret_file``. An engine that has neither and stays on this
+    host takes that of its user, which the first one makes.
+
     Args:
-        own: ``reference_secret_file``; None if it was not given.
+        own: ``reference_secret_file``, an option of the connector; None if it was not given.
         options: Those of ``init``.
 
     Raises:
-        ParamError: Both files were given; or none, and the engine does not stay on this host.
+        ParamError: Both files were given; or none, but certificates or ``llm.Insecure``: the engine does not start.
     """
-    config = LLMConfig()
-    config.device_id = 0
-    parsed = Options.parse(config.generate_options() | dict(options), LLMRole.DECODER)
-    shared = parsed.credentials.secrets if parsed.credentials is not None else None
-    if own is not None and shared is not None:
-        raise ParamError(f"{SECRET_FILE}={own}: {AUTH_SECRET} signs references already; give one of them")
-    if shared is not None:
-        return shared, AUTH_SECRET
-    if own is not None:
-        return Path(own), SECRET_FILE
-    if parsed.credentials is not None or parsed.insecure:
+    parsed = Options.parse({DEVICE_ID: "0", **options}, LLMRole.DECODER)
+    credentials = parsed.credentials
+    if credentials is not None and credentials.secrets is not None:
+        if own is not None:
+            raise ParamError(f"{SECRET_FILE}={own}: {AUTH_SECRET} signs references already; give one of them")
+        return credentials.secrets, AUTH_SECRET
+    if own is None and (credentials is not None or parsed.insecure):
         raise ParamError(
             f"{SECRET_FILE}: not given: with certificates or {INSECURE} references need a secret that all engines "
             "share; make one with `llm-datadist keys new FILE`"
         )
-    return runtime_secret_file(), SECRET_FILE
+    return runtime_secret_file() if own is None else Path(check_text(SECRET_FILE, own)), SECRET_FILE
 
 
 def runtime_secret_file() -> Path:
@@ -167,10 +127,8 @@ def runtime_secret_file() -> Path:
         ParamError: The folder for it belongs to another user, or others may enter it.
     """
     uid = os.geteuid()
-    home = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(tempfile.gettempdir(), f"open-datadist-{uid}")
-    if home and os.path.isdir(home):
-        folder = Path(home, "open-datadist")
+    home = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(home, "open-datadist") if os.path.isdir(home) else Path(tempfile.gettempdir(), f"open-datadist-{uid}")
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)

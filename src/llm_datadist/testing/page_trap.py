@@ -12,7 +12,8 @@ import os
 import platform
 import select
 import struct
-from typing import Final, Self
+from contextlib import AbstractContextManager
+from typing import Final
 
 __all__ = ["PageTrap", "trap_denied"]
 
@@ -27,7 +28,7 @@ _MODE_WP: Final = 1 << 1
 _PROTECTED: Final = 1 << 0
 
 
-class PageTrap:
+class PageTrap(AbstractContextManager["PageTrap"]):
     """Stops each thread of this process that writes to the page of ``address``, until :meth:`release`.
 
     A context manager: leaving it releases. The memory must be mapped; its bytes do not change. Where only the user-mode
@@ -68,9 +69,6 @@ class PageTrap:
 
     def _protect(self, mode: int) -> None:
         fcntl.ioctl(self._fd, _PROTECT, struct.pack("<QQQ", self._page, _PAGE, mode))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()

@@ -239,14 +239,7 @@ class Child:
 
     def obey(self, verb: str, arguments: list[Any]) -> object:
         """Return the answer to one command."""
-        own: dict[str, Callable[..., object]] = {
-            "serve": self._serve,
-            "stop": self._stop,
-            "expect": self._expect,
-            "poke": self._poke,
-            "peek": self._peek,
-        }
-        handler: Callable[..., object] = own[verb] if verb in own else getattr(self._peer, verb)
+        handler: Callable[..., object] = getattr(self, f"_{verb}", None) or getattr(self._peer, verb)
         return handler(*arguments)
 
     def _peek(self, region: int) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, Plan, Tensors, plan_blocks, plan_row
+from llm_datadist._transport.rendezvous import CLOSER
 from llm_datadist.errors import StateError
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
@@ -25,25 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._transport.connection import Connection, RemoteTensors, Transfer
-
-__all__ = [
-    "BLOCKS",
-    "BUDGET_MS",
-    "TENSORS",
-    "TRIES",
-    "PassesLater",
-    "Scene",
-    "beginning_of",
-    "child_of_fork",
-    "open_and_forget",
-    "random_blocks",
-    "read_beginning",
-    "residue",
-    "settled",
-    "stopped_before_the_move",
-    "tensors_over",
-    "unchanged",
-]
 
 BLOCKS: Final = 16
 TENSORS: Final = 5
@@ -185,7 +167,6 @@ def settled(
 
     A thread stays visible for a moment after it was joined. That holds for those of whoever ran earlier as well: a
     thread that was seen before and has left meanwhile is no difference.
-
     """
     give_up = time.monotonic() + seconds
     while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:
@@ -198,6 +179,9 @@ def _with_leavers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
 
 
 def _descriptors() -> list[str]:
+    for thread in threading.enumerate():
+        if thread.name == CLOSER and thread.is_alive():
+            thread.join(1)
     found = []
     for fd in os.listdir("/proc/self/fd"):
         # The descriptor of the listing itself is in the list and gone when it is looked at.

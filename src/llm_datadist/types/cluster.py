@@ -10,6 +10,7 @@ from llm_datadist._checks import Attribute, check_int, check_type, check_uint16,
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
+_Endpoint = tuple[int | str, int]
 #: The name of a host; what ends like an IPv4 address is none.
 _NAME: Final = re.compile(r"(?!(.*\.)?\d+\.?\Z)(?=.{1,253}\Z)(\w([\w-]{0,61}\w)?(\.|\Z))+", re.ASCII)
 
@@ -48,7 +49,7 @@ def show_address(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = False) -> tuple[int | str, int]:
+def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = False) -> _Endpoint:
     """Return an endpoint as a cluster info has it; ``named`` allows names of hosts. Errors begin with ``where``."""
     name = f"{where}ip"
     if isinstance(ip, str):
@@ -76,18 +77,16 @@ class LLMClusterInfo:
 
     remote_cluster_id = Attribute[int | None]("The peer's cluster id, uint64; None until it is set.", check_uint64)
     remote_role_type = Attribute[LLMRole | int]("The peer's role; has no effect, as documented.", _role)
-    local_ip_info_list = Attribute[list[tuple[int | str, int]]](
-        "The local endpoints: (packed IPv4 or IPv6 text, port)."
-    )
-    remote_ip_info_list = Attribute[list[tuple[int | str, int]]](
+    local_ip_info_list = Attribute[list[_Endpoint]]("The local endpoints: (packed IPv4 or IPv6 text, port).")
+    remote_ip_info_list = Attribute[list[_Endpoint]](
         "The remote endpoints: (packed IPv4, IPv6 text or the name of a host, port)."
     )
 
     def __init__(self) -> None:
         self._remote_cluster_id: int | None = None
         self._remote_role_type: LLMRole | int = 0
-        self._local_ip_info_list: list[tuple[int | str, int]] = []
-        self._remote_ip_info_list: list[tuple[int | str, int]] = []
+        self._local_ip_info_list: list[_Endpoint] = []
+        self._remote_ip_info_list: list[_Endpoint] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
         """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.

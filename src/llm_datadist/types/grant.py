@@ -79,6 +79,8 @@ class Grant:
     link to a reader that has claimed it is lost; pulls and claims are ``GrantEnded`` from then on. The owner may use
     the blocks again once :attr:`active` is False.
 
+    What is "at the owner only" raises StateError at a copy that came from another process, and in a forked child.
+
     Attributes:
         cluster_id: The owner.
         cache_id: The owner's cache.
@@ -121,21 +123,13 @@ class Grant:
 
     @property
     def active(self) -> bool:
-        """True until the grant ends. At the owner only.
-
-        Raises:
-            StateError: This is a copy that came from another process, or a forked child calls.
-        """
+        """True until the grant ends. At the owner only."""
         self._at_owner("active")
         return not self._end
 
     @property
     def end(self) -> str:
-        """Why the grant has ended, in a few words; empty while it is active. At the owner only.
-
-        Raises:
-            StateError: This is a copy that came from another process, or a forked child calls.
-        """
+        """Why the grant has ended, in a few words; empty while it is active. At the owner only."""
         self._at_owner("end")
         return self._end
 
@@ -144,18 +138,11 @@ class Grant:
 
         Of several readers that share a grant one may have released it, and another may never come: then this is False,
         and the grant lasts for the rest of its time.
-
-        Raises:
-            StateError: This is a copy that came from another process, or a forked child calls.
         """
         return self._at_owner("claimed").claimed(self)
 
     def released(self) -> bool:
-        """Return True once all its readers have released it. At the owner only.
-
-        Raises:
-            StateError: This is a copy that came from another process, or a forked child calls.
-        """
+        """Return True once all its readers have released it. At the owner only."""
         self._at_owner("released")
         return self._end == RELEASED
 
@@ -165,7 +152,7 @@ class Grant:
         Raises:
             TypeError: ``ttl`` is no number.
             ParamError: It is not above 0, or not finite.
-            StateError: The grant has ended, or this is a copy that came from another process, or a forked child calls.
+            StateError: The grant has ended.
         """
         self._at_owner("renew").renew(self, ttl)
 
@@ -174,9 +161,6 @@ class Grant:
 
         When this returns, the blocks may be used again. Exception: inside of another call of this thread, as by a
         finalizer (``__del__``), it is put off until that one ends, and :attr:`active` is True until then.
-
-        Raises:
-            StateError: This is a copy that came from another process, or a forked child calls.
         """
         self._at_owner("revoke").revoke(self)
 

@@ -70,14 +70,13 @@ class StillAgent:
         peer: str,
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
-        stop: Callable[[], bool],
+        turn: Callable[[], object],
         progress: Progress,
-    ) -> bool:
+    ) -> None:
         """Move nothing."""
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes
         if len(here) and (int(here[:, 0].min()) < first or int((here[:, 0] + here[:, 1]).max()) > last):
             raise Finding("bytes outside the owner's memory would be moved")
-        return True
 
     def receive(self) -> None:
         """Let nothing come in, and other threads run."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from llm_datadist.bench.sides.base import Side
     from llm_datadist.bench.workload import Workload
 
-__all__ = ["LIMITS", "OURS", "PEERS", "SIDES", "find", "why_not", "why_not_importable"]
-
 _CHECKOUT: Final = Path(__file__).parents[4]
 _PEERS_PACKAGE: Final = "benchmarks.peers."
 _IMPORT_S: Final = 120

@@ -14,12 +14,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from llm_datadist.bench import workload as work
-from llm_datadist.bench.workload import Bytes, Op, Workload
+from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-__all__ = ["ENV_HOST", "HOST", "Facts", "Role", "Side"]
 
 ENV_HOST: Final = "LLM_DATADIST_BENCH_HOST"
 HOST: Final = os.environ.get(ENV_HOST, "127.0.0.1")
@@ -47,6 +45,7 @@ class Side(ABC):
         ops: What this side can be measured at.
         roles: The processes of this side, in the order of their start.
         env: Added to the environment of its processes.
+        pool_only: Why it cannot be measured on registered memory; empty if it can.
         transport: Which one to ask for, where the side has a choice; see :meth:`over`.
         role: Which of the processes this is.
         workload: What is to be moved.
@@ -58,6 +57,7 @@ class Side(ABC):
     ops: ClassVar[tuple[Op, ...]] = ()
     roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
     env: ClassVar[Mapping[str, str]] = {}
+    pool_only: ClassVar[str] = ""
     transport: ClassVar[str] = ""
 
     def __init__(self, role: Role, workload: Workload) -> None:
@@ -75,8 +75,10 @@ class Side(ABC):
     def why_not(cls, workload: Workload) -> str | None:
         """Return why this side cannot run the workload, or None.
 
-        The base compares the op with ``ops``. A side that overrides this imports no other software here.
+        The base looks at ``ops`` and ``pool_only``. A side that overrides this imports no other software here.
         """
+        if cls.pool_only and workload.memory is Memory.REGISTERED:
+            return cls.pool_only
         return None if workload.op in cls.ops else f"is for {', '.join(cls.ops)}, not for {workload.op}"
 
     @classmethod

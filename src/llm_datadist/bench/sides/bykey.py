@@ -10,10 +10,8 @@ import numpy as np
 from llm_datadist import Cache, CacheDesc, CacheKey, DataType, LLMDataDist
 from llm_datadist.bench.sides.base import Facts, Role
 from llm_datadist.bench.sides.ours import CLUSTER, Ours, end_of, pool_bytes_for
-from llm_datadist.bench.workload import Memory, Op, Workload, fill
+from llm_datadist.bench.workload import Op, fill
 from llm_datadist.views import tensor_views
-
-__all__ = ["ByKey"]
 
 _CONSUMED_S: Final = 10.0
 _LOOK_AGAIN_S: Final = 0.001
@@ -27,13 +25,7 @@ class ByKey(Ours):
     """
 
     ops = (Op.LATENCY,)
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Refuse registered memory, too."""
-        if workload.memory is Memory.REGISTERED:
-            return "pulling a registered cache consumes no key"
-        return super().why_not(workload)
+    pool_only = "pulling a registered cache consumes no key"
 
     def start(self) -> Facts:
         self._end = self._open(self.role)

@@ -32,20 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-__all__ = [
-    "Cma",
-    "Memcpy",
-    "MemcpyStreaming",
-    "RawBlocks",
-    "TcpRaw",
-    "Wait",
-    "copy_raw",
-    "move_process",
-    "stream_raw",
-    "streaming_bits",
-    "useful_threads",
-]
-
 _BETWEEN: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
 # Below this a thread takes longer to start than it saves.
 _THREAD_PAYS_ABOVE: Final = 1 << 20

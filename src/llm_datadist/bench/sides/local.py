@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._native import Plan
 
-__all__ = ["Allocating", "CopyBlocks", "CopyCache", "Planning", "SwapBlocks"]
-
 #: Orders of the blocks that take turns, so that nothing is planned that was planned a moment ago.
 _ORDERS: Final = 8
 #: Of one block: two block numbers, and what a plan says of it.
@@ -158,13 +156,7 @@ class Allocating(Local):
     """Each step allocates a blocks cache in an empty pool and deallocates it."""
 
     ops = (Op.ALLOC,)
-
-    @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Refuse registered memory, too."""
-        if workload.memory is Memory.REGISTERED:
-            return "registered memory is not allocated"
-        return super().why_not(workload)
+    pool_only = "registered memory is not allocated"
 
     @classmethod
     def footprint(cls, workload: Workload) -> int:

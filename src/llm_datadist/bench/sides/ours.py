@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
 
-__all__ = ["CLUSTER", "KEY", "Inproc", "Linking", "Ours", "end_of", "link", "make_blocks", "pool_bytes_for"]
-
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
 # Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,25 +37,16 @@ __all__ = ["LLMDataDistConnector"]
 class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves the KV cache of a prompt from a prefill engine to a decode engine.
 
-    Options (``kv_connector_extra_config``): ``host`` (127.0.0.1), where a prefill engine listens and what it tells
-    others; ``lease_s`` (30), how long blocks are kept for a reader that has not come; ``max_unclaimed_blocks`` (half of
-    the KV blocks), how many; ``reference_secret_file``, whose secrets sign references; ``timeout_ms`` (10,000) of a
-    claim or pull; ``link_timeout_ms`` (5,000); ``transport`` (``auto``); ``pool`` (true): the KV cache lies in a pool
-    of this library; ``options`` ({}): more options of ``init``, such as ``llm.AuthSecretFile``.
-
-    Threads: vLLM's; each half says more.
+    Its options (``kv_connector_extra_config``) are in docs/vllm.md. Threads: vLLM's; each half says more.
     """
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: Any = None
-        self._worker: Any = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(vllm_config, kv_cache_config)
-        else:
-            self._worker = Worker(vllm_config, kv_cache_config)
+        schedules = role is KVConnectorRole.SCHEDULER
+        self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
+        self._worker: Any = None if schedules else Worker(vllm_config, kv_cache_config)
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
 
@@ -105,7 +95,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return what places the KV cache in a pool of ours."""
-        return self._worker.allocation()
+        return self._worker.placement
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the KV cache where it lies."""
@@ -124,9 +114,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are parked until all of their KV is there."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: decode engines read the blocks where they are."""
 
     def wait_for_save(self) -> None:
@@ -157,12 +145,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return Stats(data) if data is not None else Stats()
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
         """Return the Prometheus counters."""
-        return StatsMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return StatsMetrics(*args, **kwargs)

@@ -15,7 +15,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Never
 
 from vllm.logger import init_logger
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.vllm.layout import Share
-    from llm_datadist.integrations.vllm.offers import Claim, Endpoint, Offer
+    from llm_datadist.integrations.vllm.offers import Endpoint, Offer
+    from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.grant import Grant
 
 __all__ = ["Claimed", "Engines"]
@@ -35,59 +37,47 @@ __all__ = ["Claimed", "Engines"]
 logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64
-_THREADS: Final = 4
-"""Of each engine."""
-_MAX_WAITING: Final = 64
-"""Claims of each engine that wait for their grants."""
+_THREADS: Final = 4  # of each engine
+_MAX_WAITING: Final = 64  # claims of each engine that wait for their grants
 _WAIT_S: Final = 1.0
 _REPEAT_S: Final = 0.005
 
 
 class _Engine:
-    """One prefill engine. All but ``users`` and ``waiting`` is guarded by ``lock``, which is held while linking."""
+    """One prefill engine."""
 
-    def __init__(self, offer: Offer) -> None:
-        self.ranks = offer.ranks
+    def __init__(self, ranks: list[Endpoint]) -> None:
+        self.ranks = ranks
         self.threads = ThreadPoolExecutor(_THREADS, "lldd-vllm-engine")
-        self.lock = threading.Lock()
         self.users = 0  # claims under way or held; guarded by the lock of Engines
-        self.waiting = 0  # claims that wait for their grants; the same
-        self.failed_at = -math.inf  # when it could not be reached last
-        self.failure = ""
+        self.waiting = threading.Semaphore(_MAX_WAITING)
+        self.linking = threading.Lock()
+        self.failure, self.failed_at = "", -math.inf  # why it could not be reached last, and when
 
-    def fail(self, error: LLMException) -> None:
-        self.failed_at, self.failure = time.monotonic(), str(error)
+    def check(self, ordered: float) -> None:
+        """Raise NotLinked if it could not be reached since then."""
+        if self.failed_at > ordered:
+            raise NotLinked(self.failure)
+
+    def fail(self, why: str) -> Never:
+        """Raise NotLinked, here and for all that was ordered before."""
+        self.failure, self.failed_at = why, time.monotonic()
+        raise NotLinked(why)
 
 
 @dataclass(eq=False)
 class Claimed:
-    """An offer whose grants are held by this rank: one for each rank of the prefill engine that it reads."""
+    """A claim under way or held: a grant of each rank of the prefill engine that this rank reads.
+
+    One thread at a time has it, until it is held.
+    """
 
     offer: Offer
+    token: bytes
+    shares: list[Share]
     engine: _Engine
-    done: Callable[[_Engine], None]
-    grants: list[tuple[Share, Endpoint, Grant]] = field(default_factory=list)
-
-    def run(self, function: Callable[..., None], *args: object) -> None:
-        """Call a function on a thread of the engine."""
-        self.engine.threads.submit(function, *args)
-
-    def release(self) -> None:
-        """Release all of them. Once."""
-        for _, _, grant in self.grants:
-            grant.release()
-        self.done(self.engine)
-
-
-@dataclass(eq=False)
-class _Attempt:
-    """A claim under way."""
-
-    claim: Claim
-    left: list[Share]
-    claimed: Claimed
-    future: Future[Claimed]
-    ordered: float
+    grants: list[Grant] = field(default_factory=list)  # of the shares, in their order
+    ordered: float = field(default_factory=time.monotonic)
     until: float = math.inf  # from the first grant on that was not given yet
 
 
@@ -102,123 +92,107 @@ class Engines:
 
     def __init__(self, datadist: LLMDataDist, host: str, link_ms: int) -> None:
         self._datadist, self._host, self._link_ms = datadist, host, link_ms
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the engines
         self._engines: dict[int, _Engine] = {}  # by the cluster id of the first rank, the longest idle first
-        self._waiting: list[_Attempt] = []
         self._waiter = ThreadPoolExecutor(1, "lldd-vllm-wait")
 
-    def claim(self, claim: Claim, shares: list[Share]) -> Future[Claimed]:
-        """Claim what an offer grants of these shares; never waits.
-
-        Raises:
-            LinkError: So many engines are in use that there is no room for another one.
-        """
-        engine = self._engine_of(claim.offer)
+    def claim(self, offer: Offer, token: bytes, shares_of: Callable[[Offer], list[Share]]) -> Future[Claimed]:
+        """Claim what an offer grants of the shares that the function returns or refuses here; never waits."""
         future: Future[Claimed] = Future()
-        claimed = Claimed(claim.offer, engine, self._leave)
-        engine.threads.submit(self._advance, _Attempt(claim, list(shares), claimed, future, time.monotonic()))
+        try:
+            claimed = Claimed(offer, token, shares_of(offer), self._engine_of(offer.ranks))
+            claimed.engine.threads.submit(self._advance, claimed, future)
+        except LLMException as error:
+            future.set_exception(error)
         return future
 
-    def _engine_of(self, offer: Offer) -> _Engine:
-        key = offer.ranks[0].cluster_id
+    def release(self, claimed: Claimed) -> None:
+        """Release all grants of a claim. Once."""
+        for grant in claimed.grants:
+            grant.release()
+        key = claimed.engine.ranks[0].cluster_id
         with self._lock:
-            engine = self._engines.get(key)
-            if engine is None:
-                if len(self._engines) >= _MAX_ENGINES:
-                    idle = next((known for known, each in self._engines.items() if not each.users), None)
-                    if idle is None:
-                        raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
-                    self._retire(self._engines.pop(idle))
-                engine = self._engines[key] = _Engine(offer)
-            engine.users += 1
-        return engine
-
-    def _leave(self, engine: _Engine) -> None:
-        key = engine.ranks[0].cluster_id
-        with self._lock:
-            engine.users -= 1
+            claimed.engine.users -= 1
             self._engines[key] = self._engines.pop(key)
 
-    def _retire(self, engine: _Engine) -> None:
+    def _engine_of(self, ranks: list[Endpoint]) -> _Engine:
+        key = ranks[0].cluster_id
+        with self._lock:
+            if key not in self._engines:
+                if len(self._engines) >= _MAX_ENGINES:
+                    self._retire()
+                self._engines[key] = _Engine(ranks)
+            self._engines[key].users += 1
+            return self._engines[key]
+
+    def _retire(self) -> None:
+        """Give up the engine that is idle for longest. Raises LinkError if all are in use."""
+        idle = next((key for key, each in self._engines.items() if not each.users), None)
+        if idle is None:
+            raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
+        engine = self._engines.pop(idle)
         for endpoint in engine.ranks:
             engine.threads.submit(self._unlink, endpoint)
         engine.threads.shutdown(wait=False)
 
     # --- on a thread of the engine ------------------------------------------------------------------------------------
 
-    def _advance(self, attempt: _Attempt) -> None:
+    def _advance(self, claimed: Claimed, future: Future[Claimed]) -> None:
         """Claim the grants that are left, until one is not given yet."""
         try:
-            while attempt.left:
-                share = attempt.left[0]
-                endpoint = attempt.claim.offer.ranks[share.rank]
-                grant = self._claim_of(attempt, endpoint, share.readers)
+            for share in claimed.shares[len(claimed.grants) :]:
+                grant = self._claim_of(claimed, share)
                 if grant is None:
-                    self._repeat_later(attempt)
+                    self._repeat_later(claimed, future)
                     return
-                attempt.claimed.grants.append((share, endpoint, grant))
-                del attempt.left[0]
+                claimed.grants.append(grant)
         except Exception as error:  # noqa: BLE001 (the request fails with it)
-            attempt.claimed.release()
-            attempt.future.set_exception(error)
+            self.release(claimed)
+            future.set_exception(error)
         else:
-            attempt.future.set_result(attempt.claimed)
+            future.set_result(claimed)
 
-    def _claim_of(self, attempt: _Attempt, endpoint: Endpoint, readers: int) -> Grant | None:
+    def _claim_of(self, claimed: Claimed, share: Share) -> Grant | None:
         """Return the grant of one rank, or None if it is not given yet."""
-        engine, token = attempt.claimed.engine, attempt.claim.token
-        self._check_reached(attempt)
+        engine, endpoint = claimed.engine, claimed.offer.ranks[share.rank]
+        claim = partial(self._datadist.cache_manager.claim_grant, endpoint.cluster_id, claimed.token, share.readers)
+        engine.check(claimed.ordered)
         try:
             try:
-                self._check_peer(endpoint)
-                return self._datadist.cache_manager.claim_grant(endpoint.cluster_id, token, readers, wait=False)
+                self._link_to(endpoint)
+                return claim(wait=False)
             except LinkError:  # there is no link yet, or it has just broken
-                with engine.lock:
-                    self._check_reached(attempt)
-                    try:
-                        self._link(endpoint)
-                    except LLMException as error:
-                        engine.fail(error)
-                        raise
-                return self._datadist.cache_manager.claim_grant(endpoint.cluster_id, token, readers, wait=False)
+                with engine.linking:
+                    engine.check(claimed.ordered)
+                    self._link(engine, endpoint)
+                return claim(wait=False)
         except DeadlineExceeded as error:
-            if not error.budget_ms:
-                return None
-            engine.fail(error)
-            raise
+            if error.budget_ms:
+                engine.fail(str(error))
+            return None
 
-    @staticmethod
-    def _check_reached(attempt: _Attempt) -> None:
-        engine = attempt.claimed.engine
-        if engine.failed_at > attempt.ordered:
-            raise NotLinked(engine.failure)
-
-    def _check_peer(self, endpoint: Endpoint) -> None:
-        """Raise NotLinked unless there is a link to the process that has made the offer. Addresses say nothing: NAT."""
-        there = self._datadist.explain(endpoint.cluster_id).peer_incarnation
+    def _link_to(self, endpoint: Endpoint) -> LinkStatistics:
+        """Return the link to the process that has made the offer, or raise NotLinked. Addresses say nothing: NAT."""
+        cluster_id = endpoint.cluster_id
+        link = self._datadist.explain(cluster_id)
+        there = link.peer_incarnation
         if there != endpoint.incarnation:
-            raise NotLinked(f"cluster {endpoint.cluster_id} is another process than the one of the reference: {there}")
+            raise NotLinked(f"cluster {cluster_id} is another process than the one of the reference: {there}")
+        return link
 
-    def _link(self, endpoint: Endpoint) -> None:
+    def _link(self, engine: _Engine, endpoint: Endpoint) -> None:
+        where = f"{endpoint.host}:{endpoint.port}"
         _, statuses = self._datadist.link_clusters([self._info(endpoint)], self._link_ms)
-        good = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
-        if statuses[0] not in good:
-            where = f"{endpoint.host}:{endpoint.port}"
-            raise NotLinked(f"no link to the prefill engine at {where}: {statuses[0]}", status_code=statuses[0])
+        if statuses[0] not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
+            engine.fail(f"no link to the prefill engine at {where}: {statuses[0]}")
         try:
-            self._check_peer(endpoint)
+            link = self._link_to(endpoint)
         except NotLinked:
-            self._unlink(endpoint)
+            if statuses[0] == LLMStatusCode.LLM_SUCCESS:
+                self._unlink(endpoint)
             raise
-        link = self._datadist.explain(endpoint.cluster_id)
-        logger.info(
-            "linked to the prefill engine at %s:%d: its pool is read over %s, other memory of it over %s: %s",
-            endpoint.host,
-            endpoint.port,
-            link.transport,
-            link.private_transport,
-            link.reason,
-        )
+        said = "linked to the prefill engine at %s: its pool is read over %s, other memory of it over %s: %s"
+        logger.info(said, where, link.transport, link.private_transport, link.reason)
 
     def _unlink(self, endpoint: Endpoint) -> None:
         with suppress(LLMException):
@@ -233,26 +207,18 @@ class Engines:
 
     # --- claims that wait for their grants ----------------------------------------------------------------------------
 
-    def _repeat_later(self, attempt: _Attempt) -> None:
-        engine, now = attempt.claimed.engine, time.monotonic()
-        attempt.until = min(attempt.until, now + _WAIT_S)
-        with self._lock:
-            if now >= attempt.until or engine.waiting >= _MAX_WAITING:
-                raise DeadlineExceeded("the prefill engine has not given the grant in time")
-            engine.waiting += 1
-            self._waiting.append(attempt)
-            first = len(self._waiting) == 1
-        if first:
-            self._waiter.submit(self._repeat)
+    def _repeat_later(self, claimed: Claimed, future: Future[Claimed]) -> None:
+        now = time.monotonic()
+        claimed.until = min(claimed.until, now + _WAIT_S)
+        if now >= claimed.until or not claimed.engine.waiting.acquire(blocking=False):
+            raise DeadlineExceeded("the prefill engine has not given the grant in time")
+        self._waiter.submit(self._repeat, claimed, future, now + _REPEAT_S)
 
-    def _repeat(self) -> None:
-        time.sleep(_REPEAT_S)
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-            for attempt in waiting:
-                attempt.claimed.engine.waiting -= 1
-        for attempt in waiting:
-            attempt.claimed.engine.threads.submit(self._advance, attempt)
+    def _repeat(self, claimed: Claimed, future: Future[Claimed], when: float) -> None:
+        """Wait on the one thread for that: all claims wait equally long, so none waits for another one."""
+        time.sleep(max(0, when - time.monotonic()))
+        claimed.engine.waiting.release()
+        claimed.engine.threads.submit(self._advance, claimed, future)
 
     def stop(self) -> None:
         """End the threads. Idempotent."""

@@ -133,12 +133,10 @@ def describe(
         raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks")
     pages, heads = view.shape[0] // num_blocks, view.shape[1]
     page = view[0]
-    if not page.is_contiguous():  # tokens before heads: a page is still one piece
-        if not page.transpose(0, 1).is_contiguous():
-            raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
-        divisible, heads_apart = False, 1
-    else:
-        divisible, heads_apart = True, heads
+    divisible = page.is_contiguous()  # else tokens come before heads: a page is still one piece
+    if not divisible and not page.transpose(0, 1).is_contiguous():
+        raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
+    heads_apart = heads if divisible else 1
     page_bytes = page.numel() * page.element_size()
     if view.stride(0) * view.element_size() != page_bytes:
         raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,22 +28,13 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.references import ReferenceKeys
 
-__all__ = [
-    "Claim",
-    "ClaimedRequests",
-    "Endpoint",
-    "EndpointMetadata",
-    "Offer",
-    "OfferedBlocks",
-    "Orders",
-    "Targets",
-    "asked_of",
-    "prompt_digest",
-]
+__all__ = ["ClaimedRequests", "Endpoint", "EndpointMetadata", "Offer", "Orders", "Targets", "asked_of", "prompt_digest"]
 
 FIELD: Final = "datadist"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+#: For each group of layers the place of its first block in the request, and the blocks of an engine from there on.
+Targets = list[tuple[Count, Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]]]
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -59,22 +50,15 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class EndpointMetadata(KVConnectorHandshakeMetadata):
     """An :class:`Endpoint` and the :class:`Layout` there, on their way from a worker to the scheduler."""
 
-    endpoint: bytes
-    layout: bytes
-
-
-class OfferedBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The blocks of one group of layers: ``numbers`` in order, the first of which is block ``first`` of the request."""
-
-    first: Count
-    numbers: Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]
+    endpoint: Endpoint
+    layout: Layout
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The field ``datadist``: what a decode engine needs to fetch the KV of one request."""
 
     prompt: bytes  # digest of the prompt that the blocks are of
-    groups: Annotated[list[OfferedBlocks], msgspec.Meta(min_length=1, max_length=64)]
+    groups: Annotated[Targets, msgspec.Meta(min_length=1, max_length=64)]
     ranks: Annotated[list[Endpoint], msgspec.Meta(min_length=1, max_length=1024)]  # by tensor-parallel rank
     layout: Layout  # of each rank
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
@@ -101,29 +85,14 @@ def asked_of(request: Request) -> dict[str, Any]:
 
 def prompt_digest(request: Request) -> bytes | None:
     """Return a digest of all that the KV of a prompt depends on; None unless the prompt is of tokens and texts."""
-    if request.prompt_token_ids is None:
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
-    said = [
-        request.prompt_token_ids,
-        [request.lora_request.lora_name] if request.lora_request is not None else [],
-        [each.identifier for each in request.mm_features],
-        [request.cache_salt] if request.cache_salt is not None else [],
-    ]
+    lora = request.lora_request.lora_name if request.lora_request is not None else None
+    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
     try:
         return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
     except (UnicodeEncodeError, TypeError, OverflowError):
         return None
-
-
-class Claim(NamedTuple):
-    """An order to a worker: claim the grants of what a request was offered. The scheduler has verified it."""
-
-    offer: Offer
-    token: bytes
-
-
-#: For each group of layers the place of the first block in the request, and the blocks of this engine from there on.
-Targets = list[tuple[int, list[int]]]
 
 
 @dataclass
@@ -131,18 +100,19 @@ class Orders(KVConnectorMetadata):
     """What the scheduler tells its workers in one step.
 
     Attributes:
-        claims: Requests that have come with an offer: claim their grants, so that the prefill engine keeps the blocks.
+        claims: Requests that have come with an offer, which the scheduler has verified, and the token of its grants:
+            claim them, so that the prefill engine keeps the blocks.
         fetches: Requests of earlier claims for which there are blocks now.
         drops: Requests that need nothing of their offer any more.
         refused: Requests whose reference was refused: nothing is fetched for them.
-        grants: Requests that are offered: token, and the blocks of each group.
+        grants: Requests that are offered: token and blocks.
     """
 
-    claims: dict[str, Claim] = field(default_factory=dict)
+    claims: dict[str, tuple[Offer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs a step that fails
     fetches: dict[str, Targets] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    grants: dict[str, tuple[bytes, list[list[int]]]] = field(default_factory=dict)
+    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)
 
 
 class ClaimedRequests(KVConnectorWorkerMetadata):

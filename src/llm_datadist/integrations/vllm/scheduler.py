@@ -17,25 +17,22 @@ step; vLLM's ``kv_load_failure_policy`` says what follows.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
-from llm_datadist.integrations.vllm.layout import Layout, unsupported
+from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import (
     FIELD,
-    Claim,
     ClaimedRequests,
-    Endpoint,
     EndpointMetadata,
     Offer,
-    OfferedBlocks,
     Orders,
+    Targets,
     asked_of,
     prompt_digest,
 )
@@ -51,11 +48,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from llm_datadist.integrations.vllm.layout import Layout
+    from llm_datadist.integrations.vllm.offers import Endpoint
+
 __all__ = ["Scheduler", "init_options"]
 
 logger = init_logger("vllm.datadist.scheduler")
-
-DEFAULT_LEASE_S: Final = 30.0
 
 
 def init_options(vllm_config: VllmConfig) -> dict[str, str]:
@@ -70,19 +68,16 @@ class Scheduler:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        self._engine_id = transfer.engine_id
+        self._config = vllm_config
         self._block_tokens = vllm_config.cache_config.block_size
-        self._parallel = vllm_config.parallel_config
         self._cache_config = kv_cache_config
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
-        self._keys = ReferenceKeys(
-            *secret_file(transfer.get_from_extra_config(SECRET_FILE, None), init_options(vllm_config))
-        )
+        option = transfer.get_from_extra_config
+        self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self._ranks: list[Endpoint] = []  # empty at an engine that offers nothing
-        self._layout: Layout | None = None
-        self._asked: dict[str, Claim | None] = {}  # by request, until it has blocks or ends; None: it was refused
-        most = transfer.get_from_extra_config("max_unclaimed_blocks", kv_cache_config.num_blocks // 2)
-        self._max_unclaimed = int(most)
+        self._layout: Layout
+        self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends: False, its reference was refused
+        self._max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
         self._unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant that no reader has claimed
         self._held: Counter[int] = Counter()  # how many of these requests have the block
         self._orders = Orders()
@@ -90,32 +85,29 @@ class Scheduler:
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Learn where the workers listen, by (pipeline rank, tensor-parallel rank)."""
-        ranks = {}
-        for (pipeline, rank), each in metadata.items():
-            if pipeline or not isinstance(each, EndpointMetadata):
-                raise unsupported("pipeline parallelism")
-            layout = msgspec.msgpack.decode(each.layout, type=Layout)
-            if self._layout not in (None, layout):
+        found = [each for _, each in sorted(metadata.items()) if isinstance(each, EndpointMetadata)]
+        if len(found) < len(metadata) or any(pipeline for pipeline, _ in metadata):
+            raise unsupported("pipeline parallelism")
+        for each in found:
+            if each.layout != found[0].layout:
                 raise unsupported("ranks of different layouts")
-            self._layout = layout
-            ranks[rank] = msgspec.msgpack.decode(each.endpoint, type=Endpoint)
-        self._ranks = [ranks[rank] for rank in range(len(ranks))]
+            self._layout = each.layout
+        self._ranks = [each.endpoint for each in found]
 
     def on_new_request(self, request: Request) -> None:
         asked = asked_of(request)
         if not asked.get("do_remote_prefill"):
             return
-        claim: Claim | None = None
+        self._asked[request.request_id] = False
         try:
-            claim = Claim(*Offer.read(asked.get(FIELD), self._keys))
-            if claim.offer.prompt != prompt_digest(request):
-                claim = None
+            offer, token = Offer.read(asked.get(FIELD), self._keys)
+            if offer.prompt != prompt_digest(request):
                 raise ParamError("reference: of another prompt than this request's")
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
         else:
-            self._orders.claims[request.request_id] = claim
-        self._asked[request.request_id] = claim
+            self._asked[request.request_id] = True
+            self._orders.claims[request.request_id] = offer, token
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a fetch would bring, beyond those that are computed."""
@@ -128,28 +120,25 @@ class Scheduler:
             return
         if not num_external:
             self._drop(request.request_id)
-            return
-        if self._asked.pop(request.request_id) is None:  # one fetch for each request
+        elif self._asked.pop(request.request_id):  # one fetch for each request
+            tokens = request.num_prompt_tokens
+            targets = self._needed(blocks.get_block_ids(), tokens - num_external, tokens)
+            self._orders.fetches[request.request_id] = targets
+        else:
             self._orders.refused.append(request.request_id)
-            return
-        have = request.num_prompt_tokens - num_external
-        targets = []
-        chosen = self._cache_config.select_transfer_block_ids(blocks.get_block_ids())
-        for window, numbers in zip(self._windows, chosen, strict=True):
-            first, last = self._needed(window, have, request.num_prompt_tokens)
-            targets.append((first, numbers[first:last]))
-        self._orders.fetches[request.request_id] = targets
 
     def _drop(self, request_id: str) -> None:
-        if self._asked.pop(request_id) is not None:
+        if self._asked.pop(request_id):
             self._orders.drops.append(request_id)
 
-    def _needed(self, window: int | None, have: int, tokens: int) -> tuple[int, int]:
-        """Return the first and last + 1 block that a group needs, for tokens ``have`` to ``tokens``."""
-        first, last = have // self._block_tokens, -(-tokens // self._block_tokens)
-        if window is not None:
-            first = max(first, (tokens - window) // self._block_tokens)
-        return first, last
+    def _needed(self, block_ids: Sequence[list[int]], have: int, tokens: int) -> Targets:
+        """Return those of a request's blocks that hold what a next token needs of tokens ``have`` to ``tokens``."""
+        found = []
+        for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
+            begin = have if window is None else max(have, tokens - window)
+            first, last = begin // self._block_tokens, -(-tokens // self._block_tokens)
+            found.append((first, list(numbers[first:last])))
+        return found
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks of a request that is to be decoded elsewhere; return (keep them, the params)."""
@@ -163,25 +152,21 @@ class Scheduler:
         if prompt is None:
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        groups = []
-        for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
-            first, last = self._needed(window, 0, tokens)
-            groups.append(OfferedBlocks(first, list(numbers[first:last])))
-        numbers = [each.numbers for each in groups]
-        if not any(numbers) or not self._hold(request.request_id, [block for each in numbers for block in each]):
+        groups = self._needed(block_ids, 0, tokens)
+        kept = [block for _, numbers in groups for block in numbers]
+        if not kept or not self._hold(request.request_id, kept):
             return False, None
-        assert self._layout is not None
         reference, token = Offer(prompt, groups, self._ranks, self._layout).sign(self._keys)
-        self._orders.grants[request.request_id] = (token, numbers)
+        self._orders.grants[request.request_id] = token, kept
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": numbers,
-            "remote_engine_id": self._engine_id,
+            "remote_block_ids": [numbers for _, numbers in groups],
+            "remote_engine_id": self._config.kv_transfer_config.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self._ranks[0].host,
             "remote_port": self._ranks[0].port,
-            "tp_size": self._parallel.tensor_parallel_size,
+            "tp_size": self._config.parallel_config.tensor_parallel_size,
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": tokens,
