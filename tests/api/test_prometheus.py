@@ -17,6 +17,8 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import RestrictedRegistry
+
     from llm_datadist.metrics import OperationStatistics
     from tests.conftest import Pair
     from tests.support.ends import End
@@ -72,7 +74,7 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
 
 
 def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_is_gone() -> None:
-    def shown(registry: CollectorRegistry, name: str = "llm_datadist_pins") -> list[str]:
+    def shown(registry: CollectorRegistry | RestrictedRegistry, name: str = "llm_datadist_pins") -> list[str]:
         text = generate_latest(registry).decode()
         assert text.count(f"# HELP {name} ") == bool(text)
         return sorted(re.findall(rf'^{name}{{cluster="(.)"', text, re.MULTILINE))
