@@ -60,6 +60,8 @@ _LINK_COUNTERS = (
     ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
     ("link_verified_bytes", "Bytes whose checksums agreed.", "verified_bytes"),
 )
+#: Exported before the first one: a rate sees no series begin.
+_LOSSES = ("connection", "process_ended", "silent", "unauthenticated", "replaced")
 
 
 class StatisticsCollector(Collector):
@@ -139,9 +141,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield gauge("link_up", "1 while operations may use the link.", ["peer", "transport"], up)
     for name, text, field in _LINK_COUNTERS:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
-    yield counter(
-        "links_lost", "Links that were not unlinked.", ["kind"], [([k], n) for k, n in now.links_lost.items()]
-    )
+    lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
+    yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
     yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
     yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])
     redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]

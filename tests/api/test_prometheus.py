@@ -68,8 +68,9 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     assert redials not in decoder
     shm_pair.prompt.do(finalize)  # its process lives, so there is hope
     wait_until(lambda: _numbers(shm_pair.decoder).get(redials, 0) >= 1)
-    lost = [value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name]
-    assert sum(lost) == 1
+    lost = {name: value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name}
+    assert sum(lost.values()) == 1
+    assert lost.keys() == {name for name in decoder if "links_lost_total" in name}, "there from the beginning"
     assert shm_pair.decoder.do(_scrape, True) == ""
 
 

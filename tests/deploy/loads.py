@@ -35,7 +35,6 @@ KV_MIB: Final = 1
 PAGE: Final = Spec(tensors=1, rows=1, stride=4096)
 EVERY_BLOCK: Final = list(range(KV.rows))
 SLOW_SECONDS: Final = 1.3
-LOSSES: Final = 6
 
 
 class Instance(End):
@@ -171,13 +170,12 @@ def killed(pair: Pair) -> Rounds:
 
 
 def loses_links(pair: Pair) -> Rounds:
-    """The link breaks again and again, and is back at once."""
+    """The link breaks six times within a second, and is back at once each time."""
     pair.start()
     yield
-    for _ in range(LOSSES):
+    for _ in range(6):
         pair.decoder.do(_lose, pair.prompt.cluster_id)
         pair.link()
-        yield
     yield from _for_ever()
 
 

@@ -83,4 +83,7 @@ def test_healthy_loads_fire_no_alert_and_each_fault_exactly_its_own(tmp_path: Pa
                 faults.pop(name).close()
             return not faults
 
-        wait_until(fired, FAULTS_SECONDS)
+        try:
+            wait_until(fired, FAULTS_SECONDS)
+        except AssertionError as error:
+            pytest.fail(f"{error}: not fired: {list(faults)}, fired: {server.alerts('10m')}")
