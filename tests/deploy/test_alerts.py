@@ -43,7 +43,8 @@ def test_healthy_loads_fire_no_alert_and_each_fault_exactly_its_own(tmp_path: Pa
     text = in_seconds(RULES.read_text())
     (rules := tmp_path / RULES.name).write_text(text)
     window, wait = (max(map(int, re.findall(pattern, text))) for pattern in (r"\[(\d+)s\]", r"for: (\d+)s"))
-    assert (window, wait) == (30, 10)
+    assert (window, wait, re.findall(r"\dm\b", text)) == (30, 10, [])
+    assert list(FAULTS) == re.findall(r"- alert: (\w+)", text)
     with ExitStack() as stack:
         prompts, decoders = (stack.enter_context(_process(name)) for name in ("prompts", "decoders"))
 
