@@ -23,7 +23,7 @@ help:
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in an environment of their own with NIXL"
-	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus that scrapes two processes"
+	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
@@ -74,7 +74,12 @@ $(VENV)/.torch: $(STAMP)
 test-torch: $(VENV)/.torch
 	@$(BIN)/python -m pytest tests/api/test_views.py
 
-test-deploy: $(STAMP)
+# Pinned: another version may know other schemas.
+$(VENV)/.deploy: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check check-jsonschema==0.39.0 kubernetes-validate==1.37.0
+	@touch $@
+
+test-deploy: $(VENV)/.deploy
 	@$(BIN)/python -m tests.support.debian prometheus usr/bin/prometheus
 	@$(BIN)/python -m pytest tests/deploy
 

@@ -112,7 +112,10 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatistics:
-    """One bound key: how long it has waited and how many bytes wait with it (interface R5)."""
+    """One bound key: for how long it has been bound, and how many bytes pulls can consume of it (interface R5).
+
+    No pull consumes a blocks key, a prefix key, or a key of a registered cache: their ``unconsumed_bytes`` are 0.
+    """
 
     key: str
     cache_id: int

@@ -4,14 +4,16 @@
     register(datadist)                      # into prometheus_client's default registry
 
 Every scrape reads ``datadist.statistics()``; between scrapes it costs nothing. An LLMDataDist that is not initialised
-exports nothing.
+exports nothing. All that are registered with one registry share a collector.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
 
 from llm_datadist.errors import LLMException, LLMStatusCode, NotInitialized
 from llm_datadist.metrics import DURATION_BOUNDS
@@ -58,31 +60,51 @@ _LINK_COUNTERS = (
     ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
     ("link_verified_bytes", "Bytes whose checksums agreed.", "verified_bytes"),
 )
+#: Exported before the first one: a rate sees no series begin.
+_LOSSES = ("connection", "process_ended", "silent", "unauthenticated", "replaced")
 
 
 class StatisticsCollector(Collector):
-    """Turns ``statistics()`` into metric families, labelled with the cluster id.
+    """Turns ``statistics()`` of LLMDataDists into metric families, labelled with the cluster id.
 
     Threads: any.
     """
 
-    def __init__(self, datadist: LLMDataDist) -> None:
-        self._datadist = datadist
+    def __init__(self, *datadists: LLMDataDist) -> None:
+        self._datadists = WeakSet(datadists)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of this moment."""
-        try:
-            now = self._datadist.statistics()
-        except NotInitialized:
-            return
-        yield from _families(now, str(self._datadist.cluster_id))
+        families: dict[str, Metric] = {}
+        for datadist in self._datadists:
+            try:
+                now = datadist.statistics()
+            except NotInitialized:
+                continue
+            for family in _families(now, str(datadist.cluster_id)):
+                if (first := families.setdefault(family.name, family)) is not family:
+                    first.samples += family.samples
+        yield from families.values()
+
+
+_registering = threading.Lock()
+_collectors: WeakKeyDictionary[CollectorRegistry, StatisticsCollector] = WeakKeyDictionary()
 
 
 def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> StatisticsCollector:
-    """Register a collector for ``datadist`` and return it, for ``registry.unregister`` later."""
-    collector = StatisticsCollector(datadist)
-    registry.register(collector)
-    return collector
+    """Export ``datadist`` while it is initialised; return the one collector of the registry.
+
+    ``registry.unregister`` of that collector ends the export of all that were registered.
+    """
+    with _registering:
+        collector = _collectors.setdefault(registry, StatisticsCollector())
+        try:
+            registry.unregister(collector)  # the registry asks for names only when a collector is registered
+        except KeyError:
+            collector._datadists = WeakSet()
+        collector._datadists = collector._datadists | {datadist}  # a scrape may be in the old set
+        registry.register(collector)
+        return collector
 
 
 def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
@@ -105,9 +127,9 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     caches = [([state], getattr(now.caches, state)) for state in ("live", "deferred", "draining")]
     yield gauge("caches", "Caches with memory behind them.", ["state"], caches)
     waiting = sum(key.unconsumed_bytes for key in now.keys)
-    yield gauge("unconsumed_bytes", "Bytes behind keys not pulled yet.", [], [([], waiting)])
-    oldest = max((key.age_seconds for key in now.keys), default=0.0)
-    yield gauge("oldest_key_seconds", "Age of the oldest key.", [], [([], oldest)])
+    yield gauge("unconsumed_bytes", "Bytes behind keys that wait for a pull.", [], [([], waiting)])
+    oldest = max((key.age_seconds for key in now.keys if key.unconsumed_bytes), default=0.0)
+    yield gauge("oldest_key_seconds", "Age of the oldest key that waits for a pull.", [], [([], oldest)])
     yield gauge("lost_writers", "Peers without a link that have not ended a write.", [], [([], now.lost_writers)])
     yield gauge("pins", "Holds of peers on caches.", [], [([], now.pins)])
     grants = [([state], getattr(now.grants, state)) for state in ("active", "claimed", "waiting")]
@@ -119,9 +141,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield gauge("link_up", "1 while operations may use the link.", ["peer", "transport"], up)
     for name, text, field in _LINK_COUNTERS:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
-    yield counter(
-        "links_lost", "Links that were not unlinked.", ["kind"], [([k], n) for k, n in now.links_lost.items()]
-    )
+    lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
+    yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
     yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
     yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])
     redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llm_datadist import BlocksCacheKey, CacheKey
+from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMRole
 from llm_datadist.errors import CacheNotFound
 from llm_datadist.prometheus import register
 from tests.support.linking import finalize
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.world import make_config
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import RestrictedRegistry
+
     from llm_datadist.metrics import OperationStatistics
     from tests.conftest import Pair
     from tests.support.ends import End
@@ -42,6 +46,7 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     shm_pair.prompt.do(make, "blocks", replace(spec, blocks=True, blocks_key=BLOCKS), 1)
     shm_pair.prompt.do(make, "rows", replace(spec, keys=(CacheKey(1, 7),)), 2)
     shm_pair.decoder.do(make, "kv", replace(spec, blocks=True), 3)
+    shm_pair.decoder.do(make, "rows", spec, 4)
     shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
     decoder, prompt = _numbers(shm_pair.decoder), _numbers(shm_pair.prompt)
     moved = 3 * 1024 * 2
@@ -53,15 +58,52 @@ def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_noth
     assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
     assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
     assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
-    assert prompt['llm_datadist_unconsumed_bytes{cluster="1"}'] > 0
+    waits = [f'llm_datadist_{name}{{cluster="1"}}' for name in ("unconsumed_bytes", "oldest_key_seconds")]
+    assert prompt[waits[0]] == 1024 * 2
+    assert prompt[waits[1]] > 0
     assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
+    shm_pair.decoder.do(call, "pull_cache", CacheKey(1, 7), Use("rows"), 0)
+    wait_until(lambda: [_numbers(shm_pair.prompt)[each] for each in waits] == [0, 0])  # no pull consumes the blocks key
     redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
     assert redials not in decoder
     shm_pair.prompt.do(finalize)  # its process lives, so there is hope
     wait_until(lambda: _numbers(shm_pair.decoder).get(redials, 0) >= 1)
-    lost = [value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name]
-    assert sum(lost) == 1
+    lost = {name: value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name}
+    assert sum(lost.values()) == 1
+    assert lost.keys() == {name for name in decoder if "links_lost_total" in name}, "there from the beginning"
     assert shm_pair.decoder.do(_scrape, True) == ""
+
+
+def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_is_gone() -> None:
+    def shown(registry: CollectorRegistry | RestrictedRegistry, name: str = "llm_datadist_pins") -> list[str]:
+        text = generate_latest(registry).decode()
+        assert text.count(f"# HELP {name} ") == bool(text)
+        return sorted(re.findall(rf'^{name}{{cluster="(.)"', text, re.MULTILINE))
+
+    first, second, third = (LLMDataDist(LLMRole.PROMPT, cluster_id) for cluster_id in (1, 2, 3))
+    first.init(make_config())
+    registry, other = CollectorRegistry(auto_describe=True), CollectorRegistry()
+    collector = register(first, registry)
+    second.init(make_config())
+    assert register(second, registry) is register(third, registry) is register(second, registry) is collector
+    register(second, other)
+    assert (shown(registry), shown(other)) == (["1", "2"], ["2"])
+    assert shown(registry, "llm_datadist_pool_used_bytes") == ["1", "1", "2", "2"]
+    third.init(make_config())
+    first.finalize()
+    assert shown(registry) == ["2", "3"]
+    assert shown(registry.restricted_registry(["llm_datadist_pins"])) == ["2", "3"]
+    first.init(make_config())
+    assert shown(registry) == ["1", "2", "3"]
+    registry.unregister(collector)
+    assert (shown(registry), shown(other)) == ([], ["2"])
+    register(third, registry)
+    assert shown(registry) == ["3"]
+    for each in (first, second, third):
+        each.finalize()
+    assert shown(registry) == shown(other) == []
+    register(LLMDataDist(LLMRole.PROMPT, 4), registry)
+    assert [each.cluster_id for each in collector._datadists] == [3], "nothing holds 4"
 
 
 def _operations(world: World) -> tuple[OperationStatistics, ...]:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link
+from tests.support.users import USER, become
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.ends import ChildEnd
-    from tests.support.world import World
-
-USER = 54321
-_PR_SET_DUMPABLE = 4
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-
-
-def become(world: World, user: int) -> None:
-    np.random.default_rng()  # NumPy loads it late, and that user may not be allowed to read this checkout
-    os.setgroups([])
-    os.setresuid(user, user, user)
-    # As if this user had started it: its own folder in /proc is its own.
-    assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0) == 0
 
 
 @pytest.mark.parametrize(

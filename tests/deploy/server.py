@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import subprocess
 import urllib.request
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
+
+import pytest
 
 from tests.support import debian
 from tests.support.linking import free_port
@@ -44,6 +47,11 @@ def tool(name: str) -> Path | None:
     return debian.find("prometheus", f"usr/bin/{name}")
 
 
+needs_prometheus: Final = pytest.mark.skipif(
+    tool("prometheus") is None, reason="no Prometheus: `make test-deploy` gets it, or the Debian package prometheus"
+)
+
+
 def promtool(*args: object) -> subprocess.CompletedProcess[str]:
     command = [str(each) for each in (tool("promtool"), *args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -59,6 +67,12 @@ class Server:
         """Return the ``data`` of an answer of its HTTP interface. Raises OSError for any other answer than 200."""
         with _direct.open(f"{self.address}/api/v1/{path}?{urlencode(query)}", timeout=30) as answer:
             return json.load(answer)["data"]
+
+    def alerts(self, since: str) -> set[tuple[str, int]]:
+        """Return the alerts that have fired in that time, each with its cluster."""
+        query = f'count by (alertname, cluster) (count_over_time(ALERTS{{alertstate="firing"}}[{since}]))'
+        found = [each["metric"] for each in self.get("query", query=query)["result"]]
+        return {(each["alertname"], int(each["cluster"])) for each in found}
 
     def numbers(self, query: str) -> list[float]:
         """Return the numbers of all series that a query has now; NaN and infinity are none."""
@@ -77,12 +91,18 @@ class Server:
         return sum(self.numbers("up"))
 
 
+def in_seconds(rules: str) -> str:
+    """Return rules in which a minute is a second: in ranges and waits, and in numbers that are seconds."""
+    short = re.sub(r"(?m)(\[|for: )(\d+)m(\]|$)", r"\1\2s\3", rules)
+    return re.sub(r"(_seconds > |\], )(\d+)", lambda found: f"{found[1]}{int(found[2]) // 60}", short)
+
+
 @contextmanager
-def prometheus(folder: Path, ports: list[int]) -> Iterator[Server]:
-    """Run a Prometheus with the rules of deploy/ that scrapes these ports of 127.0.0.1; it writes into ``folder``."""
+def prometheus(folder: Path, ports: list[int], rules: Path = RULES) -> Iterator[Server]:
+    """Run a Prometheus with rules that scrapes these ports of 127.0.0.1; it writes into ``folder``."""
     targets = json.dumps([f"127.0.0.1:{port}" for port in ports])
     config, output = folder / "prometheus.yml", folder / "prometheus.log"
-    config.write_text(_SCRAPING.format(rules=RULES, targets=targets))
+    config.write_text(_SCRAPING.format(rules=rules, targets=targets))
     while True:
         own, word = f"127.0.0.1:{free_port()}", secrets.token_hex(8)
         command = [f"--web.listen-address={own}", f"--web.external-url=http://{own}/{word}"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from tests.deploy import traffic
-from tests.deploy.server import CONFIG, DEPLOY, RULE_TESTS, RULES, prometheus, promtool, tool
+from tests.deploy.server import CONFIG, DEPLOY, RULE_TESTS, RULES, needs_prometheus, prometheus, promtool
 from tests.support.ends import ChildEnd
 from tests.support.moves import wait_until
 from tests.support.world import small_pool
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from tests.deploy.server import Server
 
 DASHBOARD: Final = DEPLOY / "grafana" / "llm-datadist.json"
-needs_prometheus: Final = pytest.mark.skipif(
-    tool("prometheus") is None, reason="no Prometheus: `make test-deploy` gets it, or the Debian package prometheus"
-)
 #: What Grafana puts in for the variables: everything, and the last seconds.
 _VARIABLES: Final = {"$__rate_interval": "10s", "$job": ".*", "$cluster": ".*"}
 _DATA_SECONDS: Final = 90.0

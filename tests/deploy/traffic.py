@@ -28,9 +28,11 @@ GONE: Final = 3
 
 
 def serve(world: World) -> int:
-    """Export the metrics of an end, as its user would; return the port."""
+    """Export the metrics of a process, as its user would; return the port."""
     registry = CollectorRegistry()
-    register(world.dd, registry)
+    for each in [world, *world.memory.values()]:
+        if hasattr(each, "dd"):
+            register(each.dd, registry)
     server, thread = start_http_server(0, "127.0.0.1", registry)
     world.memory["server"] = server, thread
     return int(server.server_port)

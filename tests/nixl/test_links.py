@@ -15,9 +15,9 @@ from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport import nixl_agent
 from llm_datadist._transport.nixl import Server
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
-from tests.api.test_same_host_users import USER, become
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.users import USER, become
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
@@ -57,15 +57,16 @@ class ChildEnd(End):
     """A world in a child process, which dies with this one (its pipe ends).
 
     ``fresh``: an interpreter of its own; otherwise a child of the nursery, which is there a hundred times faster.
+    ``inside``: the beginning of a command that runs the interpreter.
     """
 
-    def __init__(self, name: str, *, fresh: bool = False) -> None:
+    def __init__(self, name: str, *, fresh: bool = False, inside: Sequence[str] = ()) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         ours, theirs = socket.socketpair()
         with theirs:
-            forked = None if fresh else NURSERY.fork(name, theirs, environment)
+            forked = None if fresh or inside else NURSERY.fork(name, theirs, environment)
             self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
+                [*inside, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 env=environment,

@@ -68,6 +68,10 @@ class Binding:
     bound: bool = True
     void: bool = False
 
+    @property
+    def consumable(self) -> bool:
+        return self.cache.owned and self.key[0] == 0
+
 
 @dataclass(eq=False)
 class Pin:
@@ -147,7 +151,7 @@ class Model:
             cache.owner = False
 
     def consume(self, binding: Binding | None, first: int, count: int) -> None:
-        if binding is None or not binding.bound or not binding.cache.owned or binding.key[0] != 0:
+        if binding is None or not binding.bound or not binding.consumable:
             return
         tensors = range(binding.cache.tensors)
         if count > 0 and first in tensors and first + count - 1 in tensors:

@@ -248,7 +248,11 @@ class RegistryMachine(RuleBasedStateMachine):
             registered=len(alive) - owned,
             nbytes=sum(8 * c.rows * c.tensors for c in alive),
         )
-        bound = [(repr(b.key), b.row, b.cache.name, 8 * len(b.left)) for b in self.model.bindings if b.bound]
+        bound = [
+            (repr(b.key), b.row, b.cache.name, 8 * len(b.left) if b.consumable else 0)
+            for b in self.model.bindings
+            if b.bound
+        ]
         shown = [(k.key, k.row, self.entries[k.cache_id].storage, k.unconsumed_bytes) for k in keys]
         assert (sorted(shown), pins) == (sorted(bound), len(self.model.pins))
         assert self.registry.unknown_releases == self.unknown

@@ -153,6 +153,11 @@ class Binding:
     bound: bool = True
     pins: int = 0
 
+    @property
+    def consumable(self) -> bool:
+        """True if a pull can use it up: a request key of an allocated cache (interface R5)."""
+        return self.entry.owned and self.key[0] == Namespace.REQUEST
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -503,7 +508,7 @@ class Registry:
                 cache_id=binding.entry.cache_id,
                 row=binding.row,
                 age_seconds=now - binding.since,
-                unconsumed_bytes=binding.remaining.bit_count() * binding.entry.geometry.stride,
+                unconsumed_bytes=binding.consumable * binding.remaining.bit_count() * binding.entry.geometry.stride,
             )
             for binding in bindings
         )
@@ -565,8 +570,7 @@ class Registry:
         self._settle(binding.entry, Event.UNBIND, effects)
 
     def _consume(self, binding: Binding, tensors: int, effects: Effects) -> None:
-        consumable = binding.bound and binding.entry.owned and binding.key[0] == Namespace.REQUEST
-        if not consumable or not tensors:
+        if not (binding.bound and binding.consumable and tensors):
             return
         binding.remaining &= ~tensors
         if binding.remaining == 0:
