@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from llm_datadist._checks import (
+    assign_known,
     check_dict,
     check_int,
     check_int32,
@@ -627,6 +628,7 @@ class _Setting(Generic[V]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        type.__setattr__(owner, "__setattr__", assign_known)
 
     @overload
     def __get__(self, instance: None, owner: type) -> _Setting[V]: ...
@@ -723,7 +725,8 @@ class LLMConfig:
     """Settings of one LLMDataDist, made into the option dict that ``init`` takes.
 
     Every property is checked when it is assigned: a wrong type is a TypeError (NoneArgument for None where a value is
-    needed), a value outside its range a ParamError. Where None is accepted it means "not assigned".
+    needed), a value outside its range a ParamError. Where None is accepted it means "not assigned". A name that
+    is no property is an AttributeError, which says the nearest one.
 
     Source: interface §2.
     """
