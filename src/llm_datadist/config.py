@@ -75,6 +75,7 @@ PEER_POLICY: Final = "llm.PeerPolicy"
 SAME_HOST_USERS: Final = "llm.SameHostUsers"
 NIXL_FALLBACK: Final = "llm.NixlFallback"
 NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
+STRICT_TYPES: Final = "llm.StrictTypes"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
 """``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
@@ -349,6 +350,7 @@ class Options:
         peer_policy: What each peer may do at this end; None: all that the other options allow.
         nixl_fallback: Links over nixl that this end dials have data lanes too, and use them once NIXL has failed.
         nixl_plaintext: Sealed links may use nixl, which sends KV bytes as they are.
+        strict_types: Refuse pulls and pushes of this end between unlike caches; otherwise the log warns.
     """
 
     role: LLMRole
@@ -381,6 +383,7 @@ class Options:
     peer_policy: PeerPolicy | None = None
     nixl_fallback: bool = False
     nixl_plaintext: bool = False
+    strict_types: bool = False
 
     def check_reach(self, name: str, host: str) -> None:
         """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
@@ -443,6 +446,7 @@ class Options:
             peer_policy=_peer_policy(reader, believed=credentials is not None, insecure=insecure),
             nixl_fallback=reader.flag(NIXL_FALLBACK, default=False),
             nixl_plaintext=reader.flag(NIXL_PLAINTEXT, default=False),
+            strict_types=reader.flag(STRICT_TYPES, default=False),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()

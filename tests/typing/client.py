@@ -184,7 +184,7 @@ def main() -> None:
     """Run all of it."""
     for v2, rca in ((True, False), (True, True), (False, False)):
         prompt = linked(LLMRole.PROMPT, 1, options(v2=v2, rca=rca))
-        decoder = linked(LLMRole.DECODER, 2, options(v2=v2, rca=rca), prompt)
+        decoder = linked(LLMRole.DECODER, 2, options(v2=v2, rca=rca, StrictTypes="1"), prompt)
         if not v2:
             older(prompt.kv_cache_manager, decoder.kv_cache_manager)
         elif rca:
