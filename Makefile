@@ -17,7 +17,7 @@ help:
 	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
 	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"
-	@echo "make lint   ruff, mypy strict, the layers of imports"
+	@echo "make lint   ruff, mypy strict, the layers of imports, a client's program under mypy and pyright"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
 	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
@@ -180,11 +180,17 @@ test-nixl: $(NIXL_VENV)/.installed
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
 
-lint: $(STAMP)
+# Pinned, and not of the extra [dev]: with the Node.js that it runs on it is 250 MB. It downloads nothing later.
+$(VENV)/.pyright: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pyright[nodejs]==1.1.414'
+	@touch $@
+
+lint: $(VENV)/.pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m pytest -q tests/typing
 
 # Only what the extra names: to install the library again with it would compile it again.
 $(VENV)/.docs: $(STAMP)

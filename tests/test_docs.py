@@ -182,7 +182,7 @@ def test_every_option_is_documented_and_extensions_lists_ours_those_without_effe
     ours = [row for row in _rows(_section(page, "Options"), 4) if "`" in row[0]]
     names = "TRANSPORT SHM_SOCKET_DIR POOL_PREFAULT COPY_THREADS PEER_TIMEOUT CHECKSUM TRACING MAX_LINKS"
     names += " AUTH_SECRET TLS_CERT MAX_LINK_AGE SAME_HOST_USERS INSECURE PEER_POLICY NIXL_FALLBACK NIXL_PLAINTEXT"
-    names += " WRITE_BY_ADDRESS STATISTICS_PAGE"
+    names += " WRITE_BY_ADDRESS STATISTICS_PAGE STRICT_TYPES"
     assert {_code_spans(row[0])[0] for row in ours} == {getattr(config, name) for name in names.split()}
     values = next(row[1] for row in ours if config.TRANSPORT in row[0])
     assert tuple(_code_spans(values)) == config.TRANSPORTS

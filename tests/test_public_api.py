@@ -13,16 +13,19 @@ import sys
 import textwrap
 import tomllib
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 import llm_datadist
 import llm_datadist_wrapper
+from llm_datadist import errors
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.data_type import DataType
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.enums import LLMRole, Memtype, Placement, PushType, RegisterMemStatus
+from llm_datadist.types.grant import Grant
 from tests.support.source import ROOT, SOURCE
 
 if TYPE_CHECKING:
@@ -247,6 +250,10 @@ def test_r23_all_documented_names_are_there_and_no_others_and_v2_list_is_the_fir
     assert [name for name in DOCUMENTED.split() if not isinstance(getattr(llm_datadist, name), type)] == []
     assert (len(names), len(set(names)), names[:23]) == (26, 26, llm_datadist.v2_list)
     assert set(names[23:]) == {"KvCacheManager", "Tensor", "TensorDesc"}
+    beside = {each.__name__: each for each in vars(errors).values() if hasattr(each, "default_status")}
+    beside |= {"CacheManager": CacheManager, "Grant": Grant, "__version__": version("open-datadist")}
+    assert {name: getattr(llm_datadist, name) for name in beside} == beside
+    assert beside.keys() <= set(dir(llm_datadist))
     for name in ("nothing", "kv_cache_manager_", "EngineConfig", "__wrapped__"):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
             getattr(llm_datadist, name)

@@ -9,7 +9,31 @@ from typing import TYPE_CHECKING
 
 from llm_datadist.config import LLMConfig, LlmConfig
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import LLMException, LLMStatusCode, Status
+from llm_datadist.errors import (
+    AlreadyLinked as AlreadyLinked,
+    AuthFailed as AuthFailed,
+    CacheError as CacheError,
+    CacheMismatch as CacheMismatch,
+    CacheNotFound as CacheNotFound,
+    ChecksumMismatch as ChecksumMismatch,
+    DeadlineExceeded as DeadlineExceeded,
+    KeyInUse as KeyInUse,
+    LinkError as LinkError,
+    LinkRefused as LinkRefused,
+    LLMException,
+    LLMStatusCode,
+    NoneArgument as NoneArgument,
+    NotInitialized as NotInitialized,
+    NotLinked as NotLinked,
+    OutOfMemory as OutOfMemory,
+    ParamError as ParamError,
+    PeerLost as PeerLost,
+    ProtocolError as ProtocolError,
+    StateError as StateError,
+    Status,
+    TransferAborted as TransferAborted,
+    TransferFailed as TransferFailed,
+)
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -30,8 +54,12 @@ from llm_datadist.types.data_type import DataType
 
 if TYPE_CHECKING:
     from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist.cache_manager import CacheManager as CacheManager
     from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
     from llm_datadist.kv_cache_manager import KvCacheManager
+    from llm_datadist.types.grant import Grant as Grant
+
+__version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     # one end of the links
@@ -73,7 +101,9 @@ v2_list = __all__[:23]
 
 #: Loaded when they are first asked for: most programs use one of the two managers, and no layer-wise task.
 _LATE = {
+    "CacheManager": "llm_datadist.cache_manager",
     "CacheTask": "llm_datadist._transfer.layerwise",
+    "Grant": "llm_datadist.types.grant",
     "KvCache": "llm_datadist.kv_cache",
     "KvCacheManager": "llm_datadist.kv_cache_manager",
     "Tensor": "llm_datadist.kv_cache",
@@ -81,16 +111,18 @@ _LATE = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Import a name of ``_LATE`` when it is first asked for."""
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # checkers would take any name for one of the module
 
-    value: object = getattr(import_module(_LATE[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        """Import a name of ``_LATE`` when it is first asked for."""
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value: object = getattr(import_module(_LATE[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_LATE})

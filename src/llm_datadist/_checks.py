@@ -139,6 +139,20 @@ def _read_only(name: str, value: object) -> NoReturn:
     raise AttributeError(f"{name} is read-only, so it cannot become {value!r}")
 
 
+def assign_known(instance: object, name: str, value: object) -> None:
+    """Assign an attribute; a public name that the class does not have is an AttributeError with the nearest one.
+
+    Becomes ``__setattr__`` behind the back of type checkers, which would take that for leave to assign any name.
+    """
+    if name[0] != "_" and not hasattr(type(instance), name):
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, [each for each in dir(instance) if each[0] != "_"], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"{type(instance).__name__} has no attribute {name!r}{hint}")
+    object.__setattr__(instance, name, value)
+
+
 class Attribute(Generic[T]):
     """A documented attribute ``x`` of a public class, kept in ``_x``; ``check`` returns what an assignment keeps."""
 
@@ -149,6 +163,7 @@ class Attribute(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
         self._field = f"_{name}"
+        type.__setattr__(owner, "__setattr__", assign_known)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.arguments import Bindings
     from llm_datadist._transfer.calls import Pending
     from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist.types.descriptors import BlockNumbers
     from llm_datadist.types.grant import Grant
 
     Config = TransferConfig | TransferWithCacheKeyConfig
@@ -396,8 +397,8 @@ class CacheManager(EngineUser):
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
         dst_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] = (),
-        dst_blocks: list[int] | tuple[int, ...] = (),
+        src_blocks: BlockNumbers = (),
+        dst_blocks: BlockNumbers = (),
         *,
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
@@ -530,8 +531,8 @@ class CacheManager(EngineUser):
         self,
         dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
         src_cache: Cache,
-        src_blocks: list[int] | tuple[int, ...] = (),
-        dst_blocks: list[int] | tuple[int, ...] = (),
+        src_blocks: BlockNumbers = (),
+        dst_blocks: BlockNumbers = (),
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
@@ -573,8 +574,8 @@ class CacheManager(EngineUser):
         src_cache: Cache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: list[Config] | tuple[Config, ...],
-        src_block_indices: list[int] | tuple[int, ...] | None = None,
-        dst_block_indices: list[int] | tuple[int, ...] | None = None,
+        src_block_indices: BlockNumbers | None = None,
+        dst_block_indices: BlockNumbers | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
         """Send a cache to peers layer by layer, from a thread of its own, as the model finishes the layers.

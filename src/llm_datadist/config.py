@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from llm_datadist._checks import (
+    assign_known,
     check_dict,
     check_int,
     check_int32,
@@ -75,6 +76,7 @@ PEER_POLICY: Final = "llm.PeerPolicy"
 SAME_HOST_USERS: Final = "llm.SameHostUsers"
 NIXL_FALLBACK: Final = "llm.NixlFallback"
 NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
+STRICT_TYPES: Final = "llm.StrictTypes"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
 """``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
@@ -346,6 +348,7 @@ class Options:
         peer_policy: What each peer may do at this end; None: all that the other options allow.
         nixl_fallback: Links over nixl that this end dials have data lanes too, and use them once NIXL has failed.
         nixl_plaintext: Sealed links may use nixl, which sends KV bytes as they are.
+        strict_types: Refuse pulls and pushes of this end between unlike caches; otherwise the log warns.
     """
 
     role: LLMRole
@@ -378,6 +381,7 @@ class Options:
     peer_policy: PeerPolicy | None = None
     nixl_fallback: bool = False
     nixl_plaintext: bool = False
+    strict_types: bool = False
 
     def check_reach(self, name: str, host: str) -> None:
         """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
@@ -440,6 +444,7 @@ class Options:
             peer_policy=_peer_policy(reader, believed=credentials is not None, insecure=insecure),
             nixl_fallback=reader.flag(NIXL_FALLBACK, default=False),
             nixl_plaintext=reader.flag(NIXL_PLAINTEXT, default=False),
+            strict_types=reader.flag(STRICT_TYPES, default=False),
             max_links=reader.integer(MAX_LINKS, 1, _UINT32_MAX) or _default_max_links(),
         )
         reader.warn_unknown()
@@ -625,6 +630,7 @@ class _Setting(Generic[V]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        type.__setattr__(owner, "__setattr__", assign_known)
 
     @overload
     def __get__(self, instance: None, owner: type) -> _Setting[V]: ...
@@ -721,7 +727,8 @@ class LLMConfig:
     """Settings of one LLMDataDist, made into the option dict that ``init`` takes.
 
     Every property is checked when it is assigned: a wrong type is a TypeError (NoneArgument for None where a value is
-    needed), a value outside its range a ParamError. Where None is accepted it means "not assigned".
+    needed), a value outside its range a ParamError. Where None is accepted it means "not assigned". A name that
+    is no property is an AttributeError, which says the nearest one.
 
     Source: interface §2.
     """

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types import Cache, LayerSynchronizer, TransferConfig
+    from llm_datadist.types.descriptors import BlockNumbers
 
 __all__ = ["KvCacheManager"]
 
@@ -363,8 +364,8 @@ class KvCacheManager(EngineUser):
         src_cache: KvCache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: list[TransferConfig] | tuple[TransferConfig, ...],
-        src_block_indices: list[int] | tuple[int, ...] | None = None,
-        dst_block_indices: list[int] | tuple[int, ...] | None = None,
+        src_block_indices: BlockNumbers | None = None,
+        dst_block_indices: BlockNumbers | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
         """Send a cache to addresses of peers layer by layer, from a thread of its own. Only on a PROMPT.

@@ -63,6 +63,7 @@ BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
     ("llm.SameHostUsers", ["", "1,,2", "-1", "no such user", str(2**32 - 1)], "neither a user id nor a user"),
     ("llm.NixlFallback", ["yes", "2"], ""),
     ("llm.NixlPlaintext", ["yes", "2"], ""),
+    ("llm.StrictTypes", ["yes", "2"], ""),
     ("llm.MaxLinkAge", ["0", "0.9", "soon", "inf"], ""),
     ("llm.MaxLinkAge", ["60"], "are not authenticated"),
     *((pool, ["", "{", "[]"], "") for pool in POOLS),

@@ -43,10 +43,13 @@ class Spec:
     placement: Placement = Placement.DEVICE
     memory: str = "pool"
     accessible: bool | None = None
+    data_type: DataType = DataType.DT_UINT8
+    dims: tuple[int, ...] = ()  # of a block or row; left out: one
 
     @property
     def desc(self) -> CacheDesc:
-        return CacheDesc(self.tensors, [self.rows, self.stride], DataType.DT_UINT8, self.placement)
+        dims = self.dims or (self.stride // self.data_type.itemsize,)
+        return CacheDesc(self.tensors, [self.rows, *dims], self.data_type, self.placement)
 
 
 @dataclass(frozen=True)

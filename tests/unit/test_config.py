@@ -210,7 +210,7 @@ def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_froze
         "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
         "checksum=False, tracing=False, statistics_page=True, max_links=256, write_by_address=True, credentials=None, "
         "max_link_age=None, insecure=False, same_host_users=frozenset(), peer_policy=None, nixl_fallback=False, "
-        "nixl_plaintext=False)"
+        "nixl_plaintext=False, strict_types=False)"
     )
     assert given == DEVICE
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -234,6 +234,7 @@ PARSED: list[tuple[str, str, dict[str, object]]] = [
     ("llm.CopyThreads", "copy_threads", {"1": 1}),
     ("llm.PeerTimeout", "peer_timeout", {"0.5": 0.5, "30": 30.0}),
     ("llm.Checksum", "checksum", {"0": False, "1": True}),
+    ("llm.StrictTypes", "strict_types", {"0": False, "1": True}),
     ("llm.Tracing", "tracing", {"0": False, "1": True}),
     ("llm.MaxLinks", "max_links", {"1": 1, "4294967295": 2**32 - 1}),
     ("llm.WriteByAddress", "write_by_address", {"0": False, "1": True}),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_datadist import Tensor, TensorDesc
+from llm_datadist import LLMConfig, Tensor, TensorDesc
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -267,6 +267,36 @@ def test_r01_key_config_refuses_a_row_of_a_blocks_cache_and_ranges_of_unequal_le
     refuse_each(row.check_lengths, {}, {}, bad(RULE, "range(0, 4)", "range(0, 2)"))
     row.dst_layer_range = range(4, 8)
     row.check_lengths()
+
+
+def test_a_name_that_a_class_does_not_have_is_refused_with_the_nearest_one_and_one_that_it_has_is_not() -> None:
+    desc = CacheDesc(1, [1], DataType.DT_INT8)
+    given: list[tuple[object, str, str]] = [
+        (LLMConfig(), "enable_cachemanager", "'enable_cache_manager'"),
+        (LLMConfig(), "gen_option", "'gen_options'"),
+        (LLMClusterInfo(), "remote_cluster", "'remote_cluster_id'"),
+        (desc, "dtype", "'data_type'"),
+        (TensorDesc(DataType.DT_INT8, [1]), "shapes", "'shape'"),
+        (TransferConfig(1, []), "dst_layers_range", "'dst_layer_range'"),
+        (TransferWithCacheKeyConfig(ROW, range(1), range(1)), "cachekey", "'cache_key'"),
+        (Cache(1, desc, [1]), "tensor_addr", "'tensor_addrs'"),
+    ]
+    for instance, name, near in given:
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; did you mean {near}"):
+            setattr(instance, name, True)
+        assert not hasattr(instance, name)
+    with pytest.raises(AttributeError, match=r"LLMConfig has no attribute 'xyzzy'$"):
+        setattr(LLMConfig(), "xyzzy", 1)  # noqa: B010 (checkers would refuse it, too)
+
+    class Ours(LLMConfig):
+        team: str = ""
+
+    ours = Ours()
+    ours.team, ours.device_id = "a", 1
+    assert (ours.team, ours.generate_options()["ge.exec.deviceId"]) == ("a", "1")
+    config = TransferConfig(1, [])
+    config.dst_layer_range = range(2)
+    assert config.dst_layer_range == range(2)
 
 
 def test_layer_synchronizer_must_be_implemented() -> None:

@@ -7,6 +7,7 @@ A plan that cannot be made is an error that names the caller's argument; nothing
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_TENSORS: Final = 1 << 20
 _MAX_TENSOR_BYTES: Final = 2**63 - 1
+_NAMES: Final = {each.value: each.name for each in DataType}
 _CACHED_GEOMETRY_BYTES: Final = 256  # no real shape encodes to more
 _MAX_DST_BYTES: Final = 1 << 62  # bound of a destination known by address only, so that offsets cannot wrap
 
@@ -99,6 +101,14 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
         """Raise ParamError, naming the argument ``name``, unless the cache can be used as one of ``kind``."""
         if not self.kind.serves(kind):
             raise ParamError(f"{name}: a {kind.word} cache is needed here, this is a {self.kind.word} one")
+
+
+def unlike(local: Geometry, remote: Geometry) -> str:
+    """Return how the element types of two caches differ, or their dimensions where the bytes are equal; else ""."""
+    if local.data_type == remote.data_type and (local.stride != remote.stride or local.shape[1:] == remote.shape[1:]):
+        return ""
+    here, there = (f"{_NAMES.get(at.data_type, at.data_type)} {reprlib.repr(at.shape[1:])}" for at in (local, remote))
+    return f"rows or blocks are {here} here, {there} at the peer"
 
 
 _decoder: Final = msgspec.msgpack.Decoder(Geometry)

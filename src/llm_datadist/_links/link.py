@@ -153,6 +153,7 @@ class PeerCacheView:
     kept: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
     mapped: dict[Any, Any] = field(default_factory=dict)  # where its tensors are, by the names that it gave them
     assumed: dict[Any, Any] = field(default_factory=dict)  # pinned answers that the next ones are taken to be like
+    unlike: dict[Any, Any] = field(default_factory=dict)  # pairs of caches of which the log has said how they differ
     located: set[int] = field(default_factory=set)  # caches of this end that the peer knows by address, and may write
 
 

@@ -127,7 +127,9 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            self.initiator = Initiator(self.links, self._copy_pool, checksum=options.checksum)
+            self.initiator = Initiator(
+                self.links, self._copy_pool, checksum=options.checksum, strict=options.strict_types
+            )
             self.locator = Locator(self.links)
             self.claims = GrantClaims(self.links)
             undo.callback(self.tasks.stop)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from llm_datadist._cache.geometry import CacheKind, CachePair
+from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
+from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
@@ -20,6 +21,7 @@ from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, ke
 from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist._transport.tcp import is_one_job
 from llm_datadist.errors import (
+    CacheMismatch,
     CacheNotFound,
     DeadlineExceeded,
     LinkError,
@@ -48,7 +50,7 @@ MakePlan = Callable[[CachePair], Plan]
 _ATTEMPTS: Final = 4
 #: Time for the answer to a ping that was sent when a transfer had timed out, before.
 _ANSWER_MS: Final = 200
-#: Answers kept per link.
+#: Answers kept per link, and pairs of caches that the log has named.
 _MAX_KEPT: Final = 65536
 
 
@@ -111,10 +113,11 @@ class TransferOp(msgspec.Struct, eq=False):
 class Initiator:
     """Carries out pulls and pushes. Threads: any; all state is in the operation and in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None, *, checksum: bool) -> None:
+    def __init__(self, links: LinkManager, pool: CopyPool | None, *, checksum: bool, strict: bool) -> None:
         self._links = links
         self._pool = pool
         self._checksum = checksum
+        self._strict = strict
 
     def run(self, op: TransferOp) -> int:
         """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
@@ -197,13 +200,18 @@ class Initiator:
             if not _current(link, op, remote):
                 return None
             pair = remote.pair
-            if pair is None or pair.cache_id != op.local.cache_id:
+            if first := pair is None or pair.cache_id != op.local.cache_id:
                 comparable = link.connection.capabilities.same_addresses or not remote.tensors.private
                 same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
-                pair = remote.pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
+                pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
             if steps.watch is not None:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
+            if first:
+                # What is assumed is like an answer that was compared.
+                if not remote.assumed and (difference := unlike(op.local.geometry, remote.geometry)):
+                    self._find_unlike(link, op, remote, difference)
+                remote.pair = pair
             if remote.assumed:
                 if not is_one_job(plan):
                     return None
@@ -220,6 +228,15 @@ class Initiator:
         elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_job(plan):
             keep(link.caches.assumed, op.local.geometry, remote, _MAX_KEPT)
         return plan
+
+    def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
+        """Warn, once for each pair of caches, that bytes would mean something else; raise with ``llm.StrictTypes``."""
+        text = f"{op.what}: {op.name} and cache {op.local.cache_id} here: {difference}"
+        if self._strict:
+            raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
+        known, mark = link.caches.unlike, object()
+        if len(known) < _MAX_KEPT and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
+            logger.warning("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
         """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 # Imported for itself: without it the demo's terminal output and typer's help are not what the extra promises.
 import rich  # noqa: F401
 import typer
 
+import llm_datadist
 from llm_datadist.cli.bench import bench
 from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
@@ -34,13 +34,9 @@ def run() -> int:
 
 
 def _print_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    try:
-        print(f"llm-datadist {version('open-datadist')}")
-    except PackageNotFoundError:
-        print("llm-datadist, run from its sources (not installed, so without a version)")
-    raise typer.Exit
+    if wanted:
+        print(f"llm-datadist {llm_datadist.__version__}")
+        raise typer.Exit
 
 
 @app.callback()

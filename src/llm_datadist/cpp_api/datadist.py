@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.datadist import Pending, Report
+    from llm_datadist.types.descriptors import BlockNumbers
 
 #: Errors that become a status; those of the operating system too.
 _FAILURES: Final = (LLMException, OSError, MemoryError)
@@ -342,8 +343,8 @@ class LlmDataDist:
         self,
         src_cache_index: CacheIndex,
         dst_cache: Cache,
-        src_blocks: list[int],
-        dst_blocks: list[int],
+        src_blocks: BlockNumbers,
+        dst_blocks: BlockNumbers,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
         """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26).
@@ -394,8 +395,8 @@ class LlmDataDist:
         self,
         src_cache: Cache,
         dst_cache_index: CacheIndex,
-        src_blocks: list[int],
-        dst_blocks: list[int],
+        src_blocks: BlockNumbers,
+        dst_blocks: BlockNumbers,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
         """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in the order given
@@ -457,7 +458,7 @@ class LlmDataDist:
         return call.status
 
     def CopyKvBlocks(
-        self, src_cache: Cache, dst_cache: Cache, src_blocks: list[int], dst_blocks_list: list[list[int]]
+        self, src_cache: Cache, dst_cache: Cache, src_blocks: BlockNumbers, dst_blocks_list: list[list[int]]
     ) -> LLMStatusCode:
         """Copy blocks to several places: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every k, in every tensor.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._checks import (
     Attribute,
@@ -22,7 +22,12 @@ from llm_datadist.types.enums import Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
     from llm_datadist.types.grant import Grant, Granter
+
+    #: What calls take for a list of blocks; an array is 1-D (extension).
+    BlockNumbers = list[int] | tuple[int, ...] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 _MAX_DIMS: Final = 31
 _MAX_BYTES: Final = 2**63 - 1
@@ -194,7 +199,7 @@ class Cache:
         """True for a paged cache: ``shape[0]`` counts blocks."""
         return self._is_blocks
 
-    def grant(self, blocks: list[int] | tuple[int, ...], ttl: float, *, token: bytes | None = None) -> Grant:
+    def grant(self, blocks: BlockNumbers, ttl: float, *, token: bytes | None = None) -> Grant:
         """Let peers pull these blocks for ``ttl`` seconds, while they keep their present content.
 
         An extension. For caches whose blocks are given to one request after the other: end the grant before the blocks

@@ -77,6 +77,8 @@ class TransferConfig:
     )
     src_layer_range = Attribute("Layers to send; None means all.", _some_layers_or_all)
     src_batch_index = Attribute("Row to send, uint32.", check_uint32)
+    # The destination's layers are the source's; the attribute exists so that both configs read alike.
+    dst_layer_range: range | None = None
 
     def __init__(
         self,
@@ -89,8 +91,6 @@ class TransferConfig:
         self.dst_addrs = dst_addrs
         self.src_layer_range = src_layer_range
         self.src_batch_index = src_batch_index
-        # The destination's layers are the source's; the attribute exists so that both configs read alike.
-        self.dst_layer_range: range | None = None
 
     def __repr__(self) -> str:
         return (

@@ -132,10 +132,9 @@ class Ours(Side):
         self._cache = cache
         if self.workload.op is Op.LATENCY:
             self._pairs = [([a], [b]) for a, b in zip(src.tolist(), dst.tolist(), strict=True)]
-        # The interface documents lists; arrays of block numbers are an extension that type checkers do not see.
         if self.workload.op is Op.PUSH:
-            return lambda: manager.push_blocks(KEY, cache, src, dst)  # type: ignore[arg-type]
-        return lambda: manager.pull_blocks(KEY, cache, src, dst)  # type: ignore[arg-type]
+            return lambda: manager.push_blocks(KEY, cache, src, dst)
+        return lambda: manager.pull_blocks(KEY, cache, src, dst)
 
     def _transport_used(self, end: LLMDataDist) -> str:
         choice = end.explain(CLUSTER[Role.SOURCE])

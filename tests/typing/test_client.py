@@ -1,0 +1,62 @@
+"""What type checkers say of a user's program: nothing of client.py as it stands, and each typo in it by its name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support.source import ROOT
+
+CLIENT: Final = Path(__file__).with_name("client.py")
+#: In place of what stands in client.py, and the word that a checker has to name.
+TYPOS: Final = {
+    "    LLMDataDist,\n": ("    LLMDataDst as LLMDataDist,\n", "LLMDataDst"),
+    "config.enable_cache_manager = v2": ("config.enable_cachemanager = v2", "enable_cachemanager"),
+    "decoder.pull_blocks(BLOCKS, target, np.arange(4),": (
+        "decoder.pull_blocs(BLOCKS, target, np.arange(4),",
+        "pull_blocs",
+    ),
+}
+CHECKERS: Final = {
+    "mypy": ("--strict", "--cache-dir", str(ROOT / ".mypy_cache" / "client")),
+    "pyright": ("--pythonpath", sys.executable),
+}
+#: A program and what is said of it; mypy names a line, pyright a line and a column.
+_ERROR: Final = re.compile(r"(\w+)\.py:\d+(?::\d+ -|:) error: (.*)")
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_client_of_the_whole_surface_passes_and_each_typo_in_it_is_named(checker: str, tmp_path: Path) -> None:
+    if find_spec(checker) is None:
+        pytest.skip(f"{checker} is not installed; make lint installs it")
+    text = CLIENT.read_text()
+    programs = {"client": text}
+    for number, (right, (wrong, _)) in enumerate(TYPOS.items()):
+        assert text.count(right) == 1
+        programs[f"typo{number}"] = text.replace(right, wrong)
+    for name, program in programs.items():
+        (tmp_path / f"{name}.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", checker, *CHECKERS[checker], *(f"{name}.py" for name in programs)],
+        cwd=tmp_path,
+        env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},  # else it asks npm for a newer one
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = _ERROR.findall(done.stdout)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [each for each in said if each[0] == "client"] == []
+    for number, (_, word) in enumerate(TYPOS.values()):
+        assert any(name == f"typo{number}" and word in message for name, message in said), (word, done.stdout)
+
+
+def test_the_client_runs() -> None:
+    subprocess.run([sys.executable, "-W", "error", str(CLIENT)], check=True, stdout=subprocess.DEVNULL)
