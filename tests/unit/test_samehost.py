@@ -254,8 +254,9 @@ def test_a_dialer_that_leaves_before_the_answer(stage: Stage) -> None:
     stage.expect()
     with unchanged():
         gate = threading.Event()
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
         with stage.raw() as sock:
+            stage.pending(1)
+            stage.loop.call_soon_threadsafe(gate.wait, 10)
             send(sock, stage.hello(), stage.fds)
         gate.set()
         result = stage.results.get(timeout=10)
