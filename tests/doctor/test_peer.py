@@ -117,6 +117,15 @@ def test_unknown_host() -> None:
     _is(found["peer_reachable"], State.PROBLEM, "nowhere.invalid", "getent hosts nowhere.invalid")
 
 
+def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from llm_datadist.cli.doctor import _show
+
+    _show([Finding("peer_link", State.OK, "linked to pid 7 of a\x1b[2J\nok      peer_authentication: proved", "")])
+    assert (
+        capsys.readouterr().out == "ok      peer_link: linked to pid 7 of a?[2J?ok      peer_authentication: proved\n"
+    )
+
+
 def test_other_secret(tmp_path: Path) -> None:
     for name in ("here", "there"):
         new_secret(tmp_path / name, name)

@@ -32,7 +32,7 @@ from llm_datadist._transport.nixl import (
     _ask_decoder,
 )
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist.errors import DeadlineExceeded, LLMStatusCode, ProtocolError
+from llm_datadist.errors import DeadlineExceeded, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
 from tests.faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from tests.support.moves import wait_until
@@ -416,3 +416,13 @@ def test_the_owner_is_told_of_every_push_that_is_given_up() -> None:
 def test_what_did_not_move_is_no_success_whatever_the_peer_says() -> None:
     with pytest.raises(ProtocolError, match="answered with Moved"):
         push(FailingAgent, Peer(Moved("")), Deadline(60_000))
+
+
+def test_what_a_peer_says_of_nixl_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    class Willing(StillAgent):
+        def move(self, *_: object) -> None:
+            """Move nothing."""
+
+    with pytest.raises(PeerLost, match="at the peer: it failed forged"):
+        push(Willing, Peer(Refused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
+    assert "it failed forged" in caplog.text

@@ -44,12 +44,32 @@ def test_every_changed_character_is_refused(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [None, 7, b"2", [], {"version": 1}, "", "....", "\ud800", "2." * 9, "\n", "2.0.x", "x" * ((1 << 24) + 1)],
+    [
+        None,
+        7,
+        b"2",
+        [],
+        {"version": 1},
+        "",
+        "....",
+        "\ud800",
+        "2." * 9,
+        "\n",
+        "2.0.x",
+        f"2.{'0' * 16}.\ud800AAA.{'0' * 64}",
+    ],
     ids=str,
 )
 def test_what_is_no_reference_is_refused(file: Path, odd: Any) -> None:
     with pytest.raises(ParamError, match=r"^reference: "):
         ReferenceKeys(file).read(odd)
+
+
+def test_a_text_longer_than_any_reference_is_not_looked_at(file: Path) -> None:
+    keys = ReferenceKeys(file)
+    head, _, signature = keys.sign(PAYLOAD)[0].rpartition(".")
+    with pytest.raises(ParamError, match=r"^reference: str: not a text of at most 2097152 characters$"):
+        keys.read(f"{head}{'A' * (1 << 21)}.{signature}")
 
 
 @pytest.mark.parametrize("text", [b"A", b"AA=", b"AAAAA"])

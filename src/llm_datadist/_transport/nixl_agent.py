@@ -61,6 +61,9 @@ _making: Final = threading.Lock()
 class NixlFailed(Exception):
     """A transfer, or the making of an agent, failed inside NIXL; bytes may have moved, and may still."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text.split()))  # some of it may be a peer's own words
+
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a receiver is. ``metadata`` is empty if the peer has said that it knows this ``version`` of it.

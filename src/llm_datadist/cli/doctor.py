@@ -94,6 +94,7 @@ def _show(findings: list[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for each in findings:
         console.print(f"{each.state:8}", style=_STYLES[each.state], end="")
-        console.print(f"{each.name}: {each.value}", markup=False)
+        value = "".join(c if c.isprintable() else "?" for c in each.value)  # it may be a peer's own words
+        console.print(f"{each.name}: {value}", markup=False)
         if each.state is not State.OK:
             console.print(f"        means: {each.meaning}\n        mend:  {each.mend}", markup=False)

@@ -35,8 +35,10 @@ __all__ = ["SECRET_FILE", "ReferenceKeys", "runtime_secret_file", "secret_file"]
 SECRET_FILE: Final = "reference_secret_file"
 
 _VERSION: Final = "2"
-_FORM: Final = re.compile(r"(([0-9]{1,4})\.([0-9a-f]{16})\.([A-Za-z0-9_-]*={0,2}))\.([0-9a-f]{64})")
-_MAX_LENGTH: Final = 1 << 24
+#: Anybody may send any text: it is looked through once (``*+``), and the payload not before its signature is right.
+_FORM: Final = re.compile(r"(([0-9]{1,4})\.([0-9a-f]{16})\.([^.]*+))\.([0-9a-f]{64})")
+#: More than an offer whose grant fits a message (``MAX_GRANT``).
+_MAX_LENGTH: Final = 1 << 21
 
 
 class ReferenceKeys:
@@ -68,7 +70,7 @@ class ReferenceKeys:
         """
         if not isinstance(reference, str) or len(reference) > _MAX_LENGTH:
             raise ParamError(f"reference: {type(reference).__name__}: not a text of at most {_MAX_LENGTH} characters")
-        parts = _FORM.fullmatch(reference)
+        parts = _FORM.fullmatch(reference) if reference.isascii() else None
         if parts is None or len(parts[4]) % 4:
             raise ParamError("reference: not of the form version.key.payload.signature")
         head, version, name, payload, signature = parts.groups()
