@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,7 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
     [
         ({"llm.AuthSecretFile": "{folder}/missing"}, "cannot be read: No such file"),
         ({"llm.AuthSecretFile": "{folder}"}, "no regular file|Is a directory"),
+        ({"llm.AuthSecretFile": "{folder}/pipe"}, "no regular file"),  # and nobody writes into it
         ({"llm.AuthSecretFile": "{folder}/open"}, "mode 0644: group and others must have no access"),
         ({"llm.AuthSecretFile": "{folder}/empty"}, "holds no secret"),
         ({"llm.AuthSecretFile": "{folder}/short"}, "has 31 bytes, 32 at least"),
@@ -146,6 +148,7 @@ def test_bad_files_are_named_before_anything_happens(
     end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str
 ) -> None:
     secret_file(tmp_path / "good", a=SECRET)
+    os.mkfifo(tmp_path / "pipe", 0o600)
     secret_file(tmp_path / "open", a=SECRET)
     (tmp_path / "open").chmod(0o644)
     secret_file(tmp_path / "empty")

@@ -85,7 +85,8 @@ def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
         ParamError: It cannot be read, others than its owner may read it, or a line is no ``id base64``.
     """
     try:
-        with path.open("rb") as file:
+        # Without waiting: the path may be that of a pipe.
+        with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             _check_private(f"{option}: {path}", about)
             text = file.read(_MAX_FILE_BYTES).decode("ascii")
