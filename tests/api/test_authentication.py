@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist.errors import AuthFailed, ParamError
+from llm_datadist._links.credentials import Credentials
+from llm_datadist.config import CredentialFiles
+from llm_datadist.errors import AuthFailed, OutOfMemory, ParamError
 from tests.doctor.hosts import needs
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
@@ -186,3 +189,15 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     said = "[]\n" if proc else "llm.AuthSecretFile: a certificate needs memfd_create and /proc: "
     assert done.stdout.startswith(said), done.stderr
+
+
+def test_a_derived_key_for_which_no_descriptor_is_left_is_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    secret_file(tmp_path / "secrets", a=SECRET)
+    monkeypatch.setattr(os, "memfd_create", exhausted)
+    with pytest.raises(OutOfMemory, match=r"llm\.AuthSecretFile: .*Too many open files"):
+        Credentials(CredentialFiles(secrets=tmp_path / "secrets"))

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._links.seal import Seal
 from llm_datadist._log import logger
-from llm_datadist._memory.segment import new_memfd
+from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
-from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, ParamError
+from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, OutOfMemory, ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -268,7 +268,10 @@ class _Derived:
                 file.write(self._chain)
                 context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         except OSError as error:
-            raise LLMException(f"{AUTH_SECRET}: a certificate needs memfd_create and /proc: {error}") from None
+            text = f"{AUTH_SECRET}: a certificate needs memfd_create and /proc: {error}"
+            if error.errno in EXHAUSTED:
+                raise OutOfMemory(text) from None
+            raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from None
 
 
 def _seed(secret: bytes) -> bytes:
