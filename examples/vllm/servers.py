@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
@@ -267,7 +268,8 @@ def _environment(cores: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+    """Return a port of loopback that nobody listens on now, and that the kernel gives to no connection meanwhile."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

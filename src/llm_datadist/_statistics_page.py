@@ -109,13 +109,14 @@ def instances() -> list[Instance]:
     found = []
     for fd in _pages():
         try:
-            about = os.fstat(fd)
-            # The kernel lets root open the pages of all: what another user says is not to be believed.
-            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_ino not in seen:
-                seen.add(about.st_ino)
-                # Left out: made this moment, or of another version of this library.
-                with suppress(PageError, OSError), open(f"/proc/self/fd/{fd}", "rb", buffering=0) as page:
-                    found.append(read_page(page.fileno()))
+            # Left out: made this moment, of another version of this library, or in a file system that tells nothing.
+            with suppress(PageError, OSError):
+                about = os.fstat(fd)
+                # The kernel lets root open the pages of all: what another user says is not to be believed.
+                if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_ino not in seen:
+                    seen.add(about.st_ino)
+                    with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as page:
+                        found.append(read_page(page.fileno()))
         finally:
             os.close(fd)
     return sorted(found, key=lambda each: (each["pid"], each["cluster_id"]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,9 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist.errors import AuthFailed, ParamError
+from llm_datadist._links.credentials import Credentials
+from llm_datadist.config import CredentialFiles
+from llm_datadist.errors import AuthFailed, OutOfMemory, ParamError
 from tests.doctor.hosts import needs
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
@@ -130,6 +134,7 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
     [
         ({"llm.AuthSecretFile": "{folder}/missing"}, "cannot be read: No such file"),
         ({"llm.AuthSecretFile": "{folder}"}, "no regular file|Is a directory"),
+        ({"llm.AuthSecretFile": "{folder}/pipe"}, "no regular file"),  # and nobody writes into it
         ({"llm.AuthSecretFile": "{folder}/open"}, "mode 0644: group and others must have no access"),
         ({"llm.AuthSecretFile": "{folder}/empty"}, "holds no secret"),
         ({"llm.AuthSecretFile": "{folder}/short"}, "has 31 bytes, 32 at least"),
@@ -146,6 +151,7 @@ def test_bad_files_are_named_before_anything_happens(
     end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str
 ) -> None:
     secret_file(tmp_path / "good", a=SECRET)
+    os.mkfifo(tmp_path / "pipe", 0o600)
     secret_file(tmp_path / "open", a=SECRET)
     (tmp_path / "open").chmod(0o644)
     secret_file(tmp_path / "empty")
@@ -183,3 +189,15 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     said = "[]\n" if proc else "llm.AuthSecretFile: a certificate needs memfd_create and /proc: "
     assert done.stdout.startswith(said), done.stderr
+
+
+def test_a_derived_key_for_which_no_descriptor_is_left_is_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    secret_file(tmp_path / "secrets", a=SECRET)
+    monkeypatch.setattr(os, "memfd_create", exhausted)
+    with pytest.raises(OutOfMemory, match=r"llm\.AuthSecretFile: .*Too many open files"):
+        Credentials(CredentialFiles(secrets=tmp_path / "secrets"))

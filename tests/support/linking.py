@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -108,10 +109,11 @@ def pull_from(world: World, peer: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens at now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    """Return a port that nothing listens at now, and that the kernel gives to no connection meanwhile."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def reachable(port: int | None, ip: str = "127.0.0.1") -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -399,6 +400,17 @@ def test_a_fifo_that_is_named_like_a_page_is_not_opened() -> None:
             assert process.pid not in _once()
         finally:
             process.kill()
+
+
+def test_a_page_of_which_nothing_is_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in a FUSE file system of another user, named like a page: even root may not ask about it."""
+
+    def refuse(_: int) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with open(os.memfd_create("llm-datadist-statistics"), "rb"), monkeypatch.context() as fuse:
+        fuse.setattr("os.fstat", refuse)
+        assert instances() == []
 
 
 def test_the_page_follows_by_itself(shm_pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -282,6 +283,24 @@ def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(
     wait_until(lambda: idle not in {each.remote_cluster_id for each in decode.worker._datadist.statistics().links})
     assert decode.worker._datadist.explain(prefills[0].worker._cluster_id).state == "ready"
     assert comes(prefills[1], decode, "again")
+
+
+def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_MAX_ENGINES", 2)
+    decode, prefills, gate = make("decode"), [make("prefill") for _ in range(3)], threading.Event()
+    for number in (0, 1):
+        assert comes(prefills[number], decode, f"request{number}")
+    first = prefills[0].worker._cluster_id
+    threads = decode.worker._engines._engines[first].threads
+    for _ in range(engines._THREADS):
+        threads.submit(gate.wait, 60)
+    assert comes(prefills[2], decode, "takes the place of the first")
+    assert comes(prefills[0], decode, "again")
+    gate.set()
+    threads.shutdown()
+    assert decode.worker._datadist.explain(first).state == "ready"
 
 
 def test_an_engine_that_leaves_its_host_without_a_secret_does_not_start() -> None:

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._links.seal import Seal
 from llm_datadist._log import logger
-from llm_datadist._memory.segment import new_memfd
+from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
-from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, ParamError
+from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, OutOfMemory, ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,8 @@ def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
         ParamError: It cannot be read, others than its owner may read it, or a line is no ``id base64``.
     """
     try:
-        with path.open("rb") as file:
+        # Without waiting: the path may be that of a pipe.
+        with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             _check_private(f"{option}: {path}", about)
             text = file.read(_MAX_FILE_BYTES).decode("ascii")
@@ -267,7 +268,10 @@ class _Derived:
                 file.write(self._chain)
                 context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         except OSError as error:
-            raise LLMException(f"{AUTH_SECRET}: a certificate needs memfd_create and /proc: {error}") from None
+            text = f"{AUTH_SECRET}: a certificate needs memfd_create and /proc: {error}"
+            if error.errno in EXHAUSTED:
+                raise OutOfMemory(text) from None
+            raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from None
 
 
 def _seed(secret: bytes) -> bytes:

@@ -31,7 +31,7 @@ F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does
 _TMPFS_MAGIC: Final = 0x01021994  # linux/magic.h
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # errno values of a lack of memory, address space or descriptors.
-_EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
 
 class Segment:
@@ -147,7 +147,7 @@ class SharedSegment(Segment):
             _check_attachable(fd, nbytes)
             mapping = Mapping(fd, nbytes, writable=writable, sparse=sparse)
         except OSError as error:
-            if error.errno in _EXHAUSTED:
+            if error.errno in EXHAUSTED:
                 raise _creation_error(f"fd {fd} of a peer", nbytes, error) from error
             raise ProtocolError(f"segment of a peer (fd {fd}, {nbytes} bytes, writable={writable}): {error}") from error
         finally:
@@ -255,7 +255,7 @@ def _file_system(fd: int) -> int:
 
 def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:
     text = f"segment {name!r} of {nbytes} bytes cannot be created: {error}"
-    if error.errno in _EXHAUSTED:
+    if error.errno in EXHAUSTED:
         return OutOfMemory(text, pool=name, requested=nbytes)
     return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
 

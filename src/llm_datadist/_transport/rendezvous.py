@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import threading
+from collections import deque
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Self
@@ -35,7 +36,8 @@ _MAX_PACKET: Final = 16 << 10
 _SO_PASSRIGHTS: Final = 83
 CLOSER: Final = "llm-datadist-close"
 _MAX_CLOSING: Final = 256  # descriptors
-_closing: Final[dict[threading.Thread, int]] = {}
+_closing: Final[dict[threading.Thread, int]] = {}  # how many descriptors each closes
+_unclosed: Final[deque[tuple[int, ...]]] = deque()  # those that have no thread yet
 _Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
 
 
@@ -79,24 +81,37 @@ def pass_rights(sock: socket.socket, *, allowed: bool) -> None:
 def close_elsewhere(*fds: int) -> None:
     """Close a peer's descriptors, and sockets in which some may wait, on a thread for which nothing waits.
 
-    The last close of one may block for as long as its sender wants: SO_LINGER.
+    The last close of one may block for as long as its sender wants: SO_LINGER. Where no thread is to be had, they stay
+    open until the next call that gets one.
     """
+    _unclosed.append(fds)
+    _start_closers()
 
-    def close() -> None:
-        for fd in fds:
-            os.close(fd)
 
-    thread = threading.Thread(target=close, name=CLOSER, daemon=True)
-    _closing[thread] = len(fds)
-    with suppress(RuntimeError):  # no thread is to be had, or the interpreter ends: they stay open
-        thread.start()
+def _start_closers() -> None:
+    while _unclosed:
+        with suppress(IndexError):  # another thread was faster
+            fds = _unclosed.popleft()
+            thread = threading.Thread(target=_close, args=fds, name=CLOSER, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread is to be had, or the interpreter ends
+                _unclosed.appendleft(fds)
+                return
+            _closing[thread] = len(fds)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def check_closers() -> None:
     """Raise OSError while as many descriptors as there may be wait for their close."""
+    _start_closers()
     for thread in [thread for thread in tuple(_closing) if not thread.is_alive()]:
         _closing.pop(thread, None)
-    if sum(_closing.values()) >= _MAX_CLOSING:
+    if sum(_closing.values()) + sum(map(len, tuple(_unclosed))) >= _MAX_CLOSING:
         raise OSError("descriptors of peers are not closed yet")
 
 

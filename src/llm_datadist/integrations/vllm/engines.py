@@ -102,7 +102,7 @@ class Engines:
         try:
             claimed = Claimed(offer, token, shares_of(offer), self._engine_of(offer.ranks))
             claimed.engine.threads.submit(self._advance, claimed, future)
-        except LLMException as error:
+        except Exception as error:  # noqa: BLE001 (the request fails with it)
             future.set_exception(error)
         return future
 
@@ -131,8 +131,7 @@ class Engines:
         if idle is None:
             raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
         engine = self._engines.pop(idle)
-        for endpoint in engine.ranks:
-            engine.threads.submit(self._unlink, endpoint)
+        engine.threads.submit(self._unlink_retired, engine)
         engine.threads.shutdown(wait=False)
 
     # --- on a thread of the engine ------------------------------------------------------------------------------------
@@ -193,6 +192,14 @@ class Engines:
             raise
         said = "linked to the prefill engine at %s: its pool is read over %s, other memory of it over %s: %s"
         logger.info(said, where, link.transport, link.private_transport, link.reason)
+
+    def _unlink_retired(self, engine: _Engine) -> None:
+        """Unlink all ranks, unless the engine has come back before."""
+        for endpoint in engine.ranks:
+            with self._lock:
+                again = engine.ranks[0].cluster_id in self._engines
+            if not again:
+                self._unlink(endpoint)
 
     def _unlink(self, endpoint: Endpoint) -> None:
         with suppress(LLMException):
