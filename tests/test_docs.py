@@ -256,6 +256,16 @@ def test_the_sizes_of_the_page_about_pools_are_those_that_a_pool_gives() -> None
     datadist.finalize()
 
 
+def test_what_the_original_will_deprecate_is_said_to_be_kept_wherever_that_stands() -> None:
+    trees = [ast.parse(path.read_text()) for path in modules().values()]
+    documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    texts = [ast.get_docstring(node) or "" for tree in trees for node in ast.walk(tree) if isinstance(node, documented)]
+    texts += [part for page in PAGES for part in re.split(r"^#+ ", _text(page), flags=re.MULTILINE)]
+    marked = [text for text in texts if re.search(r"\bdeprecated\b", text, re.IGNORECASE)]
+    assert len(marked) >= 7
+    assert [each for each in marked if not re.search(r"to be deprecated;\s+this\s+library\s+keeps", each)] == []
+
+
 def test_every_public_class_is_in_the_reference() -> None:
     pages = "".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
     whole = re.findall(r"automodule:: (\S+)", pages)
