@@ -212,35 +212,6 @@ def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_th
     assert used <= codes <= set(errors.LLMStatusCode.__members__)
 
 
-def _said() -> list[str]:
-    """Return every text of the library's code; what is filled in later is a line feed."""
-
-    def text(node: ast.AST) -> str | None:
-        if isinstance(node, ast.JoinedStr):
-            return "".join(text(part) or "\n" for part in node.values)
-        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-
-    trees = [ast.parse(path.read_text()) for path in modules().values()]
-    return [said for tree in trees for node in ast.walk(tree) if (said := text(node))]
-
-
-def _quotes(fragment: str, said: list[str]) -> bool:
-    pattern = re.compile(re.escape(fragment).replace(r"\.\.\.", ".*"), re.DOTALL)
-    return any(pattern.search(text) for text in said)
-
-
-def test_the_page_of_failures_has_every_exception_and_quotes_what_the_code_says() -> None:
-    page = DOCS / "when-it-fails.md"
-    seen = [span for row in _rows(_text(page), 3) for span in _code_spans(row[0])]
-    classes = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
-    assert classes <= set(seen)
-    said = _said()
-    fragments = [span for span in seen if " " in span]
-    assert len(fragments) > 40
-    assert [fragment for fragment in fragments if not _quotes(fragment, said)] == []
-    assert not _quotes("cluster ... is not bound at all", said)
-
-
 def test_the_sizes_of_the_page_about_pools_are_those_that_a_pool_gives() -> None:
     code: dict[str, Any] = {}
     exec(next(text for text in _fences(DOCS / "howto-pools.md", "python") if "def pool_bytes" in text), code)
