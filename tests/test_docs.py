@@ -149,6 +149,17 @@ def test_readme_example_runs_in_two_processes_and_says_what_the_page_says(tmp_pa
             process.communicate()
 
 
+def test_the_commands_of_the_page_about_security_run_pasted(tmp_path: Path) -> None:
+    blocks = _fences(DOCS / "security.md")
+    assert blocks[0].startswith("mkdir -m 700 datadist\npip install 'open-datadist[auth,cli]'\n")
+    folders = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = os.environ | {"PATH": folders, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    command = ["bash", "-euxc", "".join(blocks)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Tokens equal." in done.stdout
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
