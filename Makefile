@@ -116,7 +116,7 @@ $(BENCH_VENV)/.installed: pyproject.toml $(NATIVE)
 	@touch $@
 
 # The standard suite and its files, or what BENCH says.
-BENCH ?= --json benchmarks/results/latest.json --plot benchmarks/results/latest.svg
+BENCH ?= --json benchmarks/results/latest.json --plot benchmarks/results
 bench: $(BENCH_VENV)/.installed
 	@mkdir -p benchmarks/results
 	@$(BENCH_BIN)/llm-datadist bench $(BENCH)

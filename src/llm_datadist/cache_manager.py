@@ -71,12 +71,12 @@ class CacheManager(EngineUser):
     """
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> Cache:
-        """Allocate a continuous cache from the pool of its placement. To be deprecated by the interface.
+        """Allocate a continuous cache from the pool of its placement.
 
         Key i names batch row i (``shape[0]`` rows). A row without a key gets the placeholder
         ``CacheKey(c, req_id=2**64 - 1)``; trailing ones may be left out (interface R4). The same key twice: the last
         row wins (interface R2). The memory goes back to the pool when the cache is deallocated *and* its keys are
-        consumed or removed.
+        consumed or removed. The original marks it to be deprecated; this library keeps it.
 
         Args:
             cache_desc: ``num_tensors`` tensors of ``shape``; each is a separate allocation, rounded up to pages.
@@ -98,11 +98,12 @@ class CacheManager(EngineUser):
         return calls.allocate(engine, "allocate_cache", cache_desc, CacheKind.CACHE, keys)
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied. To be deprecated.
+        """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied.
 
         Keys that are bound keep the memory, and peers can still pull by key and by id, until they are consumed or
         removed. Unknown, freed and registered caches: no-op, except that the handle is emptied. A handle of another
-        LLMDataDist, or from before ``finalize``: no-op, and a warning.
+        LLMDataDist, or from before ``finalize``: no-op, and a warning. The original marks it to be deprecated; this
+        library keeps it.
 
         Raises:
             ParamError: A blocks cache: use :meth:`deallocate_blocks_cache`.
@@ -115,10 +116,10 @@ class CacheManager(EngineUser):
         calls.deallocate(engine, "deallocate_cache", cache)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, of a registered cache too (interface R25); later pulls by it fail. To be deprecated.
+        """Unbind a key, of a registered cache too (interface R25); later pulls by it fail.
 
         May free a cache that was deallocated and waited for this key. A pull of the key that is running fails.
-        Unknown keys and placeholders: no-op.
+        Unknown keys and placeholders: no-op. The original marks it to be deprecated; this library keeps it.
 
         Source: interface §6.3.
         """
@@ -128,9 +129,10 @@ class CacheManager(EngineUser):
             engine.store.remove_key(cache_key)
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
-        """Allocate a blocks (paged) cache: ``shape[0]`` blocks per tensor. To be deprecated.
+        """Allocate a blocks (paged) cache: ``shape[0]`` blocks per tensor.
 
-        One blocks cache per ``model_id`` and LLMDataDist can carry a key.
+        One blocks cache per ``model_id`` and LLMDataDist can carry a key. The original marks it to be deprecated;
+        this library keeps it.
 
         Raises:
             ParamError, OutOfMemory: As :meth:`allocate_cache`.
@@ -143,11 +145,11 @@ class CacheManager(EngineUser):
         return calls.allocate(engine, "allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Give a blocks cache back with its key, at once (interface R27); ``cache.tensor_addrs`` is emptied. To be
-        deprecated.
+        """Give a blocks cache back with its key, at once (interface R27); ``cache.tensor_addrs`` is emptied.
 
         Pulls of it that are running fail. Unknown, freed and registered caches: no-op, but the handle is emptied. A
-        handle of another LLMDataDist: as :meth:`deallocate_cache`.
+        handle of another LLMDataDist: as :meth:`deallocate_cache`. The original marks it to be deprecated; this
+        library keeps it.
 
         Raises:
             ParamError: Not a blocks cache.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from llm_datadist.bench.workload import Op, Workload
 if TYPE_CHECKING:
     from pathlib import Path
 
+OURS = "open-datadist"
 WORK = Workload(op=Op.PULL, block_bytes=4096, blocks=256)
 CASE = Case(side="ours-shm", call="pull_blocks", transport="shm", workload=WORK, limit="memcpy", peers=("nixl",))
 
@@ -109,17 +111,33 @@ def test_one_limit_and_the_others_are_peers(
     assert (case.limit, case.peers) == (limit, peers)
 
 
-def test_a_picture_is_drawn_the_same_each_time_and_of_nothing_too(tmp_path: Path) -> None:
-    latency = msgspec.structs.replace(rows()[0], op="latency", call="pull_blocks, one")
-    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        pictures = [tmp_path / f"{number}{suffix}" for number in range(3)]
-        for path, drawn in zip(pictures, ([*rows(), latency], [*rows(), latency], []), strict=True):
-            draw(drawn, path)
-        first, second, nothing = (path.read_bytes() for path in pictures)
-        assert first.startswith(begin)
-        assert len(first) > 5000
-        assert nothing.startswith(begin)
-        assert first == second
+def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_for_the_dark(tmp_path: Path) -> None:
+    [row] = rows()
+    change = msgspec.structs.replace
+    tcp = change(row, transport="tcp", limit="tcp-raw (blocking, 2 streams, 512 KiB unsent)", peer="mooncake")
+    way = change(tcp, block_bytes=8192, limit="tcp-raw (spinning, 1 stream, 512 KiB unsent)", peer="nixl-tcp")
+    latency, plan = change(row, op="latency"), change(row, op="plan", call="plan_blocks", transport="local", peer=None)
+    drawn = [row, tcp, way, latency, change(latency, busy="source"), plan]
+    for name, some in (("first", drawn), ("second", drawn), ("nothing", [])):
+        (tmp_path / name).mkdir()
+        draw(some, tmp_path / name)
+    first, second, nothing = (
+        {path.name: path.read_text() for path in (tmp_path / name).iterdir()} for name in ("first", "second", "nothing")
+    )
+    assert sorted(first) == ["busy.svg", "calls.svg", "latency.svg", "pull_blocks-shm.svg", "pull_blocks-tcp.svg"]
+    assert (second, nothing) == (first, {})
+    for name, words in {
+        "pull_blocks-tcp.svg": ["How fast is pull_blocks over tcp?", OURS, "tcp-raw", "mooncake", "nixl-tcp"],
+        "pull_blocks-shm.svg": ["How fast is pull_blocks over shm?", OURS, "memcpy", "nixl"],
+        "latency.svg": ["How long does one block take?", "pull_blocks, shm", "nixl, beside shm"],
+        "busy.svg": ["pull_blocks, shm, source busy"],
+        "calls.svg": ["plan_blocks, 256 blocks"],
+    }.items():
+        said = re.findall(r">([^<>]+)</text>", first[name])
+        assert [said.count(word) for word in words] == [1] * len(words), said
+        colours = set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", first[name].partition("</style>")[2]))
+        assert len(colours) > 3
+        assert [colour for colour in colours if f'"fill: {colour}"]' not in first[name]] == []
 
 
 @pytest.mark.parametrize(

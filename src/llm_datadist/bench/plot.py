@@ -1,10 +1,11 @@
-"""Results as a picture: one panel for each path, GB/s over the block size, or microseconds. Needs matplotlib."""
+"""Results as pictures, one question each: GB/s over the block size, or microseconds. Needs matplotlib."""
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.bench.workload import MOVES
+from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,94 +13,128 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.rows import Row
 
-_COLUMNS: Final = 3
-_PANEL_INCHES: Final = (4.6, 3.4)
 _OURS: Final = "open-datadist"
+#: Inches. A phone shows it 350 pixels wide, and the text is readable there.
+_WIDTH: Final = 4.6
+#: Of text, grid and paper; of our own curve, the limit and peers.
+_INK, _GRID, _PAPER, *_COLOURS = "#1f2328", "#d8dee4", "#ffffff", "#0969da", "#6e7781", "#bc4c00", "#1a7f37"
+_IN_THE_DARK: Final = ("#e6edf3", "#3d444d", "#131416", "#4493f8", "#9198a1", "#f0883e", "#3fb950")
+_STYLE: Final[dict[Any, Any]] = {
+    "svg.hashsalt": "llm-datadist",  # the same rows give the same file
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": _PAPER,
+    "axes.facecolor": _PAPER,
+    "grid.color": _GRID,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+}
 
 Points = dict[str, dict[int, float]]
 """Side -> block size -> GB/s."""
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture, in the format of the suffix of ``path``: png or svg.
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Write a picture for each question that the rows answer, in colours for light and for dark.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        OSError: The file cannot be written.
+        OSError: A file cannot be written.
     """
     import matplotlib as mpl
 
-    mpl.use("Agg")
-    # The same rows give the same file.
-    mpl.rcParams["svg.hashsalt"] = "llm-datadist"
-    import matplotlib.pyplot as plt
-
-    rates, times = _rates(rows), _times(rows)
-    panels = len(rates) + bool(times)
-    columns = max(1, min(_COLUMNS, panels))
-    lines = max(1, -(-panels // columns))
-    size = (_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * lines)
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    spare = list(axes.flat)
-    for title, points in rates.items():
-        _draw_rates(spare.pop(0), title, points)
-    if times:
-        _draw_times(spare.pop(0), times)
-    for axis in spare:
-        axis.set_axis_off()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    plt.close(figure)
+    with mpl.rc_context(_STYLE):
+        for what, points in _rates(rows).items():
+            figure, axis = _figure(f"How fast is {what}?", 3.8)
+            _draw_rates(axis, points)
+            figure.legend(loc="outside lower left", ncols=2 + len(points) % 2, frameon=False)
+            _save(figure, folder / f"{what.replace(' over ', '-')}.svg")
+        for name, (question, bars) in _times(rows).items():
+            figure, axis = _figure(question, 1 + 0.45 * len(bars))
+            _draw_times(axis, bars)
+            _save(figure, folder / f"{name}.svg")
 
 
 def _rates(rows: Sequence[Row]) -> dict[str, Points]:
-    """Return the panels of ops that move many blocks: title -> points."""
-    panels: dict[str, Points] = {}
+    """Return the points of ops that move many blocks, by what was called, over what."""
+    found: dict[str, Points] = {}
     for row in rows:
         if row.op not in MOVES or row.gb_per_s is None:
             continue
         where = "" if row.transport == "local" else f" over {row.transport}"
-        sides = panels.setdefault(f"{row.call}{where}", {})
-        for name, rate in ((_OURS, row.gb_per_s), (row.limit, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
+        sides = found.setdefault(f"{row.call}{where}", {})
+        limit = row.limit and row.limit.partition(" (")[0]  # without its fastest way, another one for each size
+        for name, rate in ((_OURS, row.gb_per_s), (limit, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
             if name is not None and rate is not None:
                 # Where blocks of one size were moved in several numbers the largest set counts, and comes first.
                 sides.setdefault(name, {}).setdefault(row.block_bytes, rate)
-    return panels
+    return found
 
 
-def _times(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the median of each op that is timed step by step: label -> microseconds."""
-    bars: dict[str, float] = {}
+def _times(rows: Sequence[Row]) -> dict[str, tuple[str, dict[str, float]]]:
+    """Return the questions about single steps by name, each with medians: label -> microseconds."""
+    asked: dict[str, tuple[str, dict[str, float]]] = {
+        "latency": ("How long does one block take?", {}),
+        "busy": ("How long, beside a busy Python thread?", {}),
+        "calls": ("How long do other calls take?", {}),
+    }
     for row in rows:
         if row.op in MOVES:
             continue
-        busy = f", {row.busy} busy" if row.busy else ""
-        bars.setdefault(f"{row.call}, {row.transport}, {row.blocks} blocks{busy}", row.seconds_median * 1e6)
+        bars = asked["calls" if row.op != Op.LATENCY else "busy" if row.busy else "latency"][1]
+        where = f"{row.blocks} blocks" if row.op != Op.LATENCY else row.transport
+        bars.setdefault(f"{row.call}, {where}{f', {row.busy} busy' if row.busy else ''}", row.seconds_median * 1e6)
         if row.peer is not None and row.peer_seconds_median is not None:
             bars.setdefault(f"{row.peer}, beside {row.transport}", row.peer_seconds_median * 1e6)
-    return bars
+    return {name: (question, bars) for name, (question, bars) in asked.items() if bars}
 
 
 # matplotlib has no complete types.
-def _draw_rates(axis: Any, title: str, points: Points) -> None:  # noqa: ANN401
-    for name, rates in points.items():
+def _figure(question: str, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure((_WIDTH, height), layout="constrained")
+    axis = figure.subplots()
+    axis.set_title(question)
+    axis.set_axisbelow(True)
+    return figure, axis
+
+
+def _draw_rates(axis: Any, points: Points) -> None:  # noqa: ANN401
+    for number, (name, rates) in enumerate(points.items()):
         sizes = sorted(rates)
-        width = 2.2 if name == _OURS else 1.2
-        axis.plot([size / 1024 for size in sizes], [rates[size] for size in sizes], "o-", label=name, linewidth=width)
+        look = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 2.5 if name == _OURS else 1.5}
+        axis.plot(sizes, [rates[size] for size in sizes], f"{'os^D'[number % 4]}-", label=name, **look)
     axis.set_xscale("log", base=2)
     ticks = sorted({size for rates in points.values() for size in rates})
-    axis.set_xticks([size / 1024 for size in ticks], [f"{size / 1024:g}" for size in ticks])
+    axis.set_xticks(ticks, [f"{size / 1024:g}" for size in ticks])
     axis.set_ylim(bottom=0)
-    axis.set_title(title)
-    axis.set_xlabel("block, KiB")
+    axis.set_xlabel("KiB in a block")
     axis.set_ylabel("GB/s")
-    axis.grid(visible=True, alpha=0.3)
-    axis.legend(fontsize="small")
+    axis.grid(visible=True)
 
 
 def _draw_times(axis: Any, bars: dict[str, float]) -> None:  # noqa: ANN401
-    names = list(bars)[::-1]
-    axis.barh(names, [bars[name] for name in names])
+    places = range(len(bars))[::-1]
+    colours = [_COLOURS[2 if ", beside " in label else 0] for label in bars]
+    drawn = axis.barh(places, list(bars.values()), 0.4, color=colours)
+    axis.bar_label(drawn, [f"{float(f'{each:.3g}'):,g}" for each in bars.values()], padding=3)
+    for place, label in zip(places, bars, strict=True):
+        axis.text(0, place + 0.28, label, transform=axis.get_yaxis_transform(), fontsize="small")
     axis.set_xscale("log")
+    axis.margins(x=0.2)
+    axis.set_yticks([])
     axis.set_xlabel("microseconds, median")
-    axis.tick_params(axis="y", labelsize=6)
-    axis.grid(visible=True, axis="x", alpha=0.3)
+    axis.grid(visible=True, axis="x")
+
+
+def _save(figure: Any, path: Path) -> None:  # noqa: ANN401
+    """Write it, with a style sheet that changes its colours in the dark."""
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    pairs = zip((_INK, _GRID, _PAPER, *_COLOURS), _IN_THE_DARK, strict=True)
+    rules = [f'[style*="{part}: {a}"]{{{part}:{b}!important}}' for a, b in pairs for part in ("fill", "stroke")]
+    style = f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>\n <defs>"
+    path.write_text(text.getvalue().replace("<defs>", style, 1))

@@ -74,7 +74,7 @@ def demo(
 
 app.command(
     epilog=examples(
-        "llm-datadist bench --json results.json --plot results.svg",
+        "llm-datadist bench --json results.json --plot .",
         "llm-datadist bench pull --transport tcp --block-bytes 4096",
         "llm-datadist bench latency --against ''",
     )

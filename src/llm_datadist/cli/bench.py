@@ -22,7 +22,6 @@ from llm_datadist.bench.workload import Memory, Op
 
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
-_PLOTS: Final = (".png", ".svg")
 _MIB: Final = 20
 #: From 1 to this. Checked here, because not every version of typer names value and range.
 _HIGHEST: Final = {
@@ -81,8 +80,9 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there, a list of rows.")
     ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the results there: .png or .svg.")
+    plot_folder: Annotated[
+        Path | None,
+        typer.Option("--plot", exists=True, file_okay=False, writable=True, help="Draw there: a .svg a question."),
     ] = None,
 ) -> None:
     """Measure this library beside what the machine can do and beside other software, every byte verified.
@@ -93,7 +93,8 @@ def bench(
     for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
         _check_range(name, value)
     _check_file("--json", json_file)
-    _check_plot(plot_file)
+    if plot_folder is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'open-datadist[plot]'")
     names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
     request = Request(
         op=Op.PULL if what is What.STANDARD else Op(what),
@@ -103,10 +104,10 @@ def bench(
         set_bytes=set_mib << _MIB,
         **work,
     )
-    raise typer.Exit(_run(request, timeout, json_file, plot_file, suite=what is What.STANDARD))
+    raise typer.Exit(_run(request, timeout, json_file, plot_folder, suite=what is What.STANDARD))
 
 
-def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path | None, *, suite: bool) -> int:
+def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Path | None, *, suite: bool) -> int:
     try:
         asked = standard(request) if suite else cases_of(request)
     except BenchError as error:
@@ -123,8 +124,8 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path
         show_floors(floors(results.rows), sys.stdout)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results.rows), indent=2) + b"\n")
-    if plot_file is not None:
-        draw(results.rows, plot_file)
+    if plot_folder is not None:
+        draw(results.rows, plot_folder)
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return _FAILED if results.failures else 0
@@ -133,16 +134,6 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_file: Path
 def _check_range(name: str, value: int | None) -> None:
     if value is not None and not 1 <= value <= _HIGHEST[name]:
         raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
-
-
-def _check_plot(path: Path | None) -> None:
-    _check_file("--plot", path)
-    if path is None:
-        return
-    if path.suffix not in _PLOTS:
-        raise typer.BadParameter(f"--plot: {path} ends with neither {' nor '.join(_PLOTS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'open-datadist[plot]'")
 
 
 def _check_file(option: str, path: Path | None) -> None:

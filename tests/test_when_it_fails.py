@@ -1,0 +1,636 @@
+"""docs/when-it-fails.md: each symptom is made to happen, and what is printed is compared with the text of the page."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from mmap import PAGESIZE, mmap
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+import numpy as np
+import pytest
+
+from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
+from llm_datadist._cache.registry import Event, Lifecycle
+from llm_datadist._links import handshake, messages
+from llm_datadist.config import INSECURE_VARIABLE
+from llm_datadist.types.grant import Grant
+from tests.api.test_forked import at_owner, offer
+from tests.support.authority import secret_file
+from tests.support.background import Call
+from tests.support.ends import ChildEnd
+from tests.support.family import Family, one_family
+from tests.support.frozen import freeze, frozen
+from tests.support.gates import stopped
+from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
+from tests.support.source import ROOT
+from tests.support.strangers import listener, silent_port
+from tests.support.users import USER, become
+from tests.support.world import World, make_config, residue_of, small_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import TracebackType
+
+    from tests.conftest import Pair
+    from tests.support.ends import LocalEnd
+
+T = TypeVar("T")
+PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
+PLAIN: Final = Spec(blocks=True)
+KINDS: Final = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """The first cell of a row: names, and one or more texts, in which "..." stands for anything."""
+
+    cell: str
+
+    @property
+    def kinds(self) -> list[str]:
+        return [span for span in self._spans if span in KINDS]
+
+    @property
+    def texts(self) -> list[str]:
+        return [span for span in self._spans if " " in span]
+
+    @property
+    def names(self) -> list[str]:
+        return [span for span in self._spans if " " not in span]
+
+    @property
+    def _spans(self) -> list[str]:
+        return re.findall("`([^`]+)`", self.cell)
+
+    def faults(self, printed: list[str]) -> list[str]:
+        """Return what of this was not printed: each name, and a text as a whole line, behind a kind if there is any."""
+        kind = rf"(?:.*[ .])?(?:{'|'.join(self.kinds)}): " if self.kinds else ""
+        texts = "|".join(re.escape(text).replace(r"\.\.\.", ".*") for text in self.texts)
+        wrong = [name for name in self.names if not any(name in line for line in printed)]
+        if texts and not any(re.fullmatch(f"{kind}(?:{texts})", line) for line in printed):
+            wrong += self.texts
+        return wrong
+
+
+SYMPTOMS: Final = [
+    Symptom(line.split("|")[1].strip())
+    for line in (ROOT / "docs" / "when-it-fails.md").read_text().splitlines()
+    if line.startswith("|") and not line.startswith(("|---", "| you see |"))
+]
+
+
+class Stage:
+    """Where a symptom is made: ends that are gone afterwards, and what was printed. A context manager."""
+
+    def __init__(
+        self, request: pytest.FixtureRequest, folder: Path, log: pytest.LogCaptureFixture, patch: pytest.MonkeyPatch
+    ) -> None:
+        self._request, self.folder, self.log, self.patch = request, folder, log, patch
+        self.printed: list[str] = []
+        self.leaving = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.log.set_level(logging.INFO)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leaving.close()
+        self.printed += self.log.messages
+
+    def fails(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call it; what it raises is printed, as Python prints what a program does not catch."""
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (compared with the page)
+            function(*args, **kwargs)
+        self.printed += [line.rstrip("\n") for line in traceback.format_exception_only(caught.value)]
+
+    @property
+    def end(self) -> LocalEnd:
+        """An end in this process."""
+        end: LocalEnd = self._request.getfixturevalue("end")
+        return end
+
+    def pair(
+        self,
+        transport: str = "inproc",
+        *,
+        source: Spec = PAGED,
+        target: Spec = PLAIN,
+        **settings: Any,
+    ) -> Pair:
+        """Two linked ends; each has a cache "kv"."""
+        name = {"inproc": "local_pair", "shm": "shm_pair", "tcp": "tcp_pair"}[transport]
+        pair: Pair = self._request.getfixturevalue(name)
+        pair.start(**settings)
+        pair.prompt.do(make, "kv", source, 1)
+        pair.decoder.do(make, "kv", target, 2)
+        return pair
+
+    def listens(self, **extra: str) -> int | None:
+        """Start one more end in this process, cluster 1; return its port."""
+        self.end.do(residue_of)  # it sees what is left here afterwards
+        world = World("prompt")
+        self.leaving.callback(world.stop)
+        return world.start("PROMPT", 1, make_config(listen_ip_info="127.0.0.1:0", extra=extra, **small_pool()))
+
+    def family(self, transport: str = "shm") -> Family:
+        """Processes that may be killed and frozen."""
+        return self.enter(one_family(transport))
+
+    def enter(self, context: AbstractContextManager[T]) -> T:
+        """Enter it until the scene is over."""
+        self.end.do(residue_of)  # it sees what is left here afterwards
+        return self.leaving.enter_context(context)
+
+    def links(self, port: int | None, cluster_id: int = 1, /, ip: str = "127.0.0.1", **extra: str) -> None:
+        """Link an end of this process to that port; the log says what came of it."""
+        end = self.end
+        end.start("DECODER", 2, extra=extra, **small_pool())
+        end.do(link, [info(cluster_id, port, ip=ip)], 500)
+
+
+SCENES: Final[dict[str, Callable[[Stage], None]]] = {}
+
+
+def scene(part: str) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
+    """The function makes the symptom whose cell has this part."""
+
+    def keep(function: Callable[[Stage], None]) -> Callable[[Stage], None]:
+        SCENES[part] = function
+        return function
+
+    return keep
+
+
+# --- at the start -----------------------------------------------------------------------------------------------------
+
+
+def init(stage: Stage, /, **settings: Any) -> None:
+    stage.fails(stage.end.start, "PROMPT", 1, **settings)
+
+
+@scene("not initialized")
+def _(stage: Stage) -> None:
+    stage.fails(getattr, LLMDataDist(LLMRole.PROMPT, 1), "cache_manager")
+
+
+@scene("no JSON")
+def _(stage: Stage) -> None:
+    init(stage, mem_pool_cfg='{"memory_size": 1048576')
+
+
+@scene("beyond this host")
+def _(stage: Stage) -> None:
+    stage.patch.delenv(INSECURE_VARIABLE)
+    init(stage, listen_ip_info="10.0.0.1:26000")
+
+
+@scene("must have no access")
+def _(stage: Stage) -> None:
+    secrets = secret_file(stage.folder / "secrets", a=b"s" * 32)
+    (stage.folder / "secrets").chmod(0o640)
+    init(stage, extra=secrets)
+
+
+@scene("cannot listen there")
+def _(stage: Stage) -> None:
+    init(stage, listen_ip_info=f"127.0.0.1:{stage.listens()}")
+
+
+@scene("memory_size is")
+def _(stage: Stage) -> None:
+    init(stage, mem_pool_cfg=f'{{"memory_size": {1 << 46}}}')
+
+
+@scene("package cryptography")
+def _(stage: Stage) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "cryptography"]:
+        stage.patch.delitem(sys.modules, name)
+    stage.patch.setitem(sys.modules, "cryptography", None)
+    init(stage, extra=secret_file(stage.folder / "secrets", a=b"s" * 32))
+
+
+@scene("unknown to this version")
+def _(stage: Stage) -> None:
+    stage.end.start("PROMPT", 1, extra={"llm.Tranport": "shm"})
+
+
+# --- linking ----------------------------------------------------------------------------------------------------------
+
+
+@scene("Connection refused")
+def _(stage: Stage) -> None:
+    stage.links(free_port())
+
+
+@scene("cannot resolve")
+def _(stage: Stage) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    stage.patch.setattr(socket, "getaddrinfo", unknown)
+    stage.links(26000, ip="prefill.test")
+
+
+@scene("looking up")
+def _(stage: Stage) -> None:
+    over = threading.Event()
+    stage.leaving.callback(over.set)
+    stage.patch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
+    stage.links(26000, ip="prefill.test")
+
+
+@scene("link to ...: no answer")
+def _(stage: Stage) -> None:
+    stage.links(stage.enter(silent_port()))
+
+
+@scene("the listener at")
+def _(stage: Stage) -> None:
+    stage.links(stage.listens(), 3)
+
+
+@scene("RemoteCacheAccessible differs")
+def _(stage: Stage) -> None:
+    stage.links(stage.listens(**{"llm.EnableRemoteCacheAccessible": "1"}))
+
+
+@scene("cannot reach the peer")
+def _(stage: Stage) -> None:
+    stage.links(stage.family("auto").born("PROMPT", 1).port, **{"llm.Transport": "inproc"})
+
+
+@scene("there are")
+def _(stage: Stage) -> None:
+    family, port = stage.family(), stage.listens(**{"llm.MaxLinks": "1"})
+    other = family.born("DECODER", 3)
+    other.do(link, [info(1, port)])
+    stage.links(port)
+
+
+def speak_another_version(world: World) -> None:
+    version = messages.PROTOCOL_VERSION + 1
+    preamble = messages._MAGIC + struct.pack(">HH", version, 0)
+    vars(handshake).update(PROTOCOL_VERSION=version, CONTROL_PREAMBLE=preamble)
+
+
+@scene("in the handshake")
+def _(stage: Stage) -> None:
+    prompt = stage.family().born("PROMPT", 1)
+    prompt.do(speak_another_version)
+    stage.links(prompt.port)
+
+
+@scene("does not speak this protocol")
+def _(stage: Stage) -> None:
+    def serve(sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    stage.links(stage.enter(listener(serve)))
+
+
+@scene("came to nothing")
+def _(stage: Stage) -> None:
+    with socket.create_connection(("127.0.0.1", stage.listens() or 0)) as scanner:
+        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):
+            scanner.recv(1)
+
+
+def secrets(stage: Stage, name: str) -> dict[str, str]:
+    return secret_file(stage.folder / name, a=name.encode() * 32)
+
+
+@scene("self-signed")
+def _(stage: Stage) -> None:
+    stage.links(stage.listens(**secrets(stage, "theirs")), **secrets(stage, "ours"))
+
+
+@scene("this listener asks")
+def _(stage: Stage) -> None:
+    stage.links(stage.listens(**secrets(stage, "theirs")))
+
+
+@scene("does not believe this end")
+def _(stage: Stage) -> None:
+    stage.links(stage.listens(), **secrets(stage, "ours"))
+
+
+@scene("already linked to")
+def _(stage: Stage) -> None:
+    pair = stage.pair()
+    overall, _ = pair.decoder.do(link, [info(1, pair.prompt.port)])
+    stage.printed.append(f"{type(overall.error).__name__}: {overall.error}")
+
+
+@scene("must have another cluster id")
+def _(stage: Stage) -> None:
+    port = stage.listens()
+    stage.family().born("DECODER", 2).do(link, [info(1, port)])
+    stage.links(port)
+
+
+@scene("where you expected")
+def _(stage: Stage) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    port, other = stage.listens(), stage.family("auto").child("of another user")
+    other.do(become, USER)
+    other.start("DECODER", 2)
+    other.do(link, [info(1, port)])
+    said = other.do(explain, 1)
+    stage.printed.append(f"explain() {said.transport}: {said.reason}")
+
+
+# --- pulling and pushing ----------------------------------------------------------------------------------------------
+
+PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+ROWS: Final = Spec(keys=(CacheKey(1, 10),))
+BY_KEY: Final = ("pull_cache", CacheKey(1, 10), Use("kv"))
+TOKEN: Final = b"a grant's token."
+
+
+@scene("is not linked; ")
+def _(stage: Stage) -> None:
+    pair = stage.pair()
+    pair.decoder.do(unlink, [info(1, pair.prompt.port)])
+    stage.fails(pair.decoder.do, call, *PULL)
+
+
+@scene("is not bound")
+def _(stage: Stage) -> None:
+    pair = stage.pair(source=ROWS, target=Spec())
+    pair.decoder.do(call, *BY_KEY)
+    stage.fails(pair.decoder.do, call, *BY_KEY)
+
+
+def revoked(world: World) -> bytes:
+    grant = world.caches["kv"].grant([1, 6], 30.0)
+    grant.revoke()
+    return grant.to_bytes()
+
+
+@scene("has ended: ...")
+def _(stage: Stage) -> None:
+    pair = stage.pair()
+    grant = Grant.from_bytes(pair.prompt.do(revoked))
+    stage.fails(pair.decoder.do, partial(call, grant=grant), *PULL)
+
+
+@scene("no such grant")
+def _(stage: Stage) -> None:
+    stage.fails(stage.pair().decoder.do, partial(call, wait=False), "claim_grant", 1, TOKEN)
+
+
+@scene("block sizes differ")
+def _(stage: Stage) -> None:
+    stage.fails(stage.pair(target=Spec(blocks=True, stride=96)).decoder.do, call, *PULL)
+
+
+@scene("num_tensors differ")
+def _(stage: Stage) -> None:
+    stage.fails(stage.pair(target=Spec(tensors=2, blocks=True)).decoder.do, call, *PULL)
+
+
+@scene("push_blocks needs")
+def _(stage: Stage) -> None:
+    stage.fails(stage.pair().decoder.do, call, "push_blocks", BLOCKS, Use("kv"), [0], [1])
+
+
+@scene("but got None")
+def _(stage: Stage) -> None:
+    stage.fails(stage.pair().decoder.do, call, "pull_blocks", None, Use("kv"), [0], [1])
+
+
+@scene("link again to recover")
+def _(stage: Stage) -> None:
+    family, decoder = stage.family(), stage.end
+    prompt = family.born("PROMPT", 1)
+    prompt.do(make, "kv", ROWS, 1)
+    decoder.start("DECODER", 2, sync_kv_timeout=60_000)
+    decoder.do(link, [info(1, prompt.port)])
+    decoder.do(make, "kv", Spec(), 2)
+    freeze(prompt)
+    pull = Call(decoder.do, call, *BY_KEY)
+    wait_until(lambda: len(links_of(decoder.world).get(1).requests.waiters) == 1)
+    family.kill(prompt)
+    stage.fails(pull.result)
+
+
+@scene("raise sync_kv_timeout")
+def _(stage: Stage) -> None:
+    pair = stage.pair("shm", source=ROWS, target=Spec(), sync_kv_timeout=200)
+    with frozen(pair.prompt):
+        stage.fails(pair.decoder.do, call, *BY_KEY)
+
+
+@scene("during the copy")
+def _(stage: Stage) -> None:
+    pair = stage.pair()
+    with stopped(pair.decoder, "before copy", stage.folder, *PULL) as pull:
+        pair.prompt.do(forget, "kv")
+        stage.fails(pull.finish)
+
+
+@scene("was given up")
+def _(stage: Stage) -> None:
+    pair = stage.pair()
+    with stopped(pair.decoder, "before copy", stage.folder, *PULL) as pull:
+        pair.decoder.do(unlink, [info(1, pair.prompt.port)], 100, True)
+        stage.fails(pull.finish)
+
+
+@scene("checksum mismatch")
+def _(stage: Stage) -> None:
+    pair = stage.pair(extra={"llm.Checksum": "1"})
+    with stopped(pair.decoder, "after copy", stage.folder, *PULL) as pull:
+        pair.prompt.do(refill, "kv", 9)
+        stage.fails(pull.finish)
+
+
+@scene("outside its pools")
+def _(stage: Stage) -> None:
+    private = Spec(blocks=True, blocks_key=BLOCKS, memory="private")
+    stage.fails(stage.pair("shm", source=private).decoder.do, call, *PULL)
+
+
+@scene("rows or blocks are")
+def _(stage: Stage) -> None:
+    halves = Spec(blocks=True, data_type=DataType.DT_FLOAT16)
+    pair = stage.pair(target=halves)
+    pair.decoder.do(call, *PULL)
+    pair.decoder.stop()
+    pair.decoder.start("DECODER", 2, extra={"llm.StrictTypes": "1"})
+    pair.link()
+    pair.decoder.do(make, "kv", halves, 2)
+    stage.fails(pair.decoder.do, call, *PULL)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@scene("cannot hold")
+def _(stage: Stage) -> None:
+    stage.end.start("PROMPT", 1)
+    stage.fails(stage.end.do, make, "kv", Spec(stride=1 << 30), 1)
+
+
+def quarantined(world: World) -> int:
+    return world.dd.statistics().quarantined_bytes
+
+
+@scene("quarantined_bytes")
+def _(stage: Stage) -> None:
+    owner, pusher = stage.end, stage.family("shm").child("decoder")
+    for end, role, number in ((owner, "PROMPT", 1), (pusher, "DECODER", 2)):
+        extra = {"llm.Transport": "shm", "llm.PeerTimeout": "600"}
+        end.start(role, number, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True, extra=extra)
+        end.do(make, "kv", Spec(blocks=True, blocks_key=BlocksCacheKey(number, 0)), number)
+    pusher.do(link, [info(1, owner.port)])
+    with stopped(pusher, "before write", stage.folder, "push_blocks", BLOCKS, Use("kv"), [0], [1]) as push:
+        with frozen(pusher):
+            owner.do(forget, "kv")
+            stage.printed.append(f"quarantined_bytes={owner.do(quarantined)}")
+            assert owner.do(quarantined) > 0
+        with pytest.raises(errors.TransferFailed):
+            push.finish()
+    wait_until(lambda: owner.do(quarantined) == 0)
+
+
+@scene("is bound to cache")
+def _(stage: Stage) -> None:
+    stage.end.start("PROMPT", 1)
+    stage.end.do(make, "kv", ROWS, 1)
+    stage.fails(stage.end.do, make, "again", ROWS, 1)
+
+
+@scene("a handle of")
+def _(stage: Stage) -> None:
+    pair = stage.pair()
+    cache = pair.prompt.do(lambda world: world.caches["kv"])
+    stage.fails(pair.decoder.do, call, "pull_blocks", BLOCKS, cache, [0], [1])
+
+
+@scene("is a fork")
+def _(stage: Stage) -> None:
+    pair = stage.pair("shm")
+    pair.prompt.do(offer)
+    kind, text = pair.prompt.do(at_owner, "revoke")
+    stage.printed.append(f"{kind}: {text}")
+
+
+@scene("is still in use")
+def _(stage: Stage) -> None:
+    pair = stage.pair(target=Spec(blocks=True, memory="private"), sync_kv_timeout=200)
+    with stopped(pair.decoder, "before copy", stage.folder, *PULL):
+        stage.fails(pair.decoder.do, forget, "kv")
+
+
+def truncate_under_a_cache(world: World, path: str) -> None:
+    with open(path, "w+b") as file:
+        file.truncate(8 * PAGESIZE)
+        world.memory["file"] = mapped = mmap(file.fileno(), 0)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        desc = Spec(1, 8, PAGESIZE, blocks=True).desc
+        world.caches["file"] = world.cm.register_blocks_cache(desc, [address])
+        file.truncate(0)
+
+
+@scene("SIGBUS")
+def _(stage: Stage) -> None:
+    end = ChildEnd("prompt")
+    stage.leaving.callback(end.kill)
+    end.start("PROMPT", 1)
+    end.do(truncate_under_a_cache, str(stage.folder / "mapped"))
+    end.begin(call, "copy_blocks", Use("file"), {0: [1]})
+    wait_until(lambda: end.code is not None)
+    stage.printed.append(signal.Signals(-(end.code or 0)).name)
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+@scene("belongs to a finalized")
+def _(stage: Stage) -> None:
+    stage.end.start("PROMPT", 1)
+    manager = stage.end.world.cm
+    stage.end.do(finalize)
+    stage.fails(manager.remove_cache_key, CacheKey(1, 10))
+
+
+@scene("is illegal when")
+def _(stage: Stage) -> None:
+    life = Lifecycle("cache 1")
+    life.settle(Event.DROP_OWNER, owner=False, keys=0, pins=0)
+    stage.fails(life.require, Event.PIN)
+
+
+@scene("ended: the peer")
+def _(stage: Stage) -> None:
+    family, port = stage.family(), stage.listens()
+    decoder = family.born("DECODER", 2)
+    decoder.do(link, [info(1, port)])
+    family.kill(decoder)
+    wait_until(lambda: "ended: " in stage.log.text)
+
+
+@scene("silent for")
+def _(stage: Stage) -> None:
+    family = stage.family("auto")
+    prompt = family.born("PROMPT", 1)
+    stage.links(prompt.port, **{"llm.PeerTimeout": "30"})
+    with frozen(prompt):
+        wait_until(lambda: "silent for" in stage.log.text, 30)
+
+
+@scene("llm-datadist needs")
+def _(stage: Stage) -> None:
+    code = "import sys; sys.modules['typer'] = None; from llm_datadist.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    stage.printed += done.stderr.splitlines()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda each: each.cell[:60])
+def test_a_symptom_of_the_page_happens_and_is_printed_as_the_page_says(
+    symptom: Symptom,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (make_it,) = (function for part, function in SCENES.items() if part in symptom.cell)
+    with Stage(request, tmp_path, caplog, monkeypatch) as stage:
+        make_it(stage)
+    assert symptom.faults(stage.printed) == [], "\n".join(stage.printed)
+
+
+def test_the_page_has_every_exception_and_a_row_for_each_scene_and_what_is_not_printed_is_found() -> None:
+    seen = {word for symptom in SYMPTOMS for word in re.findall(r"\w+", symptom.cell)}
+    assert KINDS - seen == {"TransferAborted"}, "of which a transfer makes NotLinked or PeerLost"
+    assert [part for part in SCENES if sum(part in symptom.cell for symptom in SYMPTOMS) != 1] == []
+    symptom = Symptom("`KeyInUse`: `... is bound to ...`")
+    for line, faults in (
+        ("llm_datadist.errors.KeyInUse: key 1 is bound to cache 1", 0),
+        ("link 1: KeyInUse: key 1 is bound to cache 1", 0),
+        ("CacheError: key 1 is bound to cache 1", 2),
+        ("KeyInUse: key 1 is bound", 1),
+    ):
+        assert len(symptom.faults([line])) == faults
