@@ -28,4 +28,4 @@ def test_the_page_lists_exactly_the_options_of_the_command() -> None:
 
     command = typer.main.get_command(app).commands["doctor"]
     known = {name for each in command.params for name in each.opts}
-    assert set(re.findall(r"^\| `(--\w+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}
+    assert set(re.findall(r"^\| `(--[\w-]+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}
