@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
 
 import pytest
 
 from llm_datadist.doctor import kernel, limits, peer, versions
 from tests.support.source import ROOT
+from tests.support.tables import WIDTHS, printed
 
 _PAGE = (ROOT / "docs" / "doctor.md").read_text()
 
@@ -20,6 +23,15 @@ def test_the_table_lists_exactly_the_checks_of_the_code() -> None:
     shown = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
     assert shown[: len(own)] == own
     assert sorted(shown[len(own) :]) == sorted(far) != []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_at_every_width_the_command_prints_what_its_json_says(width: int | None) -> None:
+    command = [sys.executable, "-m", "llm_datadist.cli", "doctor"]
+    found = json.loads(printed([*command, "--json"], None))["findings"]
+    shown = printed(command, width).splitlines()
+    lines = [f"{each['state']:8}{each['name']}: {each['value']}" for each in found]
+    assert [line for line in shown if not line.startswith("        ")] == lines
 
 
 def test_the_page_lists_exactly_the_options_of_the_command() -> None:
