@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import sys
 import threading
 from pathlib import Path
@@ -23,9 +24,9 @@ _SECONDS = 4.0
 _NBYTES = 64 << 10
 
 
-async def _draw() -> None:
-    app = Top(lambda _: instances())
-    async with app.run_test(size=(150, 24)) as pilot:
+async def _draw(pids: set[int]) -> None:
+    app = Top(lambda _: [each for each in instances() if each["pid"] in pids])
+    async with app.run_test(size=(100, 20)) as pilot:
         await asyncio.sleep(_SECONDS)  # rates need two pages
         await pilot.press("e")
         await pilot.pause()
@@ -47,7 +48,7 @@ def main() -> int:
         puller = threading.Thread(target=pull)
         puller.start()
         try:
-            asyncio.run(_draw())
+            asyncio.run(_draw({target.pid, os.getpid()}))
         finally:
             stop.set()
             puller.join()

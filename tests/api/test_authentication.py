@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,14 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist._links.credentials import Credentials
+from llm_datadist._links.credentials import Credentials, Secret
+from llm_datadist.cli import keys as cli_keys
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, OutOfMemory, ParamError
 from tests.doctor.hosts import needs
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
-from tests.support.moves import picture
+from tests.support.moves import picture, wait_until
 from tests.support.strangers import Stranger
 
 if TYPE_CHECKING:
@@ -75,8 +77,41 @@ def refused_with(pair: Pair, there: dict[str, str], here: dict[str, str]) -> Non
     assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
 
 
-def test_another_secret_is_not_believed(shm_pair: Pair, tmp_path: Path) -> None:
-    refused_with(shm_pair, secret_file(tmp_path / "a", a=SECRET), secret_file(tmp_path / "b", a=OTHER))
+@pytest.mark.parametrize("refuses", ["dialler", "listener"])
+@pytest.mark.parametrize("way", ["secret", "certificate"])
+def test_credentials_that_differ_are_named_at_both_ends(
+    local_pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str, refuses: str
+) -> None:
+    if way == "secret":
+        there, here = secret_file(tmp_path / "a", a=SECRET), secret_file(tmp_path / "b", b=OTHER)
+        if refuses == "listener":  # the one that dials believes both
+            here = secret_file(tmp_path / "b", b=OTHER, a=SECRET)
+        words = [f"shows {name}, digest {Secret(name, value).digest}" for name, value in (("a", SECRET), ("b", OTHER))]
+    else:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            cli_keys._new_authority(folder, ["*"])
+        there, here = (_pem(folder) for folder in folders)
+        if refuses == "listener":
+            (folders[1] / "ca.pem").write_text("".join((folder / "ca.pem").read_text() for folder in folders))
+        words = ["the CAs of the two ends differ"] * 2
+    start(local_pair, there, here)
+    caplog.clear()
+    with pytest.raises(AuthFailed) as caught:
+        local_pair.decoder.do(dial, 1, local_pair.prompt.port)
+    said = f"link to 127.0.0.1:{local_pair.prompt.port}: not authenticated: the "
+    assert str(caught.value).startswith(said), caught.value
+    wait_until(lambda: len(caplog.messages) == 1)
+    assert "is not admitted: AuthFailed: the " in caplog.messages[0]
+    for text, word, files in zip((caplog.messages[0], str(caught.value)), words, (there, here), strict=True):
+        assert word in text
+        assert all(f"{option}={path}" in text for option, path in files.items() if option != "llm.TlsKey"), text
+        assert not re.search("c3Nz|b29v", text), "of the secrets only digests"
+
+
+def _pem(folder: Path) -> dict[str, str]:
+    files = {"llm.TlsCert": "any.pem", "llm.TlsKey": "any.key", "llm.TlsCa": "ca.pem"}
+    return {option: str(folder / name) for option, name in files.items()}
 
 
 def test_an_end_believes_every_secret_of_its_file_and_shows_the_first(shm_pair: Pair, tmp_path: Path) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from llm_datadist._memory.host import available_memory
-from llm_datadist.bench.cases import Case, Request, cases_of
+from llm_datadist.bench.cases import Case, Request, cases_of, size_text
 from llm_datadist.bench.plot import draw
+from llm_datadist.bench.report import show_floors, show_rows
 from llm_datadist.bench.rows import Measured, Row, make_rows
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.suite import floors, standard
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.workload import MOVES, Op, Workload
+from tests.support.tables import WIDTHS, tables, uncoloured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 OURS = "open-datadist"
@@ -73,6 +77,72 @@ def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> 
     once = {floor.what: floor for floor in floors(beside)}["pull_cache by key over shm, source busy, p50"]
     assert once.measured == pytest.approx(2e6)
     assert once.wanted == pytest.approx(1.2 * (1e6 + 5000))
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+#: What the column of a table shows of a row; rows without it leave the cell empty.
+MOVES_SHOW: dict[str, Callable[[Row], Any]] = {
+    "first GB/s": lambda row: row.bytes / row.first_seconds / 1e9,
+    "GB/s": lambda row: row.gb_per_s,
+    "limit GB/s": lambda row: row.limit_gb_per_s,
+    "x limit": lambda row: row.ratio_to_limit,
+    "peer GB/s": lambda row: row.peer_gb_per_s,
+    "x peer": lambda row: row.ratio_to_peer,
+    "CPU s/GiB": lambda row: row.cpu_seconds_per_gib,
+}
+OTHERS_SHOW: dict[str, Callable[[Row], Any]] = {
+    "first us": lambda row: row.first_seconds * 1e6,
+    "p50 us": lambda row: row.seconds_median * 1e6,
+    "p90 us": lambda row: row.seconds_p90 * 1e6,
+    "p99 us": lambda row: row.seconds_p99 * 1e6,
+    "a tensor us": lambda row: row.seconds_median / row.tensors * 1e6 if row.op == "alloc" else None,
+    "peer p50 us": lambda row: row.peer_seconds_median and row.peer_seconds_median * 1e6,
+    "x peer": lambda row: row.ratio_to_peer,
+}
+
+
+def shows(cells: dict[str, str], row: Row) -> None:
+    """Check that the cells of a table are what the row says, none more or less."""
+    figures = MOVES_SHOW if row.op in MOVES else OTHERS_SHOW
+    expected = {name: value for name, of in figures.items() if (value := of(row)) is not None}
+    assert {name: float(cells[name]) for name in cells if name in figures} == pytest.approx(expected, rel=0.05)
+    assert cells["blocks"] == f"{row.blocks} x {size_text(row.block_bytes)} x {row.tensors}"
+    assert (cells["call"], cells["over"]) == (row.call, row.transport)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tables_of_every_width_have_the_figures_of_the_rows(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rows, with and without peers; no figure is 0.00."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    alone = make_rows(CASE, "shm", measured(9e-3, 2e-4, 4e-2), None, {})
+    beside = make_rows(CASE, "tcp", measured(0.2, 0.1), measured(0.2, 0.03), {"nixl-prepared": measured(1, 2)})
+    for op in Op:
+        for some in (alone, alone + beside):
+            made = [msgspec.structs.replace(row, op=op, tensors=4) for row in some]
+            stream = io.StringIO() if width is None else Screen()
+            show_rows(made, stream)
+            [shown] = tables(uncoloured(stream.getvalue()), width).values()
+            for cells, row in zip(shown, made, strict=True):
+                shows(cells, row)
+    stream = io.StringIO() if width is None else Screen()
+    asked = floors(rows())
+    show_floors(asked, stream)
+    shown = tables(uncoloured(stream.getvalue()), width)["floors"]
+    for cells, floor in zip(shown, asked, strict=True):
+        for value, cell in (
+            (floor.measured, cells["measured"]),
+            (floor.wanted, cells["floor"]),
+            (floor.limit, cells.get("the limit itself")),
+        ):
+            if value is not None:
+                assert cell is not None
+                assert float(re.search(r"[\d.]+", cell)[0]) == pytest.approx(value, rel=0.05)  # type: ignore[index]
 
 
 def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_is_asked_for() -> None:

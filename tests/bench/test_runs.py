@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from llm_datadist.bench.rows import Row
 from llm_datadist.cli.app import app
+from tests.bench.test_results import shows
 from tests.support.family import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
+from tests.support.tables import tables
 
 
 def check(row: dict[str, Any]) -> None:
@@ -95,8 +97,10 @@ def test_a_run_gives_complete_rows(tmp_path: Path, arguments: str, wanted: list[
     result = CliRunner().invoke(app, ["bench", *words, *peers, "--passes", "2", "--json", str(path)])
     assert result.exit_code == 0, result.output
     rows: list[dict[str, Any]] = json.loads(path.read_text())
-    for row in rows:
+    [shown] = tables(result.stdout, None).values()
+    for row, cells in zip(rows, shown, strict=True):
         check(row)
+        shows(cells, msgspec.convert(row, Row))
     assert {row["op"] for row in rows} == {words[0]}
     assert [{key: row[key] for key in each} for row, each in zip(rows, wanted, strict=True)] == wanted
 

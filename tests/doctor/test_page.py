@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
 
 import pytest
 
 from llm_datadist.doctor import kernel, limits, peer, versions
 from tests.support.source import ROOT
+from tests.support.tables import WIDTHS, printed
 
 _PAGE = (ROOT / "docs" / "doctor.md").read_text()
 
@@ -22,10 +25,19 @@ def test_the_table_lists_exactly_the_checks_of_the_code() -> None:
     assert sorted(shown[len(own) :]) == sorted(far) != []
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_at_every_width_the_command_prints_what_its_json_says(width: int | None) -> None:
+    command = [sys.executable, "-m", "llm_datadist.cli", "doctor"]
+    found = json.loads(printed([*command, "--json"], None))["findings"]
+    shown = printed(command, width).splitlines()
+    lines = [f"{each['state']:8}{each['name']}: {each['value']}" for each in found]
+    assert [line for line in shown if not line.startswith("        ")] == lines
+
+
 def test_the_page_lists_exactly_the_options_of_the_command() -> None:
     typer = pytest.importorskip("typer", reason="the command needs the extra [cli]")
     from llm_datadist.cli.app import app
 
     command = typer.main.get_command(app).commands["doctor"]
     known = {name for each in command.params for name in each.opts}
-    assert set(re.findall(r"^\| `(--\w+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}
+    assert set(re.findall(r"^\| `(--[\w-]+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}

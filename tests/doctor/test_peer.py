@@ -215,14 +215,34 @@ def test_cma_forbidden_by_seccomp() -> None:
 
 def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
     end = LocalEnd("plain")
-    for cluster, name, value in ((CLUSTER, "peer_pull", ""), (CLUSTER + 1, "peer_link", "cluster")):
+    for cluster, name, value, mend in (
+        (CLUSTER, "peer_pull", "", "doctor --serve"),
+        (7, "peer_link", "cluster", "--cluster-id 7; or start llm-datadist doctor --serve"),
+    ):
         end.start("PROMPT", cluster, listen_ip_info="127.0.0.1:0")
         assert end.port is not None
         code, found = _doctor(end.port)
         end.stop()
         assert code == 2
         _is(found["peer_clock"], State.UNKNOWN, f"port {end.port + 1}", "doctor --serve")
-        _is(found[name], State.PROBLEM, value, "doctor --serve")
+        _is(found[name], State.PROBLEM, value, mend)
+
+
+def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
+    alone = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--json"]
+    host = subprocess.run(alone, capture_output=True, env=_ENVIRONMENT, timeout=60, check=False).returncode
+    secrets = str(new_secret(tmp_path / "secrets", "one"))
+    end = LocalEnd("service")
+    end.start("PROMPT", 7, listen_ip_info="127.0.0.1:0", extra={"llm.AuthSecretFile": secrets})
+    assert end.port is not None
+    code, found = _doctor(end.port, "--cluster-id", "7", "--secrets", secrets)
+    peers = {name: each["state"] for name, each in found.items() if name.startswith("peer_")}
+    names = ("reachable", "link", "authentication", "transport", "private_transport")
+    assert (code, peers) == (host, {f"peer_{name}": "ok" for name in names}), found
+    code, found = _doctor(end.port, "--cluster-id", "8", "--secrets", secrets)
+    end.stop()
+    assert code == 2
+    _is(found["peer_link"], State.PROBLEM, "is cluster 7", "--cluster-id 7")
 
 
 @pytest.mark.parametrize(

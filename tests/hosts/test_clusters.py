@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from tests.support.linking import begin_there, bytes_move_both_ways, explain, in
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.hosts.cluster import Cluster
     from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
@@ -122,6 +126,16 @@ def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) 
             with pytest.raises(CacheNotFound):
                 decoders[0].do(call, "pull_cache", *again)
     caches.check()
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_service_of_another_host(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, *_ = cluster.hosts
+    prompt = cluster.born(first, "PROMPT", 7)
+    command = f"doctor --peer {first.address}:{prompt.port} --cluster-id 7 --json --secrets {tmp_path / 'secrets'}"
+    said = second.run("sh", "-c", f"{sys.executable} -m llm_datadist.cli {command} || true")
+    found = {each["name"]: each for each in json.loads(said)["findings"] if each["name"].startswith("peer_")}
+    assert {each["state"] for each in found.values()} == {"ok"}, found
+    assert found["peer_transport"]["value"].startswith("tcp: ")
 
 
 def test_auto_takes_shm_on_one_host_and_tcp_to_another_and_a_forced_one_is_kept_or_refused(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import os
 import signal
 import struct
@@ -23,8 +24,10 @@ from llm_datadist._statistics_page import PageError, StatisticsPage, instances, 
 from llm_datadist.cli.top_rows import NOTHING
 from llm_datadist.cli.top_screen import Top
 from llm_datadist.cli.top_source import Remote, SourceError
+from llm_datadist.metrics import quantile
 from tests.doctor.hosts import needs
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.tables import WIDTHS, printed, tables
 
 if TYPE_CHECKING:
     from tests.conftest import Pair
@@ -65,30 +68,111 @@ def test_once_as_json_equals_the_statistics_of_both_processes(shm_pair: Pair) ->
         assert shown == json.loads(json.dumps(expected))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_once_as_tables_of_every_width_has_the_figures_of_the_json(shm_pair: Pair, width: int | None) -> None:
+    _moved(shm_pair)
+    pids = {str(end.do(_publish)[0]) for end in (shm_pair.prompt, shm_pair.decoder)}
+    asked = [sys.executable, "-m", "llm_datadist.cli", "top", "--once"]
+    wait_until(lambda: all(_once()[int(pid)]["statistics"]["links"] for pid in pids))
+    shown, published = tables(printed(asked, width), width), _once()
+    for name in ("instances", "links", "operations"):
+        shown[name] = [each for each in shown[name] if each["pid"] in pids]  # other tests have instances, too
+    for each in shown["instances"]:
+        now = published[int(each["pid"])]["statistics"]
+        for pool in now["pools"]:
+            used, capacity = each[f"{pool['name']} pool"].split("/")
+            used += "" if " " in used else capacity[-4:]
+            assert (_bytes(used), _bytes(capacity)) == pytest.approx((pool["used_bytes"], pool["capacity_bytes"]))
+        assert each["grants"] == str(now["grants"]["active"])
+    found = [published[int(each["pid"])] for each in shown["instances"]]
+    assert len(found) == 2
+    links = [(each, link) for each in found for link in each["statistics"]["links"]]
+    for cells, (each, link) in zip(shown["links"], links, strict=True):
+        assert (cells["of"], cells["peer"]) == (f"{each['cluster_id']}", f"{link['remote_cluster_id']}")
+        assert (cells["state"], cells["over"]) == (link["state"], link["transport"])
+        moved = _bytes(cells["read"]), _bytes(cells["written"])
+        assert moved == pytest.approx((link["read_bytes"], link["written_bytes"]))
+    done = [(each, one, by) for each in found for one in each["statistics"]["operations"] for by in one["transports"]]
+    for cells, (each, one, by) in zip(shown["operations"], done, strict=True):
+        assert (cells["of"], cells["operation"], cells["calls"]) == (
+            f"{each['cluster_id']}",
+            one["name"],
+            f"{by['count']}",
+        )
+        assert (cells.get("over", ""), _bytes(cells["moved"])) == (by["transport"], pytest.approx(by["nbytes"]))
+        for share, cell in ((0.5, cells["p50 µs"]), (0.99, cells["p99 µs"])):
+            assert cell == f"<= {math.ceil(quantile(by['buckets'], share) * 1e6)}"
+    assert done
+
+
+def _bytes(cell: str) -> float:
+    number, unit = cell.split()
+    return float(number) * {"GiB": 1 << 30, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit]
+
+
+def test_in_a_pipe_the_screen_says_what_to_ask_for() -> None:
+    done = _top()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no terminal: --once prints once" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def _shown(app: Top, name: str) -> list[dict[str, str]]:
+    """Return the rows of a table on the screen."""
+    table = app.query_one(name, DataTable)
+    names = [str(column.label) for column in table.columns.values()]
+    return [dict(zip(names, table.get_row_at(at), strict=True)) for at in range(table.row_count)]
+
+
+def test_idle_instances_can_be_hidden(shm_pair: Pair) -> None:
+    _moved(shm_pair)
+    pid, _ = shm_pair.decoder.do(_publish)
+    with subprocess.Popen([sys.executable, "-c", _PAGE], stdin=-1, stdout=-1) as idle:
+        assert idle.stdout is not None
+        idle.stdout.readline()
+        for option, expected in ((), {pid, idle.pid}), (("--hide-idle",), {pid}):
+            shown = {each["pid"] for each in json.loads(_top("--once", "--json", *option).stdout)["instances"]}
+            assert shown & {pid, idle.pid} == expected
+            table = tables(_top("--once", *option).stdout, None)["instances"]
+            assert {int(each["pid"]) for each in table} & {pid, idle.pid} == expected
+
+        async def look() -> None:
+            app = Top(lambda _: [each for each in instances() if each["pid"] in (pid, idle.pid)])
+            async with app.run_test(size=(80, 24)) as pilot:
+                assert {each["pid"] for each in _shown(app, "#instances")} == {str(pid), str(idle.pid)}
+                await pilot.press("h")
+                assert {each["pid"] for each in _shown(app, "#instances")} == {str(pid)}
+
+        asyncio.run(look())
+        idle.kill()
+
+
 def test_the_screen_shows_links_and_operations_and_says_why(shm_pair: Pair) -> None:
     _moved(shm_pair)
     pid, expected = shm_pair.decoder.do(_publish)
     (link,) = expected["links"]
 
-    ours = {pid, shm_pair.prompt.do(_pid)}  # other tests have instances at the same time
+    ours = {pid, shm_pair.prompt.do(_publish)[0]}  # other tests have instances at the same time
 
     async def look() -> None:
         app = Top(lambda _: [each for each in instances() if each["pid"] in ours])
         async with app.run_test(size=(160, 50)) as pilot:
             row = [f"{each['pid']}" for each in app.found for _ in each["statistics"]["links"]].index(str(pid))
             links = app.query_one("#links", DataTable)
-            assert links.get_row_at(row)[1:6] == ["1", "ready", "shm", str(link["read_bytes"]), "0"]
-            operations = app.query_one("#operations", DataTable)
-            rows = [operations.get_row_at(at) for at in range(operations.row_count)]
-            assert any(each[1:5] == ["pull_blocks", "shm", "3", str(3 * 2 * 2 * 1024)] for each in rows)
+            wanted = {"peer": "1", "state": "ready", "over": "shm", "read": "12.0 KiB", "written": "0 B"}
+            assert wanted.items() <= _shown(app, "#links")[row].items()
+            wanted = {"operation": "pull_blocks", "over": "shm", "calls": "3", "moved": "12.0 KiB"}
+            assert any(wanted.items() <= each.items() for each in _shown(app, "#operations"))
             links.move_cursor(row=row)
             await pilot.press("e")
             assert str(app.query_one("#reason", Static).content) == link["reason"]
             for each in app.found:
                 await pilot.press("i")
-                shown = [f"{link['remote_cluster_id']}" for link in each["statistics"]["links"]]
-                assert [links.get_row_at(at)[:2] for at in range(links.row_count)] == [
-                    [f"{each['cluster_id']}", peer] for peer in shown
+                chosen = [row["pid"] for row in _shown(app, "#instances") if row["shown"]]
+                assert chosen == [str(each["pid"])]
+                shown = [str(link["remote_cluster_id"]) for link in each["statistics"]["links"]]
+                assert [(row["pid"], row["peer"]) for row in _shown(app, "#links")] == [
+                    (*chosen, peer) for peer in shown
                 ]
             await pilot.press("i")
             assert links.row_count == sum(len(each["statistics"]["links"]) for each in app.found)
@@ -152,19 +236,31 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
     async def look() -> None:
         nonlocal answer
         app = Top(read)
-        async with app.run_test(size=(200, 30)):
-            text, links, operations = app.query_one("#instances", Static), *app.query(DataTable)
+        async with app.run_test(size=(80, 30)) as pilot:
+            text, links = app.query_one("#remark", Static), app.query_one("#links", DataTable)
             assert str(text.content) == "connecting"
             answer = [_reading(1.0, 10)]
             app.refresh_tables()
-            assert links.get_row_at(0)[-2:] == ["", ""], "no rate before the second page"
+            assert not {"GB/s read", "GB/s written"} & _shown(app, "#links")[0].keys(), "no rate before the second page"
             answer = [_reading(3.0, 50)]
             app.refresh_tables()
-            assert links.get_row_at(0)[-2:] == ["20.000", "40.000"]
-            assert operations.get_row_at(0)[-1] == "20.0"
+            rates = {"GB/s read": "20.000", "GB/s written": "40.000"}
+            assert rates.items() <= _shown(app, "#links")[0].items()
+            assert _shown(app, "#operations")[0]["calls/s"] == "20.0"
+            await pilot.pause()
+            assert {
+                table.id: table.virtual_size.width for table in app.query(DataTable) if table.virtual_size.width > 80
+            } == {}
+            await pilot.resize_terminal(50, 30)
+            links.scroll_to(x=20, animate=False)
+            await pilot.pause()
+            answer = [_reading(4.0, 60)]
+            app.refresh_tables()
+            await pilot.pause()
+            assert (links.scroll_x, _shown(app, "#links")[0]["GB/s read"]) == (20, "10.000")
             answer = SourceError("cut")
             app.refresh_tables()
-            assert str(text.content).endswith("\ncut; what is shown is old")
+            assert str(text.content) == "cut; what is shown is old"
             assert links.row_count == 1
             answer = []
             app.refresh_tables()
@@ -176,15 +272,22 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
 def _reading(when: float, calls: int) -> Any:
     """Return an instance that has moved a GB read and two GB written with each call."""
     link = {"remote_cluster_id": 1, "state": "ready", "transport": "tcp", "reason": "so"}
-    by = {"transport": "tcp", "count": calls, "nbytes": 1, "buckets": []}
+    by = {"transport": "tcp", "count": calls, "nbytes": calls << 20, "buckets": [0] * 10 + [calls, 1] + [0] * 14}
     now = {
         "links": [link | {"read_bytes": calls * 10**9, "written_bytes": 2 * calls * 10**9}],
         "operations": [{"name": "pull_blocks", "failures": {}, "transports": [by]}],
-        "pools": [],
+        "pools": [{"name": each, "used_bytes": 300 << 20, "capacity_bytes": 8 << 30} for each in ("device", "host")],
         "grants": {"active": 0},
         "quarantined_bytes": 0,
     }
-    about = {"pid": 9, "cluster_id": 2, "role": "DECODER", "published_at": when, "age_seconds": 0.1, "truncated": False}
+    about = {
+        "pid": 12345,
+        "cluster_id": 2,
+        "role": "DECODER",
+        "published_at": when,
+        "age_seconds": 0.1,
+        "truncated": False,
+    }
     return about | {"statistics": now}
 
 
@@ -252,7 +355,7 @@ def test_another_host_is_read_over_ssh(shm_pair: Pair, ssh: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert pid in {each["pid"] for each in json.loads(done.stdout)["instances"]}
     shown = _top("--connect", "far", "--command", there, "--once")
-    assert (shown.returncode, f"(pid {pid})" in shown.stdout) == (0, True)
+    assert str(pid) in {each["pid"] for each in tables(shown.stdout, None)["instances"]}
     assert ssh.with_name("hosts").read_text() == "far\nfar\n"
     with closing(Remote("far", there)) as remote:
         first = remote.read(30)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from llm_datadist._links.seal import Seal
+from llm_datadist._links.seal import Context, Seal
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
@@ -197,10 +197,21 @@ class Credentials:
 
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return a context for the end that dials, and one for the end that listens."""
-    shown = _Given(files) if files.secrets is None else _Derived(read_secrets(files.secrets))
+    shown: _Given | _Derived
+    if files.secrets is None:
+        shown = _Given(files)
+        differ = f"the CAs of the two ends differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
+    else:
+        known = read_secrets(files.secrets)
+        shown = _Derived(known)
+        differ = (
+            f"the secrets of the two ends differ: this one shows {known[0].id}, digest {known[0].digest}, of "
+            f"{AUTH_SECRET}={files.secrets}; compare it with `llm-datadist keys show` there"
+        )
     contexts = []
     for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
-        context = ssl.SSLContext(protocol)
+        context = Context(protocol)
+        context.differ = differ
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # clusters are named by their ids, see Credentials.check
         context.verify_mode = ssl.CERT_REQUIRED

@@ -265,6 +265,8 @@ class _BlockingFrames(DialledSocket):
             while not self.seal.authenticated:
                 self.send(self.seal.shake(self._read_some()))
         except AuthFailed as error:
+            with suppress(LLMException):
+                self.send(self.seal.alert())
             raise self._not_authenticated(error) from None
         self.put(hello)
 

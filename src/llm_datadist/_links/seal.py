@@ -19,8 +19,17 @@ from llm_datadist.errors import AuthFailed
 MAX_HANDSHAKE_BYTES: Final = 4096
 
 _READ_BYTES: Final = 1 << 16
+#: What OpenSSL calls a certificate whose authority this end does not believe, or has another key of; and as an alert.
+_FOREIGN: Final = {7, 18, 19, 20, 21}
+_FOREIGN_ALERT: Final = "TLSV1_ALERT_UNKNOWN_CA"
 #: New keys that the other end asks for are answered with the next bytes that are sealed; nobody needs so many at once.
 _MAX_ANSWERS_BYTES: Final = 1024
+
+
+class Context(ssl.SSLContext):
+    """What an end shows and believes; ``differ`` says which that is, for an end that is not believed."""
+
+    differ = ""
 
 
 class Seal:
@@ -34,6 +43,7 @@ class Seal:
     def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._differ = getattr(context, "differ", "")
         self._taken = 0  # bytes of the handshake that were received
         self._lock = threading.Lock()
         self.authenticated = False
@@ -56,7 +66,7 @@ class Seal:
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise AuthFailed(_reason(error)) from None
+                raise self._failed(error) from None
             return self._outgoing.read()
 
     def alert(self) -> bytes:
@@ -74,7 +84,7 @@ class Seal:
             try:
                 self._tls.write(data)
             except ssl.SSLError as error:
-                raise AuthFailed(_reason(error)) from None
+                raise self._failed(error) from None
             return self._outgoing.read()
 
     def open(self, received: bytes) -> bytes:
@@ -95,7 +105,7 @@ class Seal:
                     raise AuthFailed("the peer asks for new keys without end") from None
                 return bytes(opened)
             except ssl.SSLError as error:
-                raise AuthFailed(_reason(error)) from None
+                raise self._failed(error) from None
             # All that follows would be kept, and never opened.
             raise AuthFailed("the peer has ended the session")
 
@@ -106,8 +116,9 @@ class Seal:
         alternatives: tuple[tuple[str, str], ...] = shown.get("subjectAltName", ())  # type: ignore[assignment]
         return tuple(name for kind, name in alternatives if kind == "URI")
 
-
-def _reason(error: ssl.SSLError) -> str:
-    """Return OpenSSL's words for it, without its source lines."""
-    verify = getattr(error, "verify_message", None)
-    return str(verify or error.reason or error).lower().replace("_", " ")
+    def _failed(self, error: ssl.SSLError) -> AuthFailed:
+        """Return what to raise: OpenSSL's words without its source lines, or which credentials differ."""
+        if self._differ and (getattr(error, "verify_code", 0) in _FOREIGN or error.reason == _FOREIGN_ALERT):
+            return AuthFailed(self._differ)
+        verify = getattr(error, "verify_message", None)
+        return AuthFailed(str(verify or error.reason or error).lower().replace("_", " "))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
+from llm_datadist._tables import show_table
 from llm_datadist.bench.cases import Case, size_text
 from llm_datadist.bench.progress import Progress
 from llm_datadist.bench.workload import MOVES, Op
@@ -16,9 +14,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.bench.rows import Row
     from llm_datadist.bench.suite import Floor
-
-# A table that is redirected into a file has no terminal to tell how wide it may be.
-_WIDTH: Final = 150
 
 
 class Reporter(Progress):
@@ -43,78 +38,69 @@ class Reporter(Progress):
 
 def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
     """Print one table for each op."""
-    console = _console(stream)
     for op in dict.fromkeys(row.op for row in rows):
-        group = [row for row in rows if row.op == op]
-        console.print(_rates(group, op) if op in MOVES else _times(group, op))
+        cells = _rates if op in MOVES else _times
+        show_table(op, [cells(row) for row in rows if row.op == op], stream)
 
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
     """Print the floors, and which of them are met."""
-    table = _table("floors", ("what", "measured", "floor", "", "the limit itself"), left=1)
-    for floor in floors:
-        measured = "not measured" if floor.measured is None else f"{floor.measured:.2f} {floor.unit}"
-        bound = "at most" if floor.at_most else "at least"
-        verdict = "" if floor.met is None else ("met" if floor.met else "NOT met")
-        limit = "" if floor.limit is None else f"{floor.limit:.2f} {floor.unit}"
-        table.add_row(floor.what, measured, f"{bound} {floor.wanted:g} {floor.unit}", verdict, limit)
-    _console(stream).print(table)
+    rows = [
+        {
+            "what": floor.what,
+            "measured": "not measured" if floor.measured is None else f"{floor.measured:.2f} {floor.unit}",
+            "floor": f"at {'most' if floor.at_most else 'least'} {floor.wanted:g} {floor.unit}",
+            "verdict": "" if floor.met is None else ("met" if floor.met else "NOT met"),
+            "the limit itself": "" if floor.limit is None else f"{floor.limit:.2f} {floor.unit}",
+        }
+        for floor in floors
+    ]
+    show_table("floors", rows, stream)
 
 
-def _rates(rows: Sequence[Row], op: str) -> Table:
-    names = ("call", "over", "memory", "blocks", "first", "GB/s", "spread", "limit", "x limit")
-    table = _table(op, (*names, "peer", "GB/s", "x peer", "CPU s/GiB"), left=4)
-    for row in rows:
-        table.add_row(
-            row.call,
-            row.transport,
-            row.memory,
-            f"{row.blocks} x {size_text(row.block_bytes)} x {row.tensors}",
-            f"{row.bytes / row.first_seconds / 1e9:.2f}",
-            _number(row.gb_per_s),
-            f"{row.bytes / row.seconds_max / 1e9:.2f} to {row.bytes / row.seconds_min / 1e9:.2f}",
-            f"{row.limit} {_number(row.limit_gb_per_s)}" if row.limit else "",
-            _number(row.ratio_to_limit),
-            row.peer or "",
-            _number(row.peer_gb_per_s),
-            _number(row.ratio_to_peer),
-            _number(row.cpu_seconds_per_gib),
-        )
-    return table
+def _rates(row: Row) -> dict[str, str]:
+    return {
+        "call": row.call,
+        "over": row.transport,
+        "memory": row.memory,
+        "blocks": _work(row),
+        "first GB/s": _number(row.bytes / row.first_seconds / 1e9),
+        "GB/s": _number(row.gb_per_s),
+        "spread GB/s": " to ".join(_number(row.bytes / each / 1e9) for each in (row.seconds_max, row.seconds_min)),
+        "limit": row.limit or "",
+        "limit GB/s": _number(row.limit_gb_per_s),
+        "x limit": _number(row.ratio_to_limit),
+        "peer": row.peer or "",
+        "peer GB/s": _number(row.peer_gb_per_s),
+        "x peer": _number(row.ratio_to_peer),
+        "CPU s/GiB": _number(row.cpu_seconds_per_gib),
+    }
 
 
-def _times(rows: Sequence[Row], op: str) -> Table:
-    names = ("call", "over", "blocks", "busy", "first us", "p50 us", "p90 us", "p99 us", "a tensor us")
-    table = _table(op, (*names, "peer", "p50 us", "x peer"), left=4)
-    for row in rows:
-        table.add_row(
-            row.call,
-            row.transport,
-            f"{row.blocks} x {size_text(row.block_bytes)} x {row.tensors}",
-            row.busy or "",
-            *(_us(each) for each in (row.first_seconds, row.seconds_median, row.seconds_p90, row.seconds_p99)),
-            _us(row.seconds_median / row.tensors) if row.op == Op.ALLOC else "",
-            row.peer or row.limit or "",
-            _us(row.peer_seconds_median if row.peer else row.limit_seconds_median),
-            _number(row.ratio_to_peer if row.peer else row.ratio_to_limit),
-        )
-    return table
+def _times(row: Row) -> dict[str, str]:
+    return {
+        "call": row.call,
+        "over": row.transport,
+        "blocks": _work(row),
+        "busy": row.busy or "",
+        "first us": _us(row.first_seconds),
+        "p50 us": _us(row.seconds_median),
+        "p90 us": _us(row.seconds_p90),
+        "p99 us": _us(row.seconds_p99),
+        "a tensor us": _us(row.seconds_median / row.tensors) if row.op == Op.ALLOC else "",
+        "peer": row.peer or row.limit or "",
+        "peer p50 us": _us(row.peer_seconds_median if row.peer else row.limit_seconds_median),
+        "x peer": _number(row.ratio_to_peer if row.peer else row.ratio_to_limit),
+    }
 
 
-def _table(title: str, names: Sequence[str], *, left: int) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < left else "right", no_wrap=True)
-    return table
-
-
-def _console(stream: TextIO) -> Console:
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
+def _work(row: Row) -> str:
+    return f"{row.blocks} x {size_text(row.block_bytes)} x {row.tensors}"
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return "" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _us(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.1f}"
+    return "" if seconds is None else _number(seconds * 1e6)

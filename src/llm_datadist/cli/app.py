@@ -87,6 +87,7 @@ app.command(
         "llm-datadist doctor",
         "llm-datadist doctor --serve",
         "llm-datadist doctor --peer 127.0.0.1:26000 --json",
+        "llm-datadist doctor --peer 10.0.0.7:26000 --cluster-id 7 --secrets /etc/datadist/secrets",
     )
 )(doctor)
 app.add_typer(keys, name="keys")

@@ -14,12 +14,13 @@ from rich.console import Console
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.doctor import kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
-from llm_datadist.doctor.serve import serving
+from llm_datadist.doctor.serve import CLUSTER, serving
 from llm_datadist.errors import LLMException
 from llm_datadist.types.cluster import show_address
 
 _FAILED: Final = 2
 _PORT: Final = 26000
+_UINT64_MAX: Final = (1 << 64) - 1
 _STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}
 
 
@@ -27,6 +28,12 @@ def doctor(
     peer_address: Annotated[
         str | None, typer.Option("--peer", metavar="HOST:PORT", help="Examine the way to this peer, too.")
     ] = None,
+    cluster_id: Annotated[
+        int,
+        typer.Option(
+            metavar="ID", min=0, max=_UINT64_MAX, help="With --peer: of a peer that is no doctor.", show_default=False
+        ),
+    ] = CLUSTER,
     serve: Annotated[bool, typer.Option("--serve", help="Be the peer of another doctor, until interrupted.")] = False,
     host: Annotated[str, typer.Option(help="With --serve: the address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="With --serve: the port; the one above it is used, too.")] = _PORT,
@@ -51,7 +58,7 @@ def doctor(
     findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
     if address is not None:
         with Console(stderr=True).status("examining the peer") as status:
-            findings += peer.examine(*address, given, status.update)
+            findings += peer.examine(*address, given, status.update, cluster_id)
     _show_json(findings) if as_json else _show(findings)
     raise typer.Exit(exit_code(findings))
 

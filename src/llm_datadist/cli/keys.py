@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 from pathlib import Path  # noqa: TC003 (typer evaluates annotations)
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,13 +87,15 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    _write_pair(folder / "ca", key, _certificate(key, key, "open-datadist test CA", None))
+    # A name of its own: of two authorities of one name OpenSSL says only that a signature is wrong.
+    authority = f"open-datadist test CA {secrets.token_hex(4)}"
+    _write_pair(folder / "ca", key, _certificate(key, key, authority, authority, None))
     for cluster in clusters:
         if cluster != "*" and not (cluster.isascii() and cluster.isdigit()):
             raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
         name = "any" if cluster == "*" else cluster
         own = ec.generate_private_key(ec.SECP256R1())
-        _write_pair(folder / name, own, _certificate(own, key, f"cluster {name}", cluster))
+        _write_pair(folder / name, own, _certificate(own, key, authority, f"cluster {name}", cluster))
         print(f"llm.TlsCert={folder / name}.pem llm.TlsKey={folder / name}.key llm.TlsCa={folder / 'ca.pem'}")
 
 
@@ -111,7 +114,7 @@ def _write_pair(path: Path, key: EllipticCurvePrivateKey, certificate: Certifica
 
 
 def _certificate(
-    key: EllipticCurvePrivateKey, issuer: EllipticCurvePrivateKey, name: str, cluster: str | None
+    key: EllipticCurvePrivateKey, issuer: EllipticCurvePrivateKey, authority: str, name: str, cluster: str | None
 ) -> Certificate:
     """Return a certificate for a cluster, or that of the CA itself."""
     from cryptography import x509
@@ -124,7 +127,7 @@ def _certificate(
     builder = (
         x509.CertificateBuilder()
         .subject_name(called(name))
-        .issuer_name(called("open-datadist test CA"))
+        .issuer_name(called(authority))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _DAY)  # clocks of hosts differ
@@ -143,7 +146,7 @@ def _show_certificate(path: Path) -> None:
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    until = f"until {certificate.not_valid_after_utc:%Y-%m-%d}"
+    until = f"by {certificate.issuer.rfc4514_string()}, until {certificate.not_valid_after_utc:%Y-%m-%d}"
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

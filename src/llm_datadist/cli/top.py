@@ -8,11 +8,10 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from llm_datadist._statistics_page import instances
-from llm_datadist.cli.top_rows import LINK_COLUMNS, NOTHING, OPERATION_COLUMNS, link_rows, operation_rows, title
+from llm_datadist._tables import show_table
+from llm_datadist.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows
 from llm_datadist.cli.top_source import Remote, SourceError, encode
 
 if TYPE_CHECKING:
@@ -26,6 +25,9 @@ _WAIT_SECONDS: Final = 10.0
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line: once, or each second.")] = False,
+    hide_idle: Annotated[
+        bool, typer.Option("--hide-idle", help="Leave out instances without a link that have moved nothing.")
+    ] = False,
     connect: Annotated[
         str | None, typer.Option("--connect", metavar="HOST", help="The instances of this user there, over ssh.")
     ] = None,
@@ -36,29 +38,33 @@ def top(
     """Show links, operations, pools and grants of all instances of this user on one host, once a second."""
     if connect is not None and (not connect or connect.startswith("-")):
         raise typer.BadParameter(f"--connect must name a host as ssh knows it, not {connect!r}")
+    if not (once or as_json or sys.stdout.isatty()):
+        raise typer.BadParameter("standard output is no terminal: --once prints once, --json prints each second")
     try:
         if connect is None:
-            _show(lambda _: instances(), once=once, as_json=as_json)
+            _show(lambda _: instances(), once, as_json, hide_idle)
             return
         with closing(Remote(connect, command)) as remote:
-            _show(remote.read, once=once, as_json=as_json)
+            _show(remote.read, once, as_json, hide_idle)
     except SourceError as error:
         print(f"llm-datadist top: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
-def _show(read: Read, *, once: bool, as_json: bool) -> None:
+def _show(read: Read, once: bool, as_json: bool, hide_idle: bool) -> None:
+    kept = busy if hide_idle else list
     if as_json:
-        print(encode(_awaited(read)), flush=True)
+        print(encode(kept(_awaited(read))), flush=True)
         while not once:
             time.sleep(_PERIOD)
-            print(encode(_awaited(read)), flush=True)
+            print(encode(kept(_awaited(read))), flush=True)
     elif once:
-        _print(_awaited(read))
+        found = _awaited(read)
+        _print(kept(found)) if found else print(NOTHING)
     else:
         from llm_datadist.cli.top_screen import Top
 
-        Top(read).run()
+        Top(read, hide_idle=hide_idle).run()
 
 
 def _awaited(read: Read) -> list[Instance]:
@@ -69,13 +75,7 @@ def _awaited(read: Read) -> list[Instance]:
 
 
 def _print(found: list[Instance]) -> None:
-    console = Console()
-    if not found:
-        print(NOTHING)
-    for instance in found:
-        print(title(instance))
-        for columns, rows in ((LINK_COLUMNS, link_rows(instance)), (OPERATION_COLUMNS, operation_rows(instance))):
-            table = Table(*columns)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
+    parts = {"instances": instance_rows(found), "links": link_rows(found, Rates())}
+    for name, rows in (parts | {"operations": operation_rows(found, Rates())}).items():
+        if rows:
+            show_table(name, rows, sys.stdout)

@@ -1,15 +1,17 @@
-"""What ``llm-datadist top`` shows of an instance, as rows of text."""
+"""What ``llm-datadist top`` shows of instances: rows, from names of columns to cells."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist.metrics import quantile
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
     from llm_datadist._statistics_page import Instance
+
+    Rows = list[dict[str, str]]
 
 NOTHING: Final = "no LLMDataDist of this user runs on this host"
 
@@ -30,38 +32,73 @@ class Rates:
         return self._rates.get(key, [])
 
 
-def link_rows(instance: Instance) -> list[list[str]]:
-    """Return a row for each link: peer, state, transport, bytes read and written."""
+def busy(found: list[Instance]) -> list[Instance]:
+    """Leave out instances without a link that have moved nothing; one that is read over shm does not know it."""
     return [
-        [str(each[name]) for name in ("remote_cluster_id", "state", "transport", "read_bytes", "written_bytes")]
-        for each in instance["statistics"]["links"]
+        each
+        for each in found
+        if each["statistics"]["links"] or any(one["nbytes"] for one in each["statistics"]["operations"])
     ]
 
 
-def operation_rows(instance: Instance) -> list[list[str]]:
-    """Return a row for each operation and transport: calls, bytes, p50 and p99 in microseconds, failures by kind."""
+def instance_rows(found: list[Instance]) -> Rows:
+    """Return a row for each instance: who it is, the age of its page, pools, grants, quarantine."""
     rows = []
-    for each in instance["statistics"]["operations"]:
-        failures = ", ".join(f"{kind}: {count}" for kind, count in each["failures"].items())
-        for by in each["transports"]:
-            times = [f"{quantile(by['buckets'], share) * 1e6:.0f}" for share in (0.5, 0.99)]
-            rows.append([each["name"], by["transport"], str(by["count"]), str(by["nbytes"]), *times, failures])
+    for each in found:
+        now = each["statistics"]
+        row = {"cluster": str(each["cluster_id"]), "role": each["role"], "pid": str(each["pid"])}
+        row |= {"age": f"{each['age_seconds']:.1f} s", "grants": str(now["grants"]["active"])}
+        row["quarantine"] = _size(now["quarantined_bytes"]) if now["quarantined_bytes"] else ""
+        row["page"] = "truncated" * each["truncated"]
+        for pool in now["pools"]:
+            used, capacity = _size(pool["used_bytes"]), _size(pool["capacity_bytes"])
+            row[f"{pool['name']} pool"] = f"{used.removesuffix(capacity[-4:])}/{capacity}"
+        rows.append(row)
     return rows
 
 
-LINK_COLUMNS = ("peer", "state", "transport", "bytes read", "bytes written")
-OPERATION_COLUMNS = ("operation", "transport", "calls", "bytes", "p50 µs", "p99 µs", "failures of all transports")
+def link_rows(found: list[Instance], rates: Rates) -> Rows:
+    """Return a row for each link: peer, state, transport, bytes read and written, and those of a second."""
+    rows = []
+    for instance, each in _each(found, "links"):
+        peer, moved = each["remote_cluster_id"], (each["read_bytes"], each["written_bytes"])
+        row = _of(instance) | {"peer": str(peer), "state": each["state"], "over": each["transport"]}
+        row |= {"read": _size(moved[0]), "written": _size(moved[1])}
+        grown = rates.of((instance["pid"], instance["cluster_id"], peer), instance["published_at"], *moved)
+        row |= zip(("GB/s read", "GB/s written"), (f"{max(rate, 0.0) / 1e9:.3f}" for rate in grown), strict=False)
+        rows.append(row)
+    return rows
 
 
-def title(instance: Instance) -> str:
-    """Return one line about an instance: who it is, the age of its page, pools, grants, quarantine."""
-    now = instance["statistics"]
-    pools = ", ".join(f"{each['name']} {each['used_bytes']} of {each['capacity_bytes']} B" for each in now["pools"])
-    parts = [
-        f"cluster {instance['cluster_id']} {instance['role']} (pid {instance['pid']})",
-        f"{instance['age_seconds']:.1f} s old",
-        f"pools: {pools or 'none'}",
-        f"grants: {now['grants']['active']}",
-        f"quarantine: {now['quarantined_bytes']} B",
-    ]
-    return "; ".join(parts + ["truncated"] * instance["truncated"])
+def operation_rows(found: list[Instance], rates: Rates) -> Rows:
+    """Return a row for each operation and transport: calls, bytes, bounds of p50 and p99, failures by exception."""
+    rows = []
+    for instance, each in _each(found, "operations"):
+        failures = ", ".join(f"{kind}: {count}" for kind, count in each["failures"].items())
+        for by in each["transports"]:
+            row = _of(instance) | {"operation": each["name"], "over": by["transport"], "calls": str(by["count"])}
+            row |= {"moved": _size(by["nbytes"]), "p50 µs": _bound(by, 0.5), "p99 µs": _bound(by, 0.99)}
+            key = instance["pid"], instance["cluster_id"], each["name"], by["transport"]
+            grown = rates.of(key, instance["published_at"], by["count"])
+            rows.append(row | {"calls/s": f"{grown[0]:.1f}" if grown else "", "failures": failures})
+            failures = ""  # they are those of all transports
+    return rows
+
+
+def _each(found: list[Instance], part: str) -> Iterator[tuple[Instance, dict[str, Any]]]:
+    return ((instance, each) for instance in found for each in instance["statistics"][part])
+
+
+def _of(instance: Instance) -> dict[str, str]:
+    return {"of": str(instance["cluster_id"]), "pid": str(instance["pid"])}
+
+
+def _size(nbytes: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def _bound(by: dict[str, Any], share: float) -> str:
+    return f"<= {quantile(by['buckets'], share) * 1e6 + 0.5:.0f}"  # rounded up

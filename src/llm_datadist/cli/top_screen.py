@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.app import App
 from textual.widgets import DataTable, Footer, Static
 
-from llm_datadist.cli.top_rows import LINK_COLUMNS, NOTHING, OPERATION_COLUMNS, Rates, link_rows, operation_rows, title
+from llm_datadist._tables import columns
+from llm_datadist.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows
 from llm_datadist.cli.top_source import SourceError
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from llm_datadist._statistics_page import Instance
+    from llm_datadist.cli.top_rows import Rows
     from llm_datadist.cli.top_source import Read
 
 
@@ -22,20 +24,23 @@ class Top(App[None]):
 
     BINDINGS: ClassVar = [
         ("i", "next_instance", "next instance, or all"),
+        ("h", "hide_idle", "hide idle ones"),
         ("e", "explain", "why this transport"),
         ("q", "quit", "quit"),
     ]
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Read, *, hide_idle: bool = False) -> None:
         super().__init__()
         self._read = read
         self.found: list[Instance] = []
+        self._hide_idle = hide_idle
         self._chosen: tuple[int, int] | None = None  # pid and cluster id of the instance that is shown, None for all
         self._rates = Rates()
 
     def compose(self) -> ComposeResult:
         """Lay out the screen."""
-        yield Static(id="instances", markup=False)
+        yield Static(id="remark", markup=False)
+        yield DataTable(id="instances", cursor_type="none")
         yield DataTable(id="links", cursor_type="row")
         yield DataTable(id="operations", cursor_type="none")
         yield Static(id="reason", markup=False)
@@ -43,39 +48,37 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Begin to read."""
-        self.query_one("#links", DataTable).add_columns("of", *LINK_COLUMNS, "GB/s read", "GB/s written")
-        self.query_one("#operations", DataTable).add_columns("of", *OPERATION_COLUMNS, "calls/s")
+        self.query_one("#links").focus()
         self.refresh_tables()
         self.set_interval(1.0, self.refresh_tables)
 
     def refresh_tables(self) -> None:
         """Show what the instances publish now; after a failure, what they published before it, and the failure."""
+        remark = ""
         try:
             found = self._read(0.0)
             remark = "connecting" if found is None else "" if found else NOTHING
-            self.found = found or []
+            self.found = busy(found or []) if self._hide_idle else found or []
         except SourceError as error:
             remark = f"{error}; what is shown is old"
-        lines = [("> " if self._chosen == _identity(each) else "  ") + title(each) for each in self.found]
-        self.query_one("#instances", Static).update("\n".join(lines + [remark] * bool(remark)))
-        self._show_chosen()
+        self.query_one("#remark", Static).update(remark)
+        shown = self._shown()
+        marks = [">" if self._chosen == _identity(each) else "" for each in self.found]
+        rows = [{"shown": mark} | row for mark, row in zip(marks, instance_rows(self.found), strict=True)]
+        self._fill("#instances", rows)
+        self._fill("#links", link_rows(shown, self._rates))
+        self._fill("#operations", operation_rows(shown, self._rates))
 
-    def _show_chosen(self) -> None:
-        links, operations = self.query_one("#links", DataTable), self.query_one("#operations", DataTable)
-        row = links.cursor_row
-        links.clear()
-        operations.clear()
-        for each in self._shown():
-            name, when, statistics = str(each["cluster_id"]), each["published_at"], each["statistics"]
-            for cells, link in zip(link_rows(each), statistics["links"], strict=True):
-                key = (*_identity(each), link["remote_cluster_id"])
-                rates = self._rates.of(key, when, link["read_bytes"], link["written_bytes"])
-                links.add_row(name, *cells, *([f"{rate / 1e9:.3f}" for rate in rates] or ["", ""]))
-            for cells in operation_rows(each):
-                operation, transport, calls, *_ = cells
-                rates = self._rates.of((*_identity(each), operation, transport), when, int(calls))
-                operations.add_row(name, *cells, *([f"{rate:.1f}" for rate in rates] or [""]))
-        links.move_cursor(row=row)
+    def _fill(self, name: str, rows: Rows) -> None:
+        """Show rows in place of those that a table has, without columns that are empty."""
+        table = self.query_one(name, DataTable)
+        row, across = table.cursor_row, table.scroll_x
+        table.clear(columns=True)
+        table.add_columns(*(names := columns(rows)))
+        for each in rows:
+            table.add_row(*(each.get(name, "") for name in names))
+        table.move_cursor(row=row)
+        table.scroll_to(x=across, animate=False)
 
     def _shown(self) -> list[Instance]:
         return [each for each in self.found if self._chosen in (None, _identity(each))]
@@ -85,6 +88,11 @@ class Top(App[None]):
         choices = [None, *map(_identity, self.found)]
         place = choices.index(self._chosen) if self._chosen in choices else 0
         self._chosen = choices[(place + 1) % len(choices)]
+        self.refresh_tables()
+
+    def action_hide_idle(self) -> None:
+        """Leave out instances that have no link and have moved nothing, or show them again."""
+        self._hide_idle = not self._hide_idle
         self.refresh_tables()
 
     def action_explain(self) -> None:

@@ -1,8 +1,9 @@
-"""The way to a peer that runs ``doctor --serve``: a link to it, pulls over it, and what the raw machine does."""
+"""The way to a peer: a link to it; where it is ``doctor --serve``, pulls over it, and what the raw machine does."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import statistics
 import time
@@ -35,20 +36,24 @@ _PASSES: Final = 5
 _SLOW: Final = 0.25
 
 
-def examine(host: str, port: int, given: dict[str, str], progress: Callable[[str], None]) -> Iterator[Finding]:
+def examine(
+    host: str, port: int, given: dict[str, str], progress: Callable[[str], None], cluster_id: int = CLUSTER
+) -> Iterator[Finding]:
     """Yield findings about a peer; where it cannot be linked, the last one says why."""
     deadline = Deadline(_TOTAL_MS)
     progress("reaching the peer")
     try:
-        socket.create_connection((host, port), timeout=_SECONDS).close()
+        with socket.create_connection((host, port), timeout=_SECONDS) as sock:
+            addresses = sock.getsockname()[0], sock.getpeername()[0]
     except OSError as error:
         yield _unreachable(f"{host}:{port}", port, error)
         return
     yield Finding("peer_reachable", State.OK, f"{host}:{port} accepts connections", "links can be made to it")
-    progress("asking its clock")
-    yield _clock(host, port, deadline)
-    if deadline.expired():  # it has said so
-        return
+    if cluster_id == CLUSTER:  # others have no clock, and no cache to pull from
+        progress("asking its clock")
+        yield _clock(host, port, deadline)
+        if deadline.expired():  # it has said so
+            return
     progress("linking")
     try:
         # Another id than the peer's and than those of other doctors at the same peer.
@@ -58,7 +63,7 @@ def examine(host: str, port: int, given: dict[str, str], progress: Callable[[str
         yield Finding("peer_link", State.PROBLEM, str(error), "no instance can be made here", mend)
         return
     try:
-        yield from _linked(end, host, port, progress, deadline)
+        yield from _linked(end, cluster_id, addresses, port, progress, deadline)
     finally:
         end.finalize()
 
@@ -129,30 +134,37 @@ def _left(deadline: Deadline, needed: float = 0.0) -> float:
 
 
 def _linked(
-    end: LLMDataDist, host: str, port: int, progress: Callable[[str], None], deadline: Deadline
+    end: LLMDataDist,
+    cluster_id: int,
+    addresses: tuple[str, str],
+    port: int,
+    progress: Callable[[str], None],
+    deadline: Deadline,
 ) -> Iterator[Finding]:
+    here, there = addresses
     cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = CLUSTER
-    cluster.append_local_ip_info(host if ":" in host else "127.0.0.1", 0)
-    cluster.append_remote_ip_info(socket.gethostbyname(host) if ":" not in host else host, port)
+    cluster.remote_cluster_id = cluster_id
+    cluster.append_local_ip_info(here, 0)
+    cluster.append_remote_ip_info(there, port)
     failures: list[LLMException] = []
     linking = end._linking([cluster], _LINK_MS, lambda _verb, _cluster, error: failures.append(error))
     linking(Deadline(min(_LINK_MS, deadline.remaining_ms())))
     if failures:
         yield _not_linked(failures[0])
         return
-    link = end.explain(CLUSTER)
+    link = end.explain(cluster_id)
     yield Finding("peer_link", State.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it")
     yield _authentication(link)
-    yield _transport(link)
+    yield _transport(link, same_host=here == there)
     yield _private_transport(link)
     try:
-        progress("measuring pulls")
-        yield from _measured(end, link, host, port, deadline)
+        if cluster_id == CLUSTER:
+            progress("measuring pulls")
+            yield from _measured(end, link, there, port, deadline)
     except LLMException as error:
         mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
         if isinstance(error, DeadlineExceeded):
-            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {host}; top"
+            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {there}; top"
         yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
     end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
 
@@ -170,8 +182,12 @@ def _not_linked(error: LLMException) -> Finding:
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
     elif isinstance(error, ProtocolError) or "version" in text or "protocol" in text:
         mend = "install the same version at both ends: pip install --upgrade open-datadist; let the port be doctor's"
+    elif told := re.search(r"is cluster (\d+)", text):
+        mend = (
+            f"name the cluster that answers there: --cluster-id {told[1]}; or start llm-datadist doctor --serve there"
+        )
     else:
-        mend = "start it with the same options: llm-datadist doctor --serve --option KEY=VALUE"
+        mend = "give both ends the same options: llm-datadist doctor --option KEY=VALUE"
     return Finding("peer_link", State.PROBLEM, text, meaning, mend)
 
 
@@ -183,10 +199,10 @@ def _authentication(link: LinkStatistics) -> Finding:
     return Finding("peer_authentication", State.WARNING, "not authenticated", meaning, mend)
 
 
-def _transport(link: LinkStatistics) -> Finding:
+def _transport(link: LinkStatistics, *, same_host: bool) -> Finding:
     meaning = "moves what the peer exports; shm is the fastest between processes of one host, tcp reaches all"
     value = f"{link.transport}: {link.reason}"
-    if link.transport != "tcp" or link.peer_host != socket.gethostname():
+    if link.transport != "tcp" or not same_host:
         return Finding("peer_transport", State.OK, value, meaning)
     mend = "same user and network namespace at both ends, no llm.Transport; or --option llm.SameHostUsers=UID"
     return Finding("peer_transport", State.WARNING, value, meaning, mend)

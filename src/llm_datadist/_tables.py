@@ -1,0 +1,43 @@
+"""Tables for terminals of any width and for pipes: no cell is cut, no column is empty. Needs rich."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_PIPE_WIDTH: Final = 1 << 16
+
+
+def columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of the columns in which any row has a cell."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+
+
+def show_table(title: str, rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
+    """Print rows, each from the names of columns to its cells; where they are too wide, each as a list of its cells.
+
+    Columns of figures are aligned right.
+    """
+    console = Console(
+        file=stream, highlight=False, markup=False, emoji=False, width=None if stream.isatty() else _PIPE_WIDTH
+    )
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for name in (names := columns(rows)):
+        figures = all(cell[0] in "0123456789<-" for row in rows if (cell := row.get(name)))
+        table.add_column(name, justify="right" if figures else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in names))
+    console.print(f"\n{title}", style="bold")
+    if table.__rich_measure__(console, console.options.update(max_width=_PIPE_WIDTH)).maximum <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        console.print(Columns([f"{name}: {cell}" for name, cell in row.items() if cell], padding=(0, 3)))
+        console.print()

@@ -1,0 +1,81 @@
+"""What a command prints on a terminal of some width, or into a pipe; and the tables in it, read again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["WIDTHS", "printed", "tables", "uncoloured"]
+
+WIDTHS = (80, 200, None)
+"""Of terminals; None for a pipe."""
+
+
+def printed(command: list[str], width: int | None, env: Mapping[str, str] = os.environ) -> str:
+    """Return what a command prints, without colours, on a terminal of so many columns; None: in a pipe."""
+    if width is None:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env).stdout
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    env = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    with (
+        subprocess.Popen(command, stdin=there, stdout=there, stderr=subprocess.DEVNULL, env=env),
+        open(here, "rb", 0) as out,
+    ):
+        os.close(there)
+        said = b""
+        with suppress(OSError):  # the terminal's end
+            while data := out.read(1 << 16):
+                said += data
+    return uncoloured(said.decode()).replace("\r\n", "\n")
+
+
+def uncoloured(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def tables(text: str, width: int | None) -> dict[str, list[dict[str, str]]]:
+    """Return rows by the title of their table, each cell by the name of its column; check what every table promises.
+
+    No line is longer than the terminal, nothing is cut, and each column has a name of its own and a cell.
+    """
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= (width or 1 << 16)
+    found = {}
+    for part in re.split(r"(?:^|\n)\n(?=[a-z]+ *\n)", text)[1:]:
+        title, *lines = part.splitlines()
+        found[title.strip()] = _table(lines) if set(lines[1]) == {"─"} else _lists(lines)
+    return found
+
+
+def _table(lines: list[str]) -> list[dict[str, str]]:
+    lines = [line.ljust(len(lines[1])) for line in lines if line.strip()]
+    del lines[1]
+    # Between columns all lines have two blanks at least; inside of one some line has none.
+    gaps = [at for at in range(len(lines[0])) if all(line[at] == " " for line in lines)]
+    ends = [at for at in gaps if at + 1 in gaps and at - 1 not in gaps and at + 2 < len(lines[0])]
+    rows = [[line[a:b].strip() for a, b in zip([0, *ends], [*ends, None], strict=True)] for line in lines]
+    names = rows.pop(0)
+    assert len(set(names)) == len(names), names
+    assert all(names), names
+    assert all(any(cells) for cells in zip(*rows, strict=True)), names
+    return [{name: cell for name, cell in zip(names, row, strict=True) if cell} for row in rows]
+
+
+def _lists(lines: list[str]) -> list[dict[str, str]]:
+    found = []
+    for each in "\n".join(lines).rstrip().split("\n\n"):
+        pairs = [cell.strip().split(": ", 1) for cell in re.split(r" {3,}|\n", each) if cell.strip()]
+        assert len({name for name, _ in pairs}) == len(pairs), pairs
+        found.append(dict(map(tuple, pairs)))  # type: ignore[arg-type]
+    return found
