@@ -316,7 +316,7 @@ def secrets(stage: Stage, name: str) -> dict[str, str]:
     return secret_file(stage.folder / name, a=name.encode() * 32)
 
 
-@scene("self-signed")
+@scene("secrets of the two ends differ")
 def _(stage: Stage) -> None:
     stage.links(stage.listens(**secrets(stage, "theirs")), **secrets(stage, "ours"))
 
