@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             figure.legend(loc="outside lower left", ncols=2 + len(points) % 2, frameon=False)
             _save(figure, folder / f"{what.replace(' over ', '-')}.svg")
         for name, (question, bars) in _times(rows).items():
-            figure, axis = _figure(question, 1 + 0.45 * len(bars))
+            figure, axis = _figure(question, 1 + 0.5 * len(bars))
             _draw_times(axis, bars)
             _save(figure, folder / f"{name}.svg")
 
@@ -122,7 +122,7 @@ def _draw_times(axis: Any, bars: dict[str, float]) -> None:  # noqa: ANN401
     drawn = axis.barh(places, list(bars.values()), 0.4, color=colours)
     axis.bar_label(drawn, [f"{float(f'{each:.3g}'):,g}" for each in bars.values()], padding=3)
     for place, label in zip(places, bars, strict=True):
-        axis.text(0, place + 0.28, label, transform=axis.get_yaxis_transform(), fontsize="small")
+        axis.text(0, place + 0.33, label, transform=axis.get_yaxis_transform(), fontsize="small")
     axis.set_xscale("log")
     axis.margins(x=0.2)
     axis.set_yticks([])
