@@ -256,6 +256,17 @@ def test_the_sizes_of_the_page_about_pools_are_those_that_a_pool_gives() -> None
     datadist.finalize()
 
 
+def test_the_page_about_pools_shows_what_the_command_prints() -> None:
+    pytest.importorskip("typer", reason="the command needs the extra [cli]")
+    from typer.testing import CliRunner
+
+    from llm_datadist.cli.app import app
+
+    text = next(each for each in _fences(DOCS / "howto-pools.md", "") if each.startswith("$ llm-datadist size"))
+    command, _, printed = text.partition("\n")
+    assert CliRunner().invoke(app, command.split()[2:]).stdout.strip() == printed.strip()
+
+
 def test_every_public_class_is_in_the_reference() -> None:
     pages = "".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
     whole = re.findall(r"automodule:: (\S+)", pages)

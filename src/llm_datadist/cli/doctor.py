@@ -42,7 +42,7 @@ def doctor(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
     ] = None,
 ) -> None:
-    """Say what this host can do for the library, what each finding means, and the command that mends it.
+    """Say what this host can do for the library. Each finding has its meaning, and the command that mends it.
 
     The exit status is 0, 1 where there are warnings, 2 where there are problems.
     """
