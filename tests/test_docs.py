@@ -262,9 +262,8 @@ def test_the_page_about_pools_shows_what_the_command_prints() -> None:
 
     from llm_datadist.cli.app import app
 
-    text = next(each for each in _fences(DOCS / "howto-pools.md", "") if each.startswith("$ llm-datadist size"))
-    command, _, printed = text.partition("\n")
-    assert CliRunner().invoke(app, command.split()[2:]).stdout.strip() == printed.strip()
+    [(arguments, printed)] = re.findall(r"^\$ llm-datadist (size .*)\n([^`]*)```", _text(DOCS / "howto-pools.md"), re.M)
+    assert CliRunner().invoke(app, arguments.split()).stdout == printed
 
 
 def test_every_public_class_is_in_the_reference() -> None:
