@@ -297,6 +297,16 @@ def test_what_the_original_will_deprecate_is_said_to_be_kept_wherever_that_stand
     assert [each for each in marked if not re.search(r"to be deprecated;\s+this\s+library\s+keeps", each)] == []
 
 
+def test_the_page_about_pools_shows_what_the_command_prints() -> None:
+    pytest.importorskip("typer", reason="the command needs the extra [cli]")
+    from typer.testing import CliRunner
+
+    from llm_datadist.cli.app import app
+
+    [(arguments, printed)] = re.findall(r"^\$ llm-datadist (size .*)\n([^`]*)```", _text(DOCS / "howto-pools.md"), re.M)
+    assert CliRunner().invoke(app, arguments.split()).stdout == printed
+
+
 def test_every_public_class_is_in_the_reference() -> None:
     pages = "".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
     whole = re.findall(r"automodule:: (\S+)", pages)

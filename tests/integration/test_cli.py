@@ -14,7 +14,8 @@ import pytest
 
 typer = pytest.importorskip("typer")
 
-from llm_datadist.cli.app import app  # noqa: E402  (after the skip)
+from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
+from llm_datadist.cli.app import app  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,9 +64,54 @@ def test_each_help_has_examples_that_the_command_would_take(path: str, command: 
         parse(f"llm-datadist {path or 'demo'} x --nonsense")
 
 
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("path", ["", "keys", *(path for path, _ in commands(APP))])
+def test_no_line_of_a_help_is_cut(path: str, columns: str) -> None:
+    usage, *lines = run(*path.split(), "--help", COLUMNS=columns).stdout.splitlines()
+    assert usage.startswith(f"Usage: llm-datadist {path}".rstrip())
+    assert lines[0] == "", "the usage is one line"
+    assert not [line for line in lines if line.endswith(("...", "…"))]
+
+
 def test_version_is_that_of_the_distribution() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"llm-datadist {version('open-datadist')}\n", "")
+    for module in ("llm_datadist.cli", "llm_datadist"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == (f"llm-datadist {version('open-datadist')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens", "rounding"),
+    [
+        ("--layers 4 --kv-heads 8 --head-dim 128 --dtype bf16 --tokens 1024", 1024, "0.0%"),
+        ("--layers 3 --kv-heads 8 --head-dim 128 --dtype fp16 --tokens 100", 112, "28.0%"),
+        (
+            "--layers 3 --kv-heads 8 --head-dim 128 --dtype fp32 --tokens 100 --page-shift 10 --block-size 25",
+            100,
+            "0.0%",
+        ),
+        ("--layers 5 --kv-heads 1 --head-dim 576 --dtype fp8 --tokens 7 --tensors-per-layer 1", 16, "1525.4%"),
+    ],
+)
+def test_the_size_that_is_printed_is_what_the_cache_takes(line: str, tokens: int, rounding: str) -> None:
+    done = run("size", *line.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    *figures, desc, pool = done.stdout.splitlines()
+    assert f"{rounding} by rounding" in figures[3]
+    config = LLMConfig()
+    config.device_id, config.enable_cache_manager = 0, True
+    known: dict[str, Any] = {"CacheDesc": CacheDesc, "DataType": DataType, "config": config}
+    exec("\n".join([desc, pool]), known)
+    assert known["desc"].shape[0] * known["desc"].shape[1] == tokens
+    end = LLMDataDist(LLMRole.PROMPT, 1)
+    end.init(config.generate_options())
+    try:
+        (empty,) = end.statistics().pools
+        cache = end.cache_manager.allocate_blocks_cache(known["desc"])
+        (full,) = end.statistics().pools
+        assert (empty.capacity_bytes, full.free_bytes) == (full.used_bytes, 0)
+        end.cache_manager.deallocate_blocks_cache(cache)
+    finally:
+        end.finalize()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -86,6 +132,8 @@ def test_completion_for_shells(shell: str) -> None:
         ("fly", "llm-datadist: No such command 'fly' (try 'llm-datadist --help')"),
         ("demo --transport pigeon", "llm-datadist demo: Invalid value for '--transport'"),
         ("demo --speed", "llm-datadist demo: No such option: --speed"),
+        ("size --layers 1 --kv-heads 1 --head-dim 1 --tokens 1 --dtype f", "--dtype 'f' is none of bf16, fp16"),
+        ("size --layers 1", "llm-datadist size: Missing option '--kv-heads'"),
         ("bench --passes 0", "--passes: 0 is outside [1, 1000] (try 'llm-datadist bench --help')"),
         ("keys new", "llm-datadist keys new: Missing argument"),
         ("keys show /nowhere", "No such file or directory: '/nowhere'"),

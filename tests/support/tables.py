@@ -77,5 +77,5 @@ def _lists(lines: list[str]) -> list[dict[str, str]]:
     for each in "\n".join(lines).rstrip().split("\n\n"):
         pairs = [cell.strip().split(": ", 1) for cell in re.split(r" {3,}|\n", each) if cell.strip()]
         assert len({name for name, _ in pairs}) == len(pairs), pairs
-        found.append(dict(map(tuple, pairs)))  # type: ignore[arg-type]
+        found.append(dict(map(tuple, pairs)))
     return found

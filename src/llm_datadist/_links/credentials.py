@@ -197,9 +197,8 @@ class Credentials:
 
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return a context for the end that dials, and one for the end that listens."""
-    shown: _Given | _Derived
     if files.secrets is None:
-        shown = _Given(files)
+        shown: _Given | _Derived = _Given(files)
         differ = f"the CAs of the two ends differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
     else:
         known = read_secrets(files.secrets)

@@ -12,6 +12,7 @@ import llm_datadist
 from llm_datadist.cli.bench import bench
 from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
+from llm_datadist.cli.size import size
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, answer, examples
 from llm_datadist.demo.runner import run_demo
@@ -68,7 +69,7 @@ def demo(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
-    """Move a real KV cache from a prompt to a decoder process and compare the tokens with a single-process run."""
+    """Move a real KV cache from a prompt to a decoder process. Its tokens are compared with those of one process."""
     raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json, secure=secure))
 
 
@@ -79,6 +80,12 @@ app.command(
         "llm-datadist bench latency --against ''",
     )
 )(bench)
+app.command(
+    epilog=examples(
+        "llm-datadist size --layers 32 --kv-heads 8 --head-dim 128 --dtype bf16 --tokens 100000",
+        "llm-datadist size --layers 61 --kv-heads 1 --head-dim 576 --tensors-per-layer 1 --tokens 100000",
+    )
+)(size)
 app.command(
     epilog=examples("llm-datadist top", "llm-datadist top --once --json", "llm-datadist top --connect decode-7")
 )(top)

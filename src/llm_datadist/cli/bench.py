@@ -60,7 +60,7 @@ class Transport(StrEnum):
 
 
 def bench(
-    what: Annotated[What, typer.Argument(metavar="[" + "|".join(What) + "]", show_default=False)] = What.STANDARD,
+    what: Annotated[What, typer.Argument(metavar="WHAT", show_default=False)] = What.STANDARD,
     transport: Annotated[
         Transport | None, typer.Option(help="pull, push, latency, link: over what (shm).", show_default=False)
     ] = None,
@@ -85,7 +85,7 @@ def bench(
         typer.Option("--plot", exists=True, file_okay=False, writable=True, help="Draw there: a .svg a question."),
     ] = None,
 ) -> None:
-    """Measure this library beside what the machine can do and beside other software, every byte verified.
+    """Measure speed beside the machine's limits and other software. Every byte is verified.
 
     Without an argument: the standard suite, which takes --threads, --against and --set-mib of the options about work.
     """

@@ -20,7 +20,6 @@ from llm_datadist.types.cluster import show_address
 
 _FAILED: Final = 2
 _PORT: Final = 26000
-_UINT64_MAX: Final = (1 << 64) - 1
 _STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}
 
 
@@ -30,9 +29,7 @@ def doctor(
     ] = None,
     cluster_id: Annotated[
         int,
-        typer.Option(
-            metavar="ID", min=0, max=_UINT64_MAX, help="With --peer: of a peer that is no doctor.", show_default=False
-        ),
+        typer.Option(min=0, max=(1 << 64) - 1, help="With --peer: of a peer that is no doctor.", show_default=False),
     ] = CLUSTER,
     serve: Annotated[bool, typer.Option("--serve", help="Be the peer of another doctor, until interrupted.")] = False,
     host: Annotated[str, typer.Option(help="With --serve: the address to listen at.")] = "127.0.0.1",
@@ -45,7 +42,7 @@ def doctor(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
     ] = None,
 ) -> None:
-    """Say what this host can do for the library, what each finding means, and the command that mends it.
+    """Say what this host can do for the library. Each finding has its meaning, and the command that mends it.
 
     The exit status is 0, 1 where there are warnings, 2 where there are problems.
     """

@@ -38,7 +38,7 @@ def new(
         list[str] | None, typer.Option(help="With --ca: a cluster id to make a certificate for, or *. Repeatable.")
     ] = None,
 ) -> None:
-    """Add a secret to a file, behind those that it has, or make a small CA for a test.
+    """Add a secret to a file, or make a small CA for a test. A new secret comes behind those of the file.
 
     The first secret of a file is the one that an end shows; it believes all of them.
     """
@@ -55,7 +55,7 @@ def new(
 def show(
     path: Annotated[Path, typer.Argument(help="File of secrets, or a certificate in PEM.", show_default=False)],
 ) -> None:
-    """Say what a file holds: ids and digests of secrets, or whom a certificate names and when it ends."""
+    """Say what a file of secrets or a certificate holds. Of secrets ids and digests are shown, nothing more."""
     try:
         if path.read_bytes().startswith(b"-----BEGIN CERTIFICATE"):
             _show_certificate(path)

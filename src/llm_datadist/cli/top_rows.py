@@ -35,9 +35,7 @@ class Rates:
 def busy(found: list[Instance]) -> list[Instance]:
     """Leave out instances without a link that have moved nothing; one that is read over shm does not know it."""
     return [
-        each
-        for each in found
-        if each["statistics"]["links"] or any(one["nbytes"] for one in each["statistics"]["operations"])
+        each for each in found if (now := each["statistics"])["links"] or any(o["nbytes"] for o in now["operations"])
     ]
 
 

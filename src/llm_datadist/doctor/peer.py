@@ -44,7 +44,7 @@ def examine(
     progress("reaching the peer")
     try:
         with socket.create_connection((host, port), timeout=_SECONDS) as sock:
-            addresses = sock.getsockname()[0], sock.getpeername()[0]
+            ends = sock.getsockname()[0], sock.getpeername()[0]
     except OSError as error:
         yield _unreachable(f"{host}:{port}", port, error)
         return
@@ -63,7 +63,7 @@ def examine(
         yield Finding("peer_link", State.PROBLEM, str(error), "no instance can be made here", mend)
         return
     try:
-        yield from _linked(end, cluster_id, addresses, port, progress, deadline)
+        yield from _linked(end, cluster_id, ends, port, progress, deadline)
     finally:
         end.finalize()
 
@@ -134,16 +134,11 @@ def _left(deadline: Deadline, needed: float = 0.0) -> float:
 
 
 def _linked(
-    end: LLMDataDist,
-    cluster_id: int,
-    addresses: tuple[str, str],
-    port: int,
-    progress: Callable[[str], None],
-    deadline: Deadline,
+    end: LLMDataDist, wanted: int, ends: tuple[str, str], port: int, progress: Callable[[str], None], deadline: Deadline
 ) -> Iterator[Finding]:
-    here, there = addresses
+    here, there = ends
     cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = cluster_id
+    cluster.remote_cluster_id = wanted
     cluster.append_local_ip_info(here, 0)
     cluster.append_remote_ip_info(there, port)
     failures: list[LLMException] = []
@@ -152,13 +147,13 @@ def _linked(
     if failures:
         yield _not_linked(failures[0])
         return
-    link = end.explain(cluster_id)
+    link = end.explain(wanted)
     yield Finding("peer_link", State.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it")
     yield _authentication(link)
     yield _transport(link, same_host=here == there)
     yield _private_transport(link)
     try:
-        if cluster_id == CLUSTER:
+        if wanted == CLUSTER:
             progress("measuring pulls")
             yield from _measured(end, link, there, port, deadline)
     except LLMException as error:
