@@ -303,7 +303,7 @@ def test_the_page_about_pools_shows_what_the_command_prints() -> None:
 
     from llm_datadist.cli.app import app
 
-    [(arguments, printed)] = re.findall(r"^\$ llm-datadist (size .*)\n([^`]*)```", _text(DOCS / "howto-pools.md"), re.M)
+    [(arguments, printed)] = re.findall(r"^\$ llm-datadist (size .*)\n([^`]*)```", _text(DOCS / "howto-pools.md"), re.MULTILINE)
     assert CliRunner().invoke(app, arguments.split()).stdout == printed
 
 
