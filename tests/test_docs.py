@@ -303,7 +303,8 @@ def test_the_page_about_pools_shows_what_the_command_prints() -> None:
 
     from llm_datadist.cli.app import app
 
-    [(arguments, printed)] = re.findall(r"^\$ llm-datadist (size .*)\n([^`]*)```", _text(DOCS / "howto-pools.md"), re.MULTILINE)
+    example = re.compile(r"^\$ llm-datadist (size .*)\n([^`]*)```", re.MULTILINE)
+    [(arguments, printed)] = example.findall(_text(DOCS / "howto-pools.md"))
     assert CliRunner().invoke(app, arguments.split()).stdout == printed
 
 
