@@ -614,7 +614,8 @@ def _import_late(options: Options) -> None:
         with typed_memory_error("init"):
             for name in names:
                 import_module(f"llm_datadist.{name}")
-    except (OSError, ImportError) as error:  # ImportError: a shared object for which there is no address space
+    # ImportError: a shared object for which there is no address space. SystemError: the interpreter lost a MemoryError.
+    except (OSError, ImportError, SystemError) as error:
         raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
 

@@ -588,21 +588,6 @@ def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -
         assert second.recv(100) == b""
 
 
-def test_what_got_no_thread_to_close_it_is_closed_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    pairs = [socket.socketpair() for _ in range(2)]
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        rendezvous.close_elsewhere(pairs[0][0].detach())
-    rendezvous.close_elsewhere(pairs[1][0].detach())
-    for _, other in pairs:
-        with other:
-            other.settimeout(10)
-            assert other.recv(1) == b""
-
-
 def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

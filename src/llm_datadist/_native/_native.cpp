@@ -147,6 +147,8 @@ NB_MODULE(_native, m) {
     m.def("advance_generation", &advance_generation, "address"_a);
 
     m.def("unmap_elsewhere", &unmap_elsewhere, "address"_a, "nbytes"_a, "piece"_a);
+    m.def("close_elsewhere", &close_elsewhere, "fds"_a, nb::call_guard<GilReleased>());
+    m.def("closing", [] { return closing.load(); });
     m.def("readable", &readable, "fd"_a);
     m.def("check_mapped", &check_mapped, "name"_a, "addresses"_a, "nbytes"_a, nb::call_guard<GilReleased>());
     m.def("peek_process", &py_peek_process, "pid"_a, "address"_a, "nbytes"_a);

@@ -168,6 +168,15 @@ def readable(fd: int) -> bool:
 def unmap_elsewhere(address: int, nbytes: int, piece: int) -> bool:
     """Have a new thread unmap memory, ``piece`` (a multiple of the page size) bytes at a time. False: no thread."""
 
+def close_elsewhere(fds: Sequence[int]) -> None:
+    """Close a peer's descriptors, and sockets in which some may wait, on a thread for which nothing waits.
+
+    The last close of one may block for as long as its sender wants: SO_LINGER. Closes here if no thread can be had.
+    """
+
+def closing() -> int:
+    """Return how many descriptors :func:`close_elsewhere` has not closed yet."""
+
 @final
 class BlockPlanner:
     """Plans blocks between two caches whose geometries were compared once; each call gives the lists only."""

@@ -10,8 +10,6 @@ import array
 import fcntl
 import os
 import socket
-import threading
-from collections import deque
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Self
@@ -20,6 +18,7 @@ import msgspec
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._native import close_elsewhere, closing
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
 if TYPE_CHECKING:
@@ -34,10 +33,7 @@ _ROOM: Final = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 _MAX_PACKET: Final = 16 << 10
 # Linux 6.16, asm-generic/socket.h: the kernel refuses descriptors for a socket.
 _SO_PASSRIGHTS: Final = 83
-CLOSER: Final = "llm-datadist-close"
 _MAX_CLOSING: Final = 256  # descriptors
-_closing: Final[dict[threading.Thread, int]] = {}  # how many descriptors each closes
-_unclosed: Final[deque[tuple[int, ...]]] = deque()  # those that have no thread yet
 _Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
 
 
@@ -78,40 +74,9 @@ def pass_rights(sock: socket.socket, *, allowed: bool) -> None:
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, allowed)
 
 
-def close_elsewhere(*fds: int) -> None:
-    """Close a peer's descriptors, and sockets in which some may wait, on a thread for which nothing waits.
-
-    The last close of one may block for as long as its sender wants: SO_LINGER. Where no thread is to be had, they stay
-    open until the next call that gets one.
-    """
-    _unclosed.append(fds)
-    _start_closers()
-
-
-def _start_closers() -> None:
-    while _unclosed:
-        with suppress(IndexError):  # another thread was faster
-            fds = _unclosed.popleft()
-            thread = threading.Thread(target=_close, args=fds, name=CLOSER, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no thread is to be had, or the interpreter ends
-                _unclosed.appendleft(fds)
-                return
-            _closing[thread] = len(fds)
-
-
-def _close(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
 def check_closers() -> None:
     """Raise OSError while as many descriptors as there may be wait for their close."""
-    _start_closers()
-    for thread in [thread for thread in tuple(_closing) if not thread.is_alive()]:
-        _closing.pop(thread, None)
-    if sum(_closing.values()) + sum(map(len, tuple(_unclosed))) >= _MAX_CLOSING:
+    if closing() >= _MAX_CLOSING:
         raise OSError("descriptors of peers are not closed yet")
 
 
@@ -172,7 +137,7 @@ class Packet(AbstractContextManager["Packet"]):
         """Close what nothing has taken."""
         fds, self.fds = self.fds, []
         if fds:
-            close_elsewhere(*fds)
+            close_elsewhere(fds)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import HERE
-from llm_datadist._native import readable
+from llm_datadist._native import close_elsewhere, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.cma import probe
 from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, map_peer, peer_credentials
@@ -37,7 +37,6 @@ from llm_datadist._transport.rendezvous import (
     Refusal,
     RendezvousHello,
     check_closers,
-    close_elsewhere,
     decode,
     pass_rights,
     send_packet,
@@ -149,7 +148,7 @@ class SameHostListener:
             _log.info("same-host peer refused: %s", error)
             with suppress(OSError):
                 send_packet(sock, Refusal(str(error)), [])
-            close_elsewhere(sock.detach())
+            close_elsewhere([sock.detach()])
             return
         pass_rights(sock, allowed=True)
         loop = asyncio.get_running_loop()
@@ -208,7 +207,7 @@ class SameHostListener:
     def _drop(self, sock: socket.socket, reason: str | None) -> None:
         self._pending.pop(sock).cancel()
         asyncio.get_running_loop().remove_reader(sock.fileno())
-        close_elsewhere(sock.detach())
+        close_elsewhere([sock.detach()])
         if reason is not None:
             _log.info("same-host peer dropped: %s", reason)
 
@@ -233,7 +232,7 @@ class SameHostListener:
         self._closed = True
         self._expected.clear()
         for sock in (self._socket, *self._pending):  # each on its own thread: one that blocks keeps no other open
-            close_elsewhere(sock.detach())
+            close_elsewhere([sock.detach()])
         self._pending.clear()
 
     @hold_signals
@@ -266,7 +265,7 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
             peer.settle()
             return peer
     finally:
-        close_elsewhere(sock.detach())
+        close_elsewhere([sock.detach()])
 
 
 def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:

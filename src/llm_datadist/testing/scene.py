@@ -15,8 +15,7 @@ import numpy as np
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import GuardSet, Plan, Tensors, plan_blocks, plan_row
-from llm_datadist._transport.rendezvous import CLOSER
+from llm_datadist._native import GuardSet, Plan, Tensors, closing, plan_blocks, plan_row
 from llm_datadist.errors import StateError
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
@@ -179,9 +178,9 @@ def _with_leavers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
 
 
 def _descriptors() -> list[str]:
-    for thread in threading.enumerate():
-        if thread.name == CLOSER and thread.is_alive():
-            thread.join(1)
+    give_up = time.monotonic() + 1
+    while closing() and time.monotonic() < give_up:
+        time.sleep(0.001)
     found = []
     for fd in os.listdir("/proc/self/fd"):
         # The descriptor of the listing itself is in the list and gone when it is looked at.
