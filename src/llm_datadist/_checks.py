@@ -28,6 +28,7 @@ INVALID_ID: Final = 2**64 - 1
 """The largest uint64: "no id" wherever the interface has an id (request, prefix)."""
 
 _INNER: Final = "inner type only support"
+_ODD: Final = re.compile("[\0\ud800-\udfff]")  # compiled here: init may have no memory left for it
 
 
 def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = "only support") -> TypeError:
@@ -216,7 +217,7 @@ def check_rule(condition: object, text: str) -> None:
 
 def check_text(name: str, text: str) -> str:
     """Return ``text``. Raises ParamError if it has a NUL or a surrogate, which no path, host or message can hold."""
-    if found := re.search("[\0\ud800-\udfff]", text):
+    if found := _ODD.search(text):
         raise ParamError(f"{name}: {text[:200]!r} has {found[0]!r}: NUL and lone surrogates are not allowed")
     return text
 

@@ -54,6 +54,8 @@ class Top(App[None]):
 
     def refresh_tables(self) -> None:
         """Show what the instances publish now; after a failure, what they published before it, and the failure."""
+        if not self.query("#remark"):
+            return  # the screen is being taken down
         remark = ""
         try:
             found = self._read(0.0)
