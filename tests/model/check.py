@@ -40,7 +40,8 @@ def main() -> int:
     print("\n".join(wrong) or "the models quote the source as it is")
     started = time.monotonic()
     try:
-        flags = [f"-isystem{_relacy()}", "-std=c++14", "-O1"]
+        # Last, not -isystem: where that is /usr/include, the headers of the compiler come before those of C.
+        flags = [f"-idirafter{_relacy()}", "-std=c++14", "-O1"]
         for name in MODELS:
             binary = BUILD / name
             subprocess.run([compiler(), *flags, str(HERE / f"{name}.cpp"), "-o", str(binary)], check=True)
