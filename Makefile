@@ -38,15 +38,16 @@ define SET_UP
 	@echo "$(1): setting it up (once; again when pyproject.toml or the native code changes)"
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
-COMPILING := compiling the library and installing what it needs: about half a minute on two idle cores
-
+# `pip install -e '.[cli]'`, with what it does one after the other side by side.
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*p["dependencies"], *p["optional-dependencies"]["cli"])
 $(VENV)/.cli: pyproject.toml $(NATIVE)
 	$(call SET_UP,$(VENV))
-	@echo "$(VENV): $(COMPILING)"
-	@$(PIP) -e '.[cli]'
+	@echo "$(VENV): compiling the library, and installing what it needs: half a minute on two idle cores"
+	@$(PIP) --no-deps -e . & $(BIN)/python -c '$(NEEDS)' | xargs $(PIP) && wait $$!
 	@touch $@
 
-# The library is there already, so that pip installs only what the extra names and compiles nothing again.
+# The library is there, so that pip installs only what the extra names and compiles nothing again.
 $(STAMP): $(VENV)/.cli
 	@echo "$(VENV): installing the tools of development"
 	@$(PIP) 'open-datadist[dev]'
