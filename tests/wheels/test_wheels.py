@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,6 @@ def right(size):
 
 print(streaming_bits(), [right(size) for size in (1, 63, 256, 1000, 4096, 70_001)])
 """
-TOOLS: Final = ("cc", "gcc", "g++", "c++", "clang", "clang++", "cmake", "ninja", "make", "zig")
 
 
 def built(pattern: str) -> Path:
@@ -63,20 +63,46 @@ def bare(commands: Path) -> dict[str, str]:
     return kept | {"PATH": str(commands)}
 
 
-def test_x86_64_wheel_runs_the_demo_where_there_is_no_compiler(tmp_path: Path) -> None:
-    commands = install(tmp_path / "venv", "--only-binary=:all:", f"{built('*x86_64.whl')}[cli]")
-    assert [tool for tool in TOOLS if shutil.which(tool, path=str(commands))] == []
-    demo = [str(commands / "llm-datadist"), "demo"]
-    done = subprocess.run(demo, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(commands))
+def typed(commands: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Paste commands into a shell that finds programs in one folder only."""
+    shell = ["/bin/sh", "-ec", commands]
+    environment = bare(path) | {"PIP_ONLY_BINARY": ":all:"}
+    return subprocess.run(shell, check=False, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def test_the_recipe_for_a_wheel_works_pasted_where_there_is_no_compiler(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "dependencies.md").read_text().partition("## Without a compiler")[2]
+    (recipe,) = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "dist").symlink_to(ROOT / "dist")
+    (programs := tmp_path / "programs").mkdir()
+    for name in ("python3", "ls", "uname"):
+        program = f"{sys.base_prefix}/bin/python3" if name == "python3" else shutil.which(name)
+        (programs / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+        (programs / name).chmod(0o755)
+    done = typed(recipe, tmp_path, programs)
     assert (done.returncode, "Tokens equal." in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-def test_threads_in_the_wheels_native_code_do_not_crash_the_exit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment that has the wheel and none of its extras."""
+    return install(tmp_path_factory.mktemp("plain") / "venv", "--only-binary=:all:", str(built("*x86_64.whl")))
+
+
+def test_threads_in_the_wheels_native_code_do_not_crash_the_exit(plain: Path, tmp_path: Path) -> None:
     """The wheel has a C++ library of its own, so the test of the module that was compiled here says nothing of it."""
-    commands = install(tmp_path / "venv", "--only-binary=:all:", str(built("*x86_64.whl")))
-    program = [str(commands / "python"), "-c", test_native_exit.PROGRAM]
-    ended = subprocess.run(program, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(commands))
+    program = [str(plain / "python"), "-c", test_native_exit.PROGRAM]
+    ended = subprocess.run(program, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(plain))
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_without_its_extra_the_command_says_what_installs_it(plain: Path, tmp_path: Path) -> None:
+    said = typed("llm-datadist --help", tmp_path, plain)
+    assert (said.returncode, said.stdout) == (2, "")
+    needs, colon, mend = said.stderr.partition(": ")
+    assert (needs.split()[:2], colon) == (["llm-datadist", "needs"], ": ")
+    done = typed(f"{mend}llm-datadist --help", tmp_path, plain)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) -> None:
