@@ -168,21 +168,21 @@ def test_link_that_is_much_slower_than_one_stream() -> None:
 
 @contextmanager
 def _relayed(port: int) -> Iterator[int]:
-    """Yield a port whose connections reach ``port`` at 8 MB/s each; the port above it reaches the one above."""
+    """Yield a port whose connections reach ``port`` at 4 MB/s each; the port above it reaches the one above."""
     here = _two_ports()
 
     class Relay(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             above = int(self.request.getsockname()[1]) - here
             with socket.create_connection(("127.0.0.1", port + above)) as there:
-                back = threading.Thread(target=copy, args=(there, self.request, 0.0 if above else 1 / 8e6))
+                back = threading.Thread(target=copy, args=(there, self.request, 0.0 if above else 1 / 4e6))
                 back.start()
                 copy(self.request, there, 0.0)
                 back.join()
 
     def copy(source: socket.socket, target: socket.socket, seconds_a_byte: float) -> None:
         with suppress(OSError):
-            while data := source.recv(1 << 17):
+            while data := source.recv(1 << 20):
                 target.sendall(data)
                 time.sleep(len(data) * seconds_a_byte)
         for end in (source, target):
