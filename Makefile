@@ -105,8 +105,8 @@ model: $(STAMP)
 FRAMES ?= 2000000
 FAULTS ?= --secure
 faults: $(STAMP)
-	@$(BIN)/python -m tests.faults.campaign $(FAULTS)
-	@$(BIN)/python -m tests.faults.fuzz --frames $(FRAMES)
+	@$(BIN)/python -m faults campaign $(FAULTS)
+	@$(BIN)/python -m faults fuzz --frames $(FRAMES)
 
 # An environment of its own, with the peers in it: the library needs none of them. What cannot be installed is said, and
 # the bench runs without it. Pinned; --no-deps, because NIXL declares a torch it never imports, with gigabytes behind it.

@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scripts.two_ends import two_ends
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType
 from llm_datadist.views import tensor_views
+from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 

@@ -23,16 +23,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scripts.two_ends import two_ends
-from tests.support.ends import ChildEnd
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.bench.progress import steps
 from llm_datadist.bench.worker import Busy
 from llm_datadist.views import tensor_views
+from scripts.two_ends import two_ends
+from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
     from tests.support.world import World
 
 KINDS: Final = ("kept", "first", "by key")

@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from scripts.measure_peers import Peer, close_peers, offer
-from tests.faults.harness import Processes, numbered, words_of
-from tests.support.background import Call
-from tests.support.linking import SUCCESS, info, link
 
+from faults.harness import Processes, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.progress import steps
+from scripts.measure_peers import Peer, close_peers, offer
+from tests.support.background import Call
+from tests.support.linking import SUCCESS, info, link
 
 if TYPE_CHECKING:
     from tests.support.ends import ChildEnd

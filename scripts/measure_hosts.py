@@ -16,8 +16,6 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from tests.hosts.network import Namespace, first_namespace
-
 from llm_datadist.bench.cases import Request, cases_of, size_text
 from llm_datadist.bench.driver import run
 from llm_datadist.bench.processes import Build
@@ -25,6 +23,7 @@ from llm_datadist.bench.report import Reporter
 from llm_datadist.bench.sides.base import ENV_HOST, Role
 from llm_datadist.bench.workload import Op
 from llm_datadist.config import INSECURE_VARIABLE
+from tests.hosts.network import Namespace, first_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

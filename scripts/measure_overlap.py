@@ -23,7 +23,6 @@ import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scripts.two_ends import two_ends
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -35,9 +34,11 @@ from llm_datadist import (
 )
 from llm_datadist.bench.progress import steps
 from llm_datadist.views import tensor_views
+from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
     from tests.support.ends import ChildEnd
     from tests.support.world import World
 

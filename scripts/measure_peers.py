@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from tests.faults.harness import Processes, numbered, words_of
+
+from faults.harness import Processes, numbered, words_of
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+from llm_datadist.bench.progress import steps
 from tests.support.background import Call
 from tests.support.linking import SUCCESS, info
 from tests.support.world import make_config
-
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
-from llm_datadist.bench.progress import steps
 
 if TYPE_CHECKING:
     from tests.support.ends import ChildEnd

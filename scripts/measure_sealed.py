@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scripts.two_ends import two_ends
-from tests.support.linking import SUCCESS, info, link, unlink
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._links.credentials import new_secret
 from llm_datadist.bench.progress import steps
 from llm_datadist.views import tensor_views
+from scripts.two_ends import two_ends
+from tests.support.linking import SUCCESS, info, link, unlink
 
 if TYPE_CHECKING:
     from collections.abc import Callable

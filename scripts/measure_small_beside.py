@@ -18,12 +18,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from tests.support.ends import ChildEnd
-
 from llm_datadist.bench.progress import steps
 from llm_datadist.bench.sides.base import Facts, Role
 from llm_datadist.bench.sides.ours import KEY, Ours
 from llm_datadist.bench.workload import Op, Workload
+from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
     from tests.support.world import World

@@ -17,14 +17,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from scripts.two_ends import two_ends
-
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.initiator import TransferOp, _current
 from llm_datadist.cache_manager import CacheManager
+from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable

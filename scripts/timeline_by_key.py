@@ -20,8 +20,6 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from scripts.two_ends import two_ends
-
 from llm_datadist import CacheDesc, CacheKey, DataType
 from llm_datadist._links import channel as channels
 from llm_datadist._links.channel import Channel
@@ -30,6 +28,7 @@ from llm_datadist._links.messages import Release, Resolve
 from llm_datadist._transfer import initiator as initiators
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transport.connection import Connection
+from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable

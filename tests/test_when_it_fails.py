@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import numpy as np
 import pytest
 
+from faults.gated import stopped
+from faults.strangers import listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
 from llm_datadist._cache.registry import Event, Lifecycle
 from llm_datadist._links import handshake, messages
@@ -32,11 +34,9 @@ from tests.support.background import Call
 from tests.support.ends import ChildEnd
 from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
-from tests.support.gates import stopped
 from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
 from tests.support.source import ROOT
-from tests.support.strangers import listener, silent_port
 from tests.support.users import USER, become
 from tests.support.world import World, make_config, residue_of, small_pool
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
 
 T = TypeVar("T")
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)

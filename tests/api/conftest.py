@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
-from tests.conftest import Pair, _pair
 from tests.support.moves import Spec, make
+from tests.support.pairs import Pair, pair_of
 from tests.support.world import World, fill, small_pool
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _populate_decoder(world: World) -> None:
 
 
 def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iterator[Pair]:
-    for pair in _pair(request, transport):
+    for pair in pair_of(request, transport):
         pair.start(rca=rca, **small_pool())
         pair.prompt.do(_populate, PROMPT_CACHES)
         pair.decoder.do(_populate_decoder)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gates import Gate, shut
+from faults.stalls import stall
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
 from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateError
-from tests.faults.gates import Gate, shut
-from tests.faults.stalls import stall
 from tests.support import moves
 from tests.support.frozen import frozen
 from tests.support.linking import bytes_move_both_ways, info, links_of
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

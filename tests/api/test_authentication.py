@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.strangers import Stranger
 from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
@@ -22,13 +23,12 @@ from tests.doctor.hosts import needs
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
 from tests.support.moves import picture, wait_until
-from tests.support.strangers import Stranger
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED

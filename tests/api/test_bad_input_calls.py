@@ -48,7 +48,7 @@ from tests.support.refusals import (
 )
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 INT8: Final = DataType.DT_INT8
 MAX: Final = 2**64 - 1

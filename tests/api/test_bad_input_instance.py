@@ -14,7 +14,7 @@ from tests.support.refusals import NONE, RULE, TYPE, UINT64, Kind, Spec, raises,
 from tests.support.world import residue, settled
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 
 def test_r01_constructor() -> None:

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
+from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
-from tests.conftest import Pair, _pair
-from tests.faults.test_lane_flood import rss_anon
 from tests.support.background import Call
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, call, forget, make, picture, same_bytes, show, wait_until
-from tests.support.strangers import Stranger
-from tests.support.world import residue_of
+from tests.support.pairs import Pair, pair_of
+from tests.support.world import anonymous_bytes, residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +98,7 @@ UNASKED: Final = [
 @pytest.fixture(scope="module")
 def linked_once(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A prompt and a decoder that are linked, for all tests of this file."""
-    for pair in _pair(request, "shm"):
+    for pair in pair_of(request, "shm"):
         pair.start()
         pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
         bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -266,19 +265,19 @@ def test_rule_10_ten_thousand_questions_whose_answers_are_not_read_cost_bounded_
     prompt.do(make, "many", Spec(tensors=2000, rows=1, stride=16, blocks=True, blocks_key=MANY), 1)
     with Stranger(linked.prompt.port) as stranger:
         stranger.link()
-        before = rss_anon(prompt)
+        before = prompt.do(anonymous_bytes)
         questions: list[wire.Message] = [question(number, MANY) for number in range(1, count + 1)]
         talker = Call(stranger.say, *questions)
         # The first answers fill what the kernel and the backlog hold: from then on the stranger is not read any more.
         wait_until(lambda: prompt.do(unsent, 66) > 1 << 20)
         for _ in range(3):
             bytes_move_both_ways(prompt, linked.decoder)
-        assert rss_anon(prompt) - before < bound
+        assert prompt.do(anonymous_bytes) - before < bound
         # Nothing was lost: a stranger that begins to read gets every answer, in order.
         for number in range(1, count + 1):
             assert stranger.hear(wire.Resolved).id == number
         talker.result()
-        assert rss_anon(prompt) - before < bound
+        assert prompt.do(anonymous_bytes) - before < bound
         assert prompt.do(links) == {2: "ready", 66: "ready"}
         stranger.say(*questions[:500])  # and it may leave without reading
         wait_until(lambda: prompt.do(unsent, 66) > 1 << 20)

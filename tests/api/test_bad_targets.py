@@ -14,21 +14,21 @@ import msgspec
 import numpy as np
 import pytest
 
+from faults.gated import count_messages, releases
+from faults.strangers import listener, read_hello
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._links import messages as wire
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
-from tests.support.gates import count_messages, releases
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-from tests.support.strangers import listener, read_hello
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
 
     Behaviour = Callable[[socket.socket], None]
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from faults.gated import begin
 from llm_datadist import LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
@@ -20,7 +21,6 @@ from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import DeadlineExceeded, ProtocolError, TransferFailed
 from tests.support.checksums import KEY, PAGED, ROWS, STRIDE, TENSORS, both, kept, questions, verified
-from tests.support.gates import begin
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import residue, settled
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUCCESS", "errors.DeadlineExceeded")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 
+from faults.gated import begin, stopped
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, TransferFailed
 from llm_datadist.views import tensor_views
@@ -27,7 +28,6 @@ from tests.support.checksums import (
     questions,
     verified,
 )
-from tests.support.gates import begin, stopped
 from tests.support.layers import spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import ChildEnd, End
     from tests.support.layers import Span
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
     Place = tuple[int, int]

@@ -22,7 +22,7 @@ from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, e
 from tests.support.world import make_config, residue_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._links.messages import CONTROL_PREAMBLE, CommunicatorId, Refused
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
@@ -22,14 +23,13 @@ from tests.support.linking import bytes_move_both_ways, info, link, links, reach
 from tests.support.moves import Spec, Use, call, make, moved, refused, same_bytes, show, wait_until
 from tests.support.ranks import OK, PREPARING, Meeting, drop, host, join, joined, new_name, settle, start_two, status
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, UNLINKED, Row, Table, bad, refuse
-from tests.support.strangers import Stranger
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("LLMDataDist: explain_communicator link query_register_mem_status unlink")
 

@@ -50,7 +50,7 @@ from tests.support.refusals import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("cpp_api.RegisterCfg")
 

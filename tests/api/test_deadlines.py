@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import count_messages, releases, resolves, stopped
+from faults.stalls import go_on, stall_there
+from faults.strangers import Stranger
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
 from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import DeadlineExceeded
-from tests.faults.test_stalls import go_on, stall_there
 from tests.support import linking
 from tests.support.frozen import frozen
-from tests.support.gates import count_messages, releases, resolves, stopped
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.strangers import Stranger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import End
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK

@@ -19,7 +19,7 @@ from tests.support.world import make_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import (
     CacheError,
@@ -23,7 +24,6 @@ from llm_datadist.errors import (
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.frozen import frozen
-from tests.support.gates import stopped
 from tests.support.moves import (
     BLOCKS,
     Spec,
@@ -42,8 +42,8 @@ from tests.support.moves import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import count_messages, resolves, stopped
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, TransferFailed
 from tests.support.background import ended, in_background
-from tests.support.gates import count_messages, resolves, stopped
 from tests.support.linking import SUCCESS, info, unlink
 from tests.support.moves import (
     BLOCKS,
@@ -32,8 +32,8 @@ from tests.support.moves import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 KEY = CacheKey(1, 10)

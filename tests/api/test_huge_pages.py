@@ -17,7 +17,7 @@ from tests.support.seccomp import fail, known
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("llm.MemPoolConfig", "llm.HostMemPoolConfig")

@@ -16,7 +16,7 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, same_bytes, show
 from tests.support.ranks import Meeting
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 

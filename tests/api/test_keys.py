@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError, TransferFailed
-from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, info, unlink
 from tests.support.memory import desc, pool, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -21,9 +21,9 @@ from tests.support.world import World, fill
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
 
     #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
     Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import gated_call, stopped
+from faults.gates import Gate, count_arrivals
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
-from tests.faults.gates import Gate, count_arrivals
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
-from tests.support.gates import gated_call, stopped
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("CacheManager: pull_blocks pull_cache")

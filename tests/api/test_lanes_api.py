@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.relay import Relay
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport.connect import LANES_PER_LINK
 from llm_datadist._transport.lanes import LANE_PREAMBLE, MAX_LANES, NONCE_BYTES, TOKEN_BYTES
 from llm_datadist.errors import DeadlineExceeded
 from llm_datadist.testing import scene
-from tests.faults.relay import Relay
 from tests.support import seccomp
 from tests.support.authority import Authority
 from tests.support.ends import ChildEnd
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)

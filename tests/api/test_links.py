@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gated import gated_call
+from faults.gates import Gate
+from faults.strangers import Stranger, silent_port
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkRefused, LLMException, NotLinked, ParamError, PeerLost
-from tests.faults.gates import Gate
 from tests.support import linking
 from tests.support.authority import secret_file
 from tests.support.background import Call, begin_there, result_there
-from tests.support.gates import gated_call
 from tests.support.linking import OK, SUCCESS, alone, bytes_move_both_ways, info, link, links, not_linked, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
-from tests.support.strangers import Stranger, silent_port
 from tests.support.world import World, fill, make_config, residue_of, small_pool
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist import LLMClusterInfo
-    from tests.conftest import Pair
     from tests.support.ends import End, LocalEnd
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers(
     "CacheKey.cluster_id",

@@ -29,8 +29,8 @@ from tests.support.moves import same_bytes
 from tests.support.world import World, fill, make_config, read
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers(
     "Registry",

@@ -14,8 +14,8 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, refused, same_bytes, show
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from tests.conftest import TRANSPORTS, _pair
 from tests.support.moves import (
     BLOCKS,
     Spec,
@@ -29,12 +28,13 @@ from tests.support.moves import (
     show,
     wait_until,
 )
+from tests.support.pairs import TRANSPORTS, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("LayerSelection", "CacheManager: pull_blocks pull_cache push_blocks push_cache")
@@ -172,7 +172,7 @@ BESIDE: Final = {
 def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two linked ends with other caches; one at a time, since the child processes are those of all tests."""
     transport, rca = request.param
-    for pair in _pair(request, transport):
+    for pair in pair_of(request, transport):
         pair.start(rca=rca)
         before = [(end, end.do(_beside), end.do(_left)) for end in (pair.prompt, pair.decoder)]
         yield pair

@@ -1,6 +1,6 @@
 """Many threads at once on one link, both directions at the same time, every byte compared.
 
-Over several links: tests/faults/test_campaign.py."""
+Over several links: faults/tests/test_campaign.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.background import Call
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("LLMDataDist.init")

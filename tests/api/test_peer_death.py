@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.strangers import silent_port
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
@@ -34,16 +35,15 @@ from tests.support.linking import (
 )
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
-from tests.support.strangers import silent_port
 from tests.support.world import World, make_config, residue_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import ChildEnd, End
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout", "errors.NotLinked")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
@@ -20,7 +21,6 @@ from llm_datadist._native import readable
 from llm_datadist._transport import samehost
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, ParamError
-from tests.conftest import _pair
 from tests.support.authority import Authority, secret_file
 from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import explain, info, link, links, links_of
@@ -38,15 +38,15 @@ from tests.support.moves import (
     show,
     wait_until,
 )
-from tests.support.strangers import Stranger
+from tests.support.pairs import pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
@@ -83,7 +83,7 @@ def start(pair: Pair, folder: Path, policy: dict[str, Any], *, by: str = "prompt
 def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, str]]:
     """Two ends, not started, and where their caches are to be."""
     ends, transport, memory = ROUTES[request.param]
-    for pair in _pair(request, ends):
+    for pair in pair_of(request, ends):
         pair.transport = transport
         yield pair, memory
 

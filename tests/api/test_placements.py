@@ -11,9 +11,9 @@ import pytest
 
 from llm_datadist import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import LLMException
-from tests.conftest import Pair
 from tests.support.linking import explain
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, refused, same_bytes, show
+from tests.support.pairs import Pair
 from tests.support.world import fill
 
 if TYPE_CHECKING:

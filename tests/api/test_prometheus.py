@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from prometheus_client.registry import RestrictedRegistry
 
     from llm_datadist.metrics import OperationStatistics
-    from tests.conftest import Pair
     from tests.support.ends import End
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 
+from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support.background import ended, in_background
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.frozen import freeze
-from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, finalize, info, link, unlink
 from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, residue, settled
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("errors.TransferFailed")
 

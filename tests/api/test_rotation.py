@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 ROTATIONS = 10

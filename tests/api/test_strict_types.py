@@ -15,8 +15,8 @@ from tests.support.layers import INVALID, keyed, send
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, refused, same_bytes, show
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
     from tests.support.ends import End
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 HALF: Final = Spec(data_type=DataType.DT_FLOAT16, dims=(3, 8))

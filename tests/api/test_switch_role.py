@@ -23,8 +23,8 @@ from tests.support.world import World, make_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("LLMDataDist.switch_role")
 

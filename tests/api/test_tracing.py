@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from tests.conftest import Pair
     from tests.support.ends import ChildEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 TRACED: Final = {"llm.Tracing": "1"}

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gated import open_there, shut_there
+from faults.gates import Gate
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode, TransferConfig
-from tests.conftest import _pair
-from tests.faults.gates import Gate
-from tests.support.gates import open_there, shut_there
 from tests.support.layers import (
     FAILED,
     INVALID,
@@ -31,15 +30,16 @@ from tests.support.layers import (
 from tests.support.linking import alone
 from tests.support.memory import pool
 from tests.support.moves import Spec, cache_id, forget, make, nothing_happens, picture, same_bytes, show, wait_until
+from tests.support.pairs import pair_of
 from tests.support.world import fill, nixl_stands_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.layers import Span
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
     #: The receiver's cache, the sender's, its row and the receiver's (None: a blocks key, or address), lists of blocks
@@ -112,7 +112,7 @@ def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, bool]]:
     ends, transport, rca = request.param
     if not rca and nixl_stands_in(transport):
         pytest.skip(NOT_OVER_NIXL)
-    for pair in _pair(request, ends):
+    for pair in pair_of(request, ends):
         pair.transport = transport
         pair.start(rca=rca, extra={} if rca else {"llm.Checksum": "1"})
         yield pair, rca
@@ -174,7 +174,7 @@ def test_r18_r05_dst_layer_range_counts_from_the_start_of_the_source_range_and_n
 def by_address(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if nixl_stands_in(request.param):
         pytest.skip(NOT_OVER_NIXL)
-    for pair in _pair(request, {"auto": "shm"}.get(request.param, request.param)):
+    for pair in pair_of(request, {"auto": "shm"}.get(request.param, request.param)):
         pair.transport = request.param
         pair.start()
         yield pair

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gates import Gate, shut
 from llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
@@ -23,7 +24,6 @@ from llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
-from tests.faults.gates import Gate, shut
 from tests.support.layers import (
     BOUND_MS,
     FAILED,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(
@@ -357,7 +357,7 @@ import atexit, threading
 task = None
 atexit.register(lambda: print(task.get_results(0)))  # runs after the library's own: it was there first
 from llm_datadist import LayerSynchronizer
-from tests.conftest import Pair
+from tests.support.pairs import Pair
 from tests.support.ends import LocalEnd
 from tests.support.layers import keyed, make_both
 from tests.support.moves import Spec

@@ -42,8 +42,8 @@ from tests.support.refusals import (
 from tests.support.v1 import POOL, desc, kv_call, kv_make, start_end
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from faults.gated import begin, gated_call_v1
+from faults.gates import Gate, shut
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
@@ -38,15 +40,13 @@ from llm_datadist.errors import (
 )
 from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
-from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.frozen import freeze
-from tests.support.gates import begin
 from tests.support.layers import Always, addresses
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.memory import user_memory
 from tests.support.moves import Use, cache_id, moved, picture, same_bytes, show, wait_until
-from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, start_end
+from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
 from tests.support.world import fill, make_config, read, residue, settled
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist import KvCacheManager
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gated import gated_call_v1
+from faults.gates import Gate
+from faults.strangers import silent_port
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -30,7 +33,6 @@ from llm_datadist.errors import (
     ParamError,
     StateError,
 )
-from tests.faults.gates import Gate
 from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
 from tests.support.layers import Always, Gated, addresses
@@ -38,16 +40,15 @@ from tests.support.linking import SUCCESS, alone, begin_there, info, link, links
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
-from tests.support.strangers import silent_port
-from tests.support.v1 import DIRECT, POOL, desc, gated_call_v1, kv_call, kv_make, start_end
+from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
 
+from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
 from tests.support.source import ROOT
 
 

@@ -31,8 +31,8 @@ with Progress(sys.stderr, "frames") as progress:
 sys.exit(threading.active_count())
 """
 _PULL: Final = ["-m", "llm_datadist.cli", "bench", "pull", "--blocks", "20", "--passes", "2", "--against", ","]
-_FUZZ: Final = ["-m", "tests.faults.fuzz", "--frames", "200", "--target", "parser"]
-_CAMPAIGN: Final = ["-m", "tests.faults.campaign", "--seconds", "2", "--epoch", "2", "--seed", "1", "--transport=shm"]
+_FUZZ: Final = ["-m", "faults", "fuzz", "--frames", "200", "--target", "parser"]
+_CAMPAIGN: Final = ["-m", "faults", "campaign", "--seconds", "2", "--epoch", "2", "--seed", "1", "--transport=shm"]
 _BAR: Final = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 4
 
 

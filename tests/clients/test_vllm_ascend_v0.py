@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist import KvCache
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 pytestmark = pytest.mark.covers("vllm-ascend, v0 connectors", "LLMDataDist.kv_cache_manager")
 

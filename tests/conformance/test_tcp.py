@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from faults.lanepeer import LanePeerProcess, RegionConnection
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transport.lanes import dial_lanes
@@ -19,7 +20,6 @@ from llm_datadist.errors import CacheMismatch, DeadlineExceeded, LinkRefused, Pe
 from llm_datadist.testing import TransportConformance
 from llm_datadist.testing.peers import REGION_BYTES
 from llm_datadist.testing.scene import BUDGET_MS, Scene, beginning_of, read_beginning, tensors_over
-from tests.faults.lanepeer import LanePeerProcess, RegionConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -50,8 +50,8 @@ from tests.support.refusals import RULE, TYPE, Spec, Table, bad, refuse
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

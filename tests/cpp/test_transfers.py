@@ -34,8 +34,8 @@ from tests.support.moves import Spec, Use, call, make, moved, picture, same_byte
 
 if TYPE_CHECKING:
     from llm_datadist.cpp_api import CachePlacement
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers(

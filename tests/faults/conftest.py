@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.relay import Relay
-from tests.faults.relayed import DEADLINE_MS, Relayed
+from faults.relay import Relay
+from faults.relayed import DEADLINE_MS, Relayed
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
 from tests.support.moves import picture, wait_until
@@ -15,7 +15,7 @@ from tests.support.moves import picture, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 
 @pytest.fixture(params=["shm", "tcp"])

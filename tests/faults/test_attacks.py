@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from faults.strangers import Stranger, listener, read_hello
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
@@ -41,7 +42,6 @@ from llm_datadist._transport.lanes import MAX_LANES, LaneRequest, dial_lanes
 from llm_datadist.errors import CacheNotFound, LinkRefused
 from tests.support.linking import bytes_move_both_ways, info, link, links
 from tests.support.moves import BLOCKS, Spec, make, picture, wait_until
-from tests.support.strangers import Stranger, listener, read_hello
 
 if TYPE_CHECKING:
     import socket
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transport.lanes import LaneGrant
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from faults.relayed import BIG, HARM, Relayed
+from faults.streams import Fault
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, PeerLost, TransferFailed
-from tests.faults.relayed import BIG, HARM, Relayed
-from tests.faults.streams import Fault
 from tests.support.linking import SUCCESS, begin_there, links, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show
 
 if TYPE_CHECKING:
-    from tests.faults.relay import Direction
+    from faults.relay import Direction
 
 
 def pull(relayed: Relayed, source: Any) -> BaseException | None:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults.relayed import BIG, HARM, KEY, Relayed
+from faults.streams import Fault
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, LLMException, NotLinked, PeerLost
-from tests.faults.relayed import BIG, HARM, KEY, Relayed
-from tests.faults.streams import Fault
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from tests.faults.relay import Direction
+    from faults.relay import Direction
 
 OK = LLMStatusCode.LLM_SUCCESS
 # --- in the handshake -------------------------------------------------------------------------------------------------

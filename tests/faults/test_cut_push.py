@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gated import stopped
+from faults.relay import Relay
+from faults.streams import Fault
 from llm_datadist.errors import TransferFailed
-from tests.faults.relay import Relay
-from tests.faults.streams import Fault
-from tests.support.gates import stopped
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show, wait_until
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 SPEC = Spec(tensors=4, rows=4, stride=1 << 20, blocks=True)
 THERE = Spec(tensors=4, rows=4, stride=1 << 20, blocks=True, blocks_key=BLOCKS, memory="private")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import gated_call, open_there, shut_there
+from faults.gates import STEPS, Gate
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.errors import LLMException
-from tests.faults.gates import STEPS, Gate
 from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.gates import gated_call, open_there, shut_there
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, info, link, links, result_there
 from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import residue, settled

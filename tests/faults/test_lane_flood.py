@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import struct
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,10 +16,10 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request
 from llm_datadist._transport.lanes import MAX_LANES, MAX_RUNS
 from llm_datadist._transport.tcp import TcpConnection
-from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, Use, call, make, picture, wait_until
-from tests.support.world import residue, settled
+from tests.support.world import anonymous_bytes, residue, settled
 
 if TYPE_CHECKING:
     import socket
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
 
 REQUESTS: Final = 10_000
 BOUND: Final = 64 << 20
@@ -103,13 +102,6 @@ def flood(tcp_pair: Pair) -> Iterator[Flood]:
     assert tcp_pair.prompt.do(picture).pins == 0
 
 
-def rss_anon(end: object) -> int:
-    """Return the bytes of anonymous memory that a child holds."""
-    assert isinstance(end, ChildEnd)
-    (line,) = [each for each in Path(f"/proc/{end.pid}/status").read_text().splitlines() if "RssAnon" in each]
-    return int(line.split()[1]) << 10
-
-
 def whole() -> NDArray[np.uint64]:
     return np.array([[0, 0, 4 * STRIDE]], np.uint64)
 
@@ -118,7 +110,7 @@ def test_rule_10_ten_thousand_reads_whose_answers_nobody_reads_cost_bounded_memo
     tcp_pair: Pair, flood: Flood
 ) -> None:
     owner = tcp_pair.prompt
-    before = rss_anon(owner)
+    before = owner.do(anonymous_bytes)
     worst = 0
     lanes = 0
     while flood.asked < REQUESTS:
@@ -129,10 +121,10 @@ def test_rule_10_ten_thousand_reads_whose_answers_nobody_reads_cost_bounded_memo
             flood.ask(lane, whole(), WINDOW)
             if lanes % MAX_LANES == 0:
                 bytes_move_both_ways(owner, tcp_pair.decoder)
-                worst = max(worst, rss_anon(owner) - before)
+                worst = max(worst, owner.do(anonymous_bytes) - before)
             flood.ask(lane, whole(), 1)
     assert worst < BOUND
-    assert rss_anon(owner) - before < BOUND
+    assert owner.do(anonymous_bytes) - before < BOUND
     assert owner.do(links)[66] == "ready", "lanes were lost, not the link"
     bytes_move_both_ways(owner, tcp_pair.decoder)
 
@@ -141,7 +133,7 @@ def test_rule_10_the_longest_requests_on_all_lanes_there_can_be_cost_bounded_mem
     tcp_pair: Pair, flood: Flood
 ) -> None:
     owner = tcp_pair.prompt
-    before = rss_anon(owner)
+    before = owner.do(anonymous_bytes)
     offsets = np.arange(MAX_RUNS, dtype=np.uint64) * np.uint64(2)
     many = np.stack([offsets, offsets, np.ones(MAX_RUNS, np.uint64)], axis=1)
     each = 16 * MAX_RUNS + 4096
@@ -151,7 +143,7 @@ def test_rule_10_the_longest_requests_on_all_lanes_there_can_be_cost_bounded_mem
         flood.ask(lane, many, WINDOW_BYTES // each)
     # What they ask for is kept until it is answered: that is the memory in question.
     least = MAX_LANES * (WINDOW_BYTES // each) * MAX_RUNS * 16
-    wait_until(lambda: rss_anon(owner) - before > least)
+    wait_until(lambda: owner.do(anonymous_bytes) - before > least)
     for _ in range(3):
         bytes_move_both_ways(owner, tcp_pair.decoder)
-    assert rss_anon(owner) - before < BOUND
+    assert owner.do(anonymous_bytes) - before < BOUND

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 
+from faults.limits import few_descriptors, few_threads, give, little_memory, take
 from llm_datadist import (
     CacheKeyByIdAndIndex,
     LLMDataDist,
@@ -24,7 +21,6 @@ from llm_datadist import (
 )
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist.errors import OutOfMemory, TransferFailed
-from tests.faults.limits import few_descriptors, few_threads, give, take
 from tests.support.ends import ChildEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
@@ -33,10 +29,8 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.world import baseline, make_config, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conftest import Pair
     from tests.support.ends import LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 #: More than a link takes, over any transport.
@@ -75,18 +69,6 @@ def test_attack_poc4_a_link_without_descriptors_fails_with_a_code_and_leaves_not
     assert 0 < failures < MOST
     assert pair.decoder.do(link, peers) == SUCCESS
     bytes_move_both_ways(pair.decoder, pair.prompt)
-
-
-@contextmanager
-def little_memory(free: int) -> Iterator[None]:
-    """Leave the process so many bytes of address space; threads need some, too."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + free, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def init_with(world: World, limit: Any, free: int) -> str:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from faults.gates import watched
+from faults.limits import few_descriptors, few_threads, give, little_memory, take
 from llm_datadist import CacheKey, LLMException, LLMStatusCode, Placement, TransferConfig
 from llm_datadist.errors import OutOfMemory, TransferFailed
 from llm_datadist.testing import StagedDevice
-from tests.faults.gates import watched
-from tests.faults.limits import few_descriptors, few_threads, give, take
-from tests.faults.test_limits import little_memory
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -22,8 +21,8 @@ from tests.support.world import residue_of, settled_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conftest import Pair
     from tests.support.ends import End, LocalEnd
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 TRANSPORTS = ["shm", "cma", "tcp"]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gates import Gate
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, _BlockingFrames
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.messages import Linked
-from tests.faults.gates import Gate
 from tests.support.ends import ChildEnd
 from tests.support.linking import alone, bytes_move_both_ways, links
 from tests.support.moves import picture, wait_until

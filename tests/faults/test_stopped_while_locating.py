@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import watch_there
+from faults.gates import Gate
 from llm_datadist import LLMStatusCode
 from llm_datadist._links.messages import Locate
-from tests.faults.gates import Gate
 from tests.support.ends import ChildEnd
-from tests.support.gates import watch_there
 from tests.support.layers import OK, addresses, begin, finish, raw, ready, received, send
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, forget, make, picture, same_bytes, wait_until

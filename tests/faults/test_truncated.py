@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from faults.gates import Gate, shut
 from llm_datadist import BlocksCacheKey
 from llm_datadist.errors import LLMException, PeerLost, TransferFailed
-from tests.faults.gates import Gate, shut
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, start_both
 from tests.support.moves import Spec, Use, call, make, wait_until

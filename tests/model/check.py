@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from scripts import check_citations
-
 from tests.native.drivers import NATIVE, ROOT, Unsupported, compiler
 from tests.support import debian
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, Refused, _encode
@@ -19,7 +20,6 @@ from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferA
 from llm_datadist.testing import TransportConformance
 from llm_datadist.testing.peers import REGION_BYTES
 from llm_datadist.testing.scene import BUDGET_MS, Scene, beginning_of, read_beginning, tensors_over
-from tests.faults.nixlpeer import NixlPeerProcess, SocketConnection
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist._transport.nixl import NixlConnection
-    from tests.conftest import Pair
     from tests.support.ends import ChildEnd, End
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 OVER_NIXL = {"llm.Transport": "nixl"}

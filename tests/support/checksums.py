@@ -10,9 +10,9 @@ from tests.support.moves import BLOCKS, Spec, make, picture, wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 ON = {"llm.Checksum": "1"}

@@ -25,9 +25,9 @@ from tests.support.moves import Use
 from tests.support.world import fill, ids_as_in_a_fresh_process
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
     from tests.support.ends import End
     from tests.support.moves import Bytes
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 OK = LLMStatusCode.LLM_SUCCESS

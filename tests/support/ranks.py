@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from llm_datadist.metrics import CommunicatorStatistics
-    from tests.conftest import Pair
     from tests.support.ends import End
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED

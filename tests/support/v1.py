@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheDesc, DataType, KvCache
-from tests.faults.gates import shut
 from tests.support.moves import Use
 from tests.support.world import fill
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from llm_datadist import BlocksCacheKey, CacheKey
     from tests.support.ends import End
     from tests.support.moves import Bytes
@@ -56,11 +53,6 @@ def kv_call(world: World, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the KvCacheManager; :class:`Use` arguments become KvCaches of this end."""
     real = [kv_of(world, a.name) if isinstance(a, Use) else a for a in args]
     return getattr(world.dd.kv_cache_manager, method)(*real, **kwargs)
-
-
-def gated_call_v1(world: World, peer: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
-    with shut(world.dd, step, folder, peer=peer):
-        return kv_call(world, method, *args, **kwargs)
 
 
 def start_end(end: End, role: str, cluster_id: int = 1, **settings: Any) -> None:

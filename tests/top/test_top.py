@@ -30,7 +30,7 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.tables import WIDTHS, printed, tables
 
 if TYPE_CHECKING:
-    from tests.conftest import Pair
+    from tests.support.pairs import Pair
     from tests.support.world import World
 
 

@@ -10,7 +10,7 @@ import pytest
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist.testing.scene import residue, settled
 
-from . import lane_ends
+from faults import lane_ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,9 +13,8 @@ from llm_datadist._native import Canary, Tensors
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
+    from tests.support import twin
     from tests.support.world import World
-
-    from . import twin
 
 MEMORY = 24 << 20  # private memory of the other process
 COOKIE = b"cookie of holder"

@@ -14,6 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faults.lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
+from faults.sealing import FAR_KEYS, NEAR_KEYS
+from faults.strangers import listener
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
@@ -43,12 +46,8 @@ from llm_datadist.errors import (
 )
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
+from tests.support import twin
 from tests.support.moves import wait_until
-from tests.support.sealing import FAR_KEYS, NEAR_KEYS
-from tests.support.strangers import listener
-
-from . import twin
-from .lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,8 @@ from llm_datadist._cache import geometry as layout
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, LayerSelection, RowRange, decode_geometry
 from llm_datadist._native import parse_blocks
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError, ProtocolError
+from tests.support import twin
 from tests.support.refusals import raises
-from tests.unit import twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,6 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._links import messages
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
@@ -27,14 +28,13 @@ from llm_datadist._links.messages import (
     frame,
 )
 from llm_datadist.errors import ProtocolError
-from tests.faults.fuzz.forge import HANDSHAKE, LINK, Forge
 
 KINDS = {kind.__name__.lower(): kind for kind in get_args(messages._ANY)}
 
 
 @pytest.mark.parametrize("tag", sorted(KINDS))
 def test_every_message_survives_the_trip_and_none_is_one_cut_short_or_with_more_behind_it(tag: str) -> None:
-    """tests/faults/fuzz feeds what is random or changed."""
+    """faults/fuzz feeds what is random or changed."""
     forge, tripped = Forge(1, {tag: (LINK | HANDSHAKE)[tag]}, wrong=0), 0
     for _ in range(60):
         payload = forge.payload()

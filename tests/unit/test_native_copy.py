@@ -30,8 +30,7 @@ from llm_datadist._native import (
 )
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import kernel_threads, residue, settled
-
-from . import twin
+from tests.support import twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

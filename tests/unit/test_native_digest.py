@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist.errors import ParamError
-
-from . import digest_twin, twin
+from tests.support import twin
+from tests.unit import digest_twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

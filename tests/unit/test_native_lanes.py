@@ -15,6 +15,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from faults.lane_ends import (
+    DATA,
+    READ,
+    Ends,
+    Target,
+    Wire,
+    deadline,
+    encode_plan,
+    events_of,
+    joined,
+    next_event,
+    one_row,
+    tcp_pair,
+)
 from llm_datadist._native import (
     NO_DEADLINE,
     Ending,
@@ -30,22 +44,7 @@ from llm_datadist._native import (
 from llm_datadist._native.lanes import LOST
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import kernel_threads
-
-from . import twin
-from .lane_ends import (
-    DATA,
-    READ,
-    Ends,
-    Target,
-    Wire,
-    deadline,
-    encode_plan,
-    events_of,
-    joined,
-    next_event,
-    one_row,
-    tcp_pair,
-)
+from tests.support import twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Lanes whose bytes are sealed: keys, records as they are on the wire, and what a peer with the keys may do wrong.
 
 All that plain lanes do sealed ones do too: see the fixture `kind_of_lane`. What a relay can do to records:
-tests/faults/sealed_relay.py.
+faults/sealed_relay.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, Tensors, WriteAsked
-from llm_datadist._native import encode_request as encode
-from llm_datadist.errors import ParamError
-from llm_datadist.testing.scene import tensors_over as tensors
-from tests.support.moves import wait_until as wait_for
-from tests.support.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
-
-from . import lane_ends, twin
-from .lane_ends import (
+from faults import lane_ends
+from faults.lane_ends import (
     BIG,
     DATA,
     HEADER,
@@ -48,6 +41,13 @@ from .lane_ends import (
     one_row,
     tcp_pair,
 )
+from faults.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
+from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, Tensors, WriteAsked
+from llm_datadist._native import encode_request as encode
+from llm_datadist.errors import ParamError
+from llm_datadist.testing.scene import tensors_over as tensors
+from tests.support import twin
+from tests.support.moves import wait_until as wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

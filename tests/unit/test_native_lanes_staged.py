@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from faults.lane_ends import DATA, HEADER, MAGIC, WRITE, Target, Wire, deadline, joined, next_event, one_row
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, WriteAsked, plan_blocks
 from llm_datadist._native.lanes import TORN
+from tests.support import twin
 from tests.support.moves import wait_until as wait_for
-
-from . import twin
-from .lane_ends import DATA, HEADER, MAGIC, WRITE, Target, Wire, deadline, joined, next_event, one_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llm_datadist._memory.guards import GuardTable
-from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, WriteAsked
-from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
-from llm_datadist.testing.scene import tensors_over as tensors
-from tests.support.moves import wait_until as wait_for
-
-from .lane_ends import (
+from faults.lane_ends import (
     BIG,
     DATA,
     READ,
@@ -29,6 +23,11 @@ from .lane_ends import (
     next_event,
     one_row,
 )
+from llm_datadist._memory.guards import GuardTable
+from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, WriteAsked
+from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
+from llm_datadist.testing.scene import tensors_over as tensors
+from tests.support.moves import wait_until as wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

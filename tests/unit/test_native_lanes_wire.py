@@ -7,11 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from llm_datadist._native import Ending, LaneEngine, LaneLost
-from llm_datadist.testing.scene import tensors_over as tensors
-
-from . import twin
-from .lane_ends import (
+from faults.lane_ends import (
     BIG,
     DATA,
     HEADER,
@@ -28,6 +24,9 @@ from .lane_ends import (
     next_event,
     one_row,
 )
+from llm_datadist._native import Ending, LaneEngine, LaneLost
+from llm_datadist.testing.scene import tensors_over as tensors
+from tests.support import twin
 
 MIB = 1 << 20
 

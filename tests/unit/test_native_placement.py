@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist._native import NO_DEADLINE, CopyPool, execute, plan_row
-
-from . import twin
+from tests.support import twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from llm_datadist._native import parse_blocks, parse_indices, plan_blocks, plan_pieces, plan_row
 from llm_datadist.errors import ParamError
-
-from . import twin
+from tests.support import twin
 
 BLOCKS = 24
 # A small range makes neighbours, duplicates and chains common.

@@ -32,8 +32,8 @@ from llm_datadist._native import (
     plan_row,
 )
 from llm_datadist.errors import ParamError
+from tests.support import twin
 
-from . import twin
 from .holder import COOKIE, Holder
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from typing import Final
 import numpy as np
 import pytest
 
+from faults.lane_ends import DATA, READ, WRITE, Wire, events_of
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._native import LaneEngine, ReadAsked, StandingGrants, Tensors, WriteAsked
 from llm_datadist._transport.lanes import MAX_RUNS
-
-from . import twin
-from .lane_ends import DATA, READ, WRITE, Wire, events_of
+from tests.support import twin
 
 TENSORS: Final = 3
 EXTENT: Final = 24_000

@@ -14,8 +14,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, execute, plan_row
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
-
-from . import twin
+from tests.support import twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
@@ -34,7 +35,6 @@ from llm_datadist._transport.nixl import (
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist.errors import DeadlineExceeded, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
-from tests.faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from scripts import scaling_model as model
 
+from faults.harness import holds_within
 from llm_datadist import BlocksCacheKey
 from llm_datadist._links import liveness
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Beat, Message, Resolved, decode, frame
 from llm_datadist._native import steps
-from tests.faults.harness import holds_within
+from scripts import scaling_model as model
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, info, link, links_of
 from tests.support.moves import Spec, Use, call, make

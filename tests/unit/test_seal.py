@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults.tls import ALERT, RecordWriter, logged_secret
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed
-from tests.support.tls import ALERT, RecordWriter, logged_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable

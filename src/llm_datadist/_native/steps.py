@@ -1,4 +1,4 @@
-"""Named steps of a transfer at which a test can stop, count or kill a thread (``tests/faults/gates.py``).
+"""Named steps of a transfer at which a test can stop, count or kill a thread (``faults/gates.py``).
 
 Code at a step says ``if steps.watch is not None: steps.watch("plan", link)``: inline, because a call costs six times
 as much as the comparison. Nothing in the library sets :data:`watch`. Any thread calls it.

@@ -1,0 +1,138 @@
+"""Calls that do not end by themselves: a signal's handler raises in them, or the task that awaits them is cancelled.
+
+Handlers run in the main thread of a process. So a worker's main thread makes calls too, whenever nothing else is asked
+of it, under a timer that rings at any moment. Awaited calls are made by the other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from faults.campaign.scene import Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from faults.campaign.linker import Linker
+    from faults.campaign.mover import Mover
+
+__all__ = ["Awaiting", "Bell", "Cancelled", "Interrupted", "Roamer", "RungScene"]
+
+#: What a caller loses by an interrupt is the handle of what was made, or of the task: these are left alone.
+_QUIET: Final = frozenset(
+    {"allocate", "register", "deallocate", "unregister", "statistics", "explain", "transfer_cache_async"}
+)
+_SECONDS: Final = (5e-5, 2e-2)
+
+
+class Interrupted(Exception):
+    """What the handler raises."""
+
+
+class Cancelled(Exception):
+    """The task of an awaited call was cancelled."""
+
+
+class Bell:
+    """A timer whose handler raises inside of a call. The main thread only, one for each process."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._rung = 0.0
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def call(self, rng: Random, late: Callable[[float], None], function: Callable[[], Any]) -> Any:
+        """Call, and interrupt it once unless it ends before; say how long after the interrupt it ended."""
+        shortest, longest = _SECONDS
+        self._rung = 0.0
+        try:
+            self._armed = True
+            signal.setitimer(signal.ITIMER_REAL, shortest * (longest / shortest) ** rng.random())
+            return function()
+        finally:
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if self._rung:
+                late(time.monotonic() - self._rung)
+
+    def _ring(self, *_: object) -> None:
+        if self._armed:
+            self._armed = False
+            self._rung = time.monotonic()
+            raise Interrupted
+
+
+@dataclass(kw_only=True)
+class RungScene(Scene):
+    """The scene of a worker as its main thread sees it."""
+
+    bell: Bell
+    rng: Random
+
+    @classmethod
+    def beside(cls, scene: Scene, bell: Bell, rng: Random) -> RungScene:
+        """Return the same scene, in which calls are interrupted."""
+        return cls(**vars(scene), bell=bell, rng=rng)
+
+    def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kind in _QUIET:
+            return super().call(kind, budget, function, *args, **kwargs)
+        call = partial(self.bell.call, self.rng, self.journal.ended_after_interrupt, partial(function, *args, **kwargs))
+        return super().call(kind, budget, call)
+
+
+class Roamer:
+    """What the main thread does: it moves bytes, links and unlinks."""
+
+    def __init__(self, mover: Mover, linker: Linker, rng: Random) -> None:
+        self.mover = mover
+        self._linker = linker
+        self._rng = rng
+
+    def run(self, seconds: float, stop: Callable[[], bool]) -> None:
+        """Go on for so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not stop():
+            if self._rng.random() < 0.02:
+                self._linker.look_after(self._linker.any_peer())
+            self.mover.step()
+
+
+class Awaiting:
+    """The awaited form of calls, with an event loop of one thread. A context manager."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._loop = asyncio.new_event_loop()
+
+    def form(self, what: str, call: partial[Any]) -> tuple[str, Callable[[], Any]]:
+        """Return a call, or at times its awaited form, which at times is cancelled; and what to count it as."""
+        name = getattr(call.func, "__name__", "")
+        if self._rng.random() > 0.2 or not name.startswith(("pull_", "push_", "link_", "unlink_")):
+            return what, call
+        method = getattr(call.func.__self__, f"{name}_async")  # type: ignore[attr-defined]
+        after = self._rng.choice((None, 0.0, 3e-4, 2e-3, 2e-2, 0.1))
+        return f"{name} awaited", lambda: self._loop.run_until_complete(
+            _awaited(partial(method, *call.args, **call.keywords), after)
+        )
+
+    def close(self) -> None:
+        """End the loop."""
+        self._loop.close()
+
+
+async def _awaited(call: Callable[[], Any], after: float | None) -> Any:
+    task = asyncio.ensure_future(call())
+    if after is not None:
+        await asyncio.wait({task}, timeout=after)
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise Cancelled from None

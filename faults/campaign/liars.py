@@ -1,0 +1,231 @@
+"""Liars: peers that link properly and then say what is well formed and not true. It may cost them their own link.
+
+Everything is claimed: the incarnation and the cluster id of a worker's peer, time without end, pins and tensors that
+they did not read, caches by generations that are over or to come, addresses, and that they unlink.
+
+What a liar may do by the protocol it does not do, because the campaign would take it for a fault: it consumes no key
+over shared memory, where a release is believed, and it writes with no handle that may become true.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from random import Random
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from faults.campaign.directory import Kind
+from faults.campaign.producer import blocks_key, request_of
+from faults.fuzz.forge import LINK, Forge
+from faults.strangers import Stranger
+from llm_datadist._cache.registry import Namespace
+from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages as wire
+from llm_datadist._links.identity import new_share
+from llm_datadist._memory.exports import Exports
+from llm_datadist._memory.guards import GuardTable
+from llm_datadist._native import Plan, encode_request, plan_row
+from llm_datadist._transfer.target import encode_handle
+from llm_datadist._transport.lanes import dial_lanes
+from llm_datadist._transport.samehost import exchange_memory
+from llm_datadist.errors import LLMException
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from faults.campaign.directory import Directory, Found
+    from faults.campaign.epochs import Epoch
+
+__all__ = ["Liars", "Victim"]
+
+_HEADER: Final = Struct("<IBBHQQQQ")  # of a lane's frame, as native/wire.hpp has it
+_MAGIC, _READ, _WRITE = 0x31444C44, 1, 3
+_PATIENCE_SECONDS: Final = 2.0
+_FOREVER_MS: Final = 2**62
+
+
+@dataclass(frozen=True)
+class Victim:
+    """The worker that is lied to."""
+
+    number: int
+    port: int
+    epoch: Epoch
+    directory: Directory
+    folder: Path
+
+    @property
+    def transport(self) -> str:
+        """The one to ask for."""
+        forced: str = self.epoch.settings(self.number)["extra"]["llm.Transport"]
+        return "shm" if forced == "auto" else forced
+
+    def peer(self, rng: Random) -> tuple[int, bytes | None]:
+        """Return the cluster id and the incarnation of one of its peers."""
+        peer = rng.choice(self.epoch.peers(self.number))
+        with suppress(FileNotFoundError):
+            return peer + 1, (self.folder / f"incarnation-{peer}").read_bytes()
+        return peer + 1, None
+
+
+class Liars:
+    """Those that are at it. The supervisor's thread only."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+        self.linked = 0
+
+    def send(self, seed: int, victim: Victim, seconds: float) -> None:
+        """Let one more go to a worker."""
+        self._stop.clear()
+        self._threads.append(threading.Thread(target=self._run, args=(Random(seed), victim, seconds), daemon=True))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        """Wait until all are gone."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _run(self, rng: Random, victim: Victim, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        # Whoever it lies to may hang up at any moment, be stopped, or be killed.
+        with suppress(OSError, LLMException, AssertionError), _Liar(rng, victim) as liar:
+            if not liar.join():
+                return
+            self.linked += 1
+            while time.monotonic() < until and not self._stop.is_set():
+                liar.lie()
+
+
+class _Liar(Stranger):
+    """One of them: with an id of its own, or as a peer of the victim."""
+
+    def __init__(self, rng: Random, victim: Victim) -> None:
+        own = 900 + rng.randrange(1000), None
+        peer, theirs = victim.peer(rng)
+        super().__init__(victim.port, *rng.choice((own, own, own, (peer, None), (peer, theirs))))
+        self.sock.settimeout(_PATIENCE_SECONDS)
+        self._rng, self._victim = rng, victim
+        self._forge = Forge(rng.randrange(1 << 30), LINK, wrong=0.0)
+        self._lanes: list[socket.socket] = []
+        self._pins = [1, 2, 3]
+        self._answers: list[wire.Resolved] = []
+        self._number = 0
+
+    def join(self) -> bool:
+        """Become linked, unless that is refused."""
+        rca, transport = self._victim.epoch.rca, self._victim.transport
+        deadline = Deadline(int(_PATIENCE_SECONDS * 1e3))
+        hello = self.hello(remote_accessible=rca, transport=transport)
+        self.say(wire.CONTROL_PREAMBLE, hello)
+        welcome = self.hear(wire.Message)
+        if not isinstance(welcome, wire.Welcome):
+            return False
+        if transport == "tcp":
+            dialled = dial_lanes(self.sock.getpeername()[:2], welcome.lane_token, 2, deadline)
+            self._lanes = [lane.socket for lane in dialled]
+        else:
+            assert isinstance(self._guards, GuardTable)
+            exports = Exports(self.incarnation, {}, self._guards, writable=rca)
+            exchange_memory(welcome.rendezvous, hello.token, exports, deadline).close()
+        sequence = self._rng.choice((1, 2, 1 << 40, 2**63 - 1))
+        present, proof = self._rng.random() < 0.1, self._rng.choice((b"", bytes(32)))
+        self.say(wire.TransportChoice(transport, "it lies", sequence, present, proof, new_share()))
+        return isinstance(self.hear(wire.Message), wire.Linked)
+
+    def lie(self) -> None:
+        """Say something."""
+        self._number += 1
+        lies = [self._resolve, self._release, self._consumed, self._verify, self._locate, self._unlink, self._forged]
+        self._rng.choices([*lies, self._ask_lane], (6, 6, 3, 3, 2, 0.3, 3, 6 if self._lanes else 0))[0]()
+        time.sleep(self._rng.choice((0.0, 0.002, 0.02)))
+
+    def _found(self) -> Found | None:
+        # Over shared memory the release of a key that was not read is believed.
+        keyed = (Kind.KEYED,) * bool(self._lanes)
+        kinds = (Kind.BLOCKS, Kind.REBOUND, Kind.ROWS, Kind.INBOX, Kind.INROWS, *keyed)
+        return self._victim.directory.pick(self._rng, [self._victim.number], *kinds)
+
+    def _resolve(self) -> None:
+        found = self._found()
+        if found is None:
+            return
+        row = self._rng.randrange(found.shape.rows)
+        key: Any = None
+        if found.kind is Kind.KEYED:
+            key = (Namespace.REQUEST, request_of(found, row).req_id, 0)
+        elif found.kind in (Kind.BLOCKS, Kind.REBOUND, Kind.INBOX):
+            key = (Namespace.BLOCKS, 0, blocks_key(found).model_id)
+        cache_id = 0 if key is not None else found.cache_id + self._rng.choice((0, 0, 0, 1, -1))
+        push = self._victim.epoch.rca and self._rng.random() < 0.3
+        self.say(wire.Resolve(self._number, push, key, cache_id, 0 if key else row, self._rng.choice((0, _FOREVER_MS))))
+        answer: Any = self.hear(wire.Resolved | wire.Failed)  # type: ignore[arg-type]
+        if isinstance(answer, wire.Resolved):
+            self._answers = [*self._answers[-8:], answer]
+            self._pins.append(answer.pin)
+
+    def _release(self) -> None:
+        self.say(wire.Release(self._rng.choice(self._pins), 0, self._rng.choice((0, 1, 4, 16, 2**40))))
+
+    def _consumed(self) -> None:
+        found = self._found()
+        if found is not None and (self._victim.epoch.rca or self._lanes):
+            self.say(wire.Consumed(found.cache_id, self._rng.randrange(found.shape.rows), 0, found.shape.tensors))
+
+    def _guarded(self) -> tuple[int, list[wire.Guarded]] | None:
+        """Return a cache, and guards of it that are not its own, and never will be."""
+        if not self._answers:
+            return None
+        answer, off = self._rng.choice(self._answers), self._rng.choice((-2, -1, 1 << 20, 1 << 62))
+        guards = [wire.Guarded(each.slot, max(each.generation + off, 1)) for each in answer.guards]
+        return answer.cache_id + self._rng.choice((0, 0, 1, 1000)), guards or [wire.Guarded(1, 1)]
+
+    def _verify(self) -> None:
+        if (named := self._guarded()) is not None:
+            runs = np.array([0, self._rng.choice((8, 4096, 2**62))], "<u8").tobytes()
+            pin = self._rng.choice((0, *self._pins))
+            self.say(
+                wire.Verify(self._number, named[0], pin, named[1][:4], False, 4096, 0, 2, runs, False, bytes(16), 100)
+            )
+
+    def _locate(self) -> None:
+        addresses = np.array([self._rng.randrange(2**47) for _ in range(8)], "<u8").tobytes()
+        self.say(wire.Locate(self._number, addresses, self._rng.choice((1, 4096, 2**62))))
+
+    def _unlink(self) -> None:
+        self.say(wire.UnlinkRequest(self._number), wire.UnlinkCancel())
+
+    def _forged(self) -> None:
+        self.say(b"".join(self._forge.frame() for _ in range(self._rng.randrange(1, 9))))
+
+    def _ask_lane(self) -> None:
+        named = self._guarded()
+        if named is None:
+            return
+        write = self._rng.random() < 0.5
+        nbytes, at = self._rng.choice((8, 512)), self._rng.choice((0, 512, 2**40))
+        handle = encode_handle(named[0], self._rng.choice((0, 0, *self._pins)), named[1])
+        plan = Plan(0, 0, 2, plan_row(at, at, nbytes), False, 2 * nbytes)
+        meta = encode_request(handle, self._rng.choice((4096, 12288, 2**40)), plan, write)
+        payload = b"\xee" * (2 * nbytes) if write else b""
+        kind = _WRITE if write else _READ
+        header = _HEADER.pack(_MAGIC, kind, 0, 0, self._number, len(meta), len(payload), 0)
+        lane = self._rng.choice(self._lanes)
+        with suppress(BlockingIOError):
+            lane.sendall(header + meta + payload)
+            lane.recv(1 << 16, socket.MSG_DONTWAIT)
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        with ExitStack() as stack:
+            for lane in self._lanes:
+                stack.enter_context(lane)

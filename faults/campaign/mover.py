@@ -1,0 +1,424 @@
+"""A thread of a worker that pulls, pushes and copies, and judges every byte of what it pulled into after each call."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
+from faults.campaign.copies import copy_inside
+from faults.campaign.directory import Found, Kind
+from faults.campaign.epochs import MOVERS
+from faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
+from faults.campaign.litter import drop
+from faults.campaign.memory import Destination, close_all
+from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
+from faults.campaign.sends import LAYERS, send
+from llm_datadist import CacheKeyByIdAndIndex, Placement
+from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
+from llm_datadist.types.grant import Grant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from random import Random
+
+    from faults.campaign.contents import Words
+    from faults.campaign.scene import Scene
+
+__all__ = ["Mover"]
+
+_OWN_SLOT = 40  # and 44 for what is written anew, see Destination
+_SOURCE_SLOT = 48
+#: How many of the calls, out of those that could, go where something was a while ago.
+_OLD = 0.25
+_REMEMBERED = 24
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The caches of one mover: what it pulls into, and what it pushes (letters)."""
+
+    blocks: Destination
+    rows: Destination
+    host: Destination
+    letters: Destination
+    long_letters: Destination
+
+
+@dataclass(frozen=True)
+class _Into:
+    """What a pull addresses."""
+
+    dst: Destination
+    tensors: Sequence[int]
+    rows: Sequence[int]
+
+
+class Mover:
+    """One thread, with destinations of its own. ``number`` counts the movers of its worker."""
+
+    def __init__(self, scene: Scene, rng: Random, number: int) -> None:
+        self._scene = scene
+        self._rng = rng
+        self._number = number
+        self._peers = scene.epoch.peers(scene.worker)
+        self._turn = 0
+        self._remembered: deque[Found] = deque(maxlen=_REMEMBERED)
+        #: (worker, life, slot, generation, row) of keys pulled whole -> the link over which they went.
+        self._consumed: dict[tuple[int, ...], Any] = {}
+        #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
+        self._inherited = scene.directory.generations()
+        self._own: _Own | None = None
+        self._weights, self._work = zip(*self._jobs(), strict=True)
+        self._awaiting: Awaiting | None = None  # the main thread has none
+
+    def run(self) -> None:
+        """The thread."""
+        scene, self._awaiting = self._scene, Awaiting(self._rng)
+        while not scene.stop.is_set():
+            self.step()
+            if self._rng.random() < 0.3:
+                scene.stop.wait(self._rng.choice((0.0, 0.001, 0.01)))
+        self._awaiting.close()
+
+    def step(self) -> None:
+        """Do one thing."""
+        if self._scene.resting:
+            self._scene.stop.wait(0.01)
+            return
+        if self._own is None:
+            self._own = self._made()
+        if self._own is None:
+            self._scene.stop.wait(0.05)
+            return
+        self._rng.choices(self._work, self._weights)[0](self._own)
+
+    def _jobs(self) -> list[tuple[int, Callable[[_Own], object]]]:
+        jobs: list[tuple[int, Callable[[_Own], object]]] = [
+            (8, self._pull_blocks),
+            (4, self._pull_row),
+            (3, self._copy_inside),
+            (1, self._begin_anew),
+            (2, self._pull_granted),
+            (2, lambda own: drop(self._scene, own.blocks.cache)),
+        ]
+        jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
+        jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]
+        # An address that is changed on its way is written to: nothing between two ends can find that out.
+        jobs += [] if self._scene.epoch.harmed else [(2, self._send)]
+        return jobs
+
+    def free(self) -> bool:
+        """Give all memory back; False: something is still in use."""
+        own, self._own = self._own, None
+        return own is None or close_all([own.blocks, own.rows, own.host, own.letters, own.long_letters])
+
+    # --- destinations ----------------------------------------------------------------------------------------------
+
+    def _made(self) -> _Own | None:
+        """Return new caches, or None: the pool is full, or is not given back in time."""
+        shape = self._scene.epoch.shape
+        self._turn += 1
+        made: list[Destination] = []
+        try:
+            for each, long in ((shape, False), (shape.long, True), (shape, False), (shape, False), (shape.long, True)):
+                made.append(self._destination(each, len(made), long=long))
+        except LLMException:
+            close_all(made)
+            return None
+        return _Own(*made)
+
+    def _destination(self, shape: Shape, index: int, *, long: bool) -> Destination:
+        scene = self._scene
+        host = index == 2
+        kinds = ("allocated", "inside", "private") if not host else ("allocated",)
+        placement = Placement.HOST if host else Placement.DEVICE
+        kind = self._rng.choice(kinds)
+        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
+        settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
+        return Destination(scene.journal, scene.cm, shape, stamp, **settings)
+
+    def _begin_anew(self, own: _Own) -> None:
+        """Others get the memory, at once."""
+        if self._rng.random() < 0.3 and not self.free():
+            self._scene.journal.note("destinations kept by others")
+
+    def _pick(self, *kinds: Kind) -> Found | None:
+        """Return a cache of a peer, at times one that has ended: who knows where it was must not get there."""
+        old = [found for found in self._remembered if found.kind in kinds]
+        if old and self._rng.random() < _OLD:
+            return self._rng.choice(old)
+        found = self._scene.directory.pick(self._rng, self._peers, *kinds)
+        if found is not None:
+            self._remembered.append(found)
+        return found
+
+    def _copy_inside(self, own: _Own) -> None:
+        copy_inside(self._scene, self._rng, own.blocks, own.rows, own.host)
+
+    # --- pulls -----------------------------------------------------------------------------------------------------
+
+    def _pull_blocks(self, own: _Own) -> None:
+        found = self._pick(Kind.BLOCKS, Kind.REBOUND)
+        if found is None:
+            return
+        count = self._rng.choice((1, 2, 5, found.shape.rows))
+        sources = self._rng.sample(range(found.shape.rows), count)
+        targets = self._rng.sample(range(found.shape.rows), count)
+        from_, to, ranges = self._layers(found.shape.tensors)
+        call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, sources, targets, **ranges)
+        wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
+        self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
+
+    def _pull_granted(self, own: _Own) -> None:
+        found = self._pick(Kind.GRANTED)
+        if found is None or not found.extra:
+            return
+        rows = self._rng.sample(range(found.shape.rows), self._rng.choice((1, 2, 5)))
+        tensors, grant = range(found.shape.tensors), Grant.from_bytes(found.extra)
+        call = partial(self._scene.cm.pull_blocks, blocks_key(found), own.blocks.cache, rows, rows, grant=grant)
+        wanted = partial(pattern, tensors=tensors, rows=rows, words=found.shape.words)
+        self._pull("pull_blocks granted", call, found, _Into(own.blocks, tensors, rows), wanted)
+
+    def _layers(self, tensors: int) -> tuple[range, range, dict[str, Any]]:
+        """Return tensors there, tensors here, and the layer ranges that say so."""
+        layers = tensors // 2
+        if self._rng.random() < 0.7:
+            return range(tensors), range(tensors), {}
+        count = self._rng.randint(1, layers)
+        there, here = self._rng.randint(0, layers - count), self._rng.randint(0, layers - count)
+        ranges: dict[str, Any] = {
+            "src_layer_range": range(there, there + count),
+            "dst_layer_range": range(here, here + count),
+        }
+        return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
+
+    def _pull_row(self, own: _Own) -> None:
+        found = self._pick(Kind.ROWS)
+        if found is None:
+            return
+        row = self._rng.randrange(found.shape.rows)
+        self._row(own, found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
+
+    def _row(self, own: _Own, found: Found, key: Any, row: int) -> Any:
+        """Pull a row into a row, or into blocks; return what came of it."""
+        tensors = range(found.shape.tensors)
+        wanted = partial(pattern, tensors=tensors, rows=(row,), words=found.shape.words)
+        if self._rng.random() < 0.5:
+            target = self._rng.randrange(found.shape.rows)
+            call = partial(self._scene.cm.pull_cache, key, own.rows.cache, target)
+            return self._pull("pull_cache", call, found, _Into(own.rows, tensors, (target,)), wanted)
+        pieces = found.shape.words // own.blocks.shape.words
+        targets = self._rng.sample(range(own.blocks.shape.rows), pieces)
+        call = partial(self._scene.cm.pull_blocks, key, own.blocks.cache, [], targets)
+
+        def in_pieces(stamp: Stamp) -> Words:
+            return wanted(stamp).reshape(len(tensors), pieces, -1)
+
+        return self._pull("pull_blocks of a row", call, found, _Into(own.blocks, tensors, targets), in_pieces)
+
+    def _pull(self, what: str, call: partial[Any], found: Found, into: _Into, wanted: Callable[[Stamp], Words]) -> Any:
+        """Pull and judge every byte; return what came of it. ``wanted``: what a cache of that stamp brings."""
+        scene, dst, tensors, rows = self._scene, into.dst, into.tensors, into.rows
+        started = time.monotonic_ns()
+        outcome = self._call(what, call)
+        self._judge_error(what, outcome)
+        about = f"{what} of {found} into tensors {list(tensors)} rows {list(rows)}"
+        if outcome is None and scene.directory.life(found.worker) == found.incarnation:
+            first = int(dst.views[tensors[0]][rows[0], 0])
+            generation = self._generation(found, first)
+            scene.directory.pulled(scene.worker, found.worker, started)
+            if dst.settle(about, tensors, rows, wanted(found.at(generation))):
+                self._judge_time(about, found, generation, started)
+        else:
+            if outcome is None:
+                scene.journal.note("pulls around a kill, judged outside only")
+            dst.settle(about, tensors, rows, None)
+        return outcome
+
+    def _call(self, what: str, call: partial[Any]) -> Any:
+        """Call in this form or that."""
+        form = (what, call) if self._awaiting is None else self._awaiting.form(what, call)
+        return self._scene.call(form[0], self._scene.budget, form[1])
+
+    def _generation(self, found: Found, word: int) -> int:
+        """Return which generation was pulled, as far as it may be."""
+        stamp = stamp_of(word)
+        newest = self._scene.directory.newest(found) + 1
+        fits = found.kind is Kind.REBOUND and found.generation <= stamp.generation <= newest
+        return stamp.generation if fits and found.at(stamp.generation).base == stamp.base else found.generation
+
+    def _judge_time(self, about: str, found: Found, generation: int, started: int) -> None:
+        ended = self._scene.directory.moment(found, generation, "ended")
+        if ended and ended < started:
+            late = (started - ended) / 1e6
+            self._scene.journal.violation(
+                "wrong bytes", f"{about}: generation {generation} had ended {late:.1f} ms before"
+            )
+
+    def _judge_error(self, what: str, outcome: Any) -> None:
+        if isinstance(outcome, ChecksumMismatch):
+            if self._scene.epoch.harmed:
+                self._scene.journal.note("harm found by checksums")
+            else:
+                self._scene.journal.violation("false mismatches", f"{what}: {outcome}")
+
+    # --- keys, each consumed once ----------------------------------------------------------------------------------
+
+    def _pull_keyed(self, own: _Own) -> None:
+        """Each row of a keyed cache belongs to one mover, so that a second success is one too many."""
+        found = self._pick(Kind.KEYED)
+        if found is None:
+            return
+        takers = MOVERS * len(self._scene.epoch.peers(found.worker))
+        me = self._taker(found.worker)
+        mine = [row for row in range(found.shape.rows) if (row + found.generation) % takers == me]
+        if not mine:
+            return
+        row = self._rng.choice(mine)
+        identity = (found.worker, found.incarnation, found.slot, found.generation, row)
+        link = self._link(found)
+        by_id = self._rng.random() < 0.2
+        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
+        outcome = self._row(own, found, key, row)
+        self._judge_key(found, identity, link, outcome, by_id=by_id)
+
+    def _pull_prefix(self, own: _Own) -> None:
+        found = self._pick(Kind.PREFIX)
+        if found is None:
+            return
+        row = self._rng.randrange(found.shape.rows)
+        outcome = self._row(own, found, prefix_of(found, row), row)
+        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
+            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
+
+    def _should_be_there(self, found: Found) -> bool:
+        directory = self._scene.directory
+        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
+        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
+
+    def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
+        journal = self._scene.journal
+        known = identity in self._consumed
+        lost = isinstance(outcome, CacheNotFound) and not known and identity[:4] not in self._inherited
+        if outcome is None:
+            stable = link is not None and self._link(found) is link
+            # By its id a row can be pulled for as long as there is the cache.
+            if known and not by_id and stable and self._consumed[identity] is link:
+                journal.violation("keys", f"{identity} was pulled whole twice over one link {link!r}")
+            self._consumed[identity] = link if stable else None
+        elif isinstance(outcome, (Interrupted, Cancelled)):
+            self._consumed.setdefault(identity, None)  # it may have been about to return
+        elif lost and self._should_be_there(found):
+            journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
+
+    def _taker(self, owner: int) -> int:
+        """Return which of the movers linked to an owner this one is."""
+        return self._scene.epoch.peers(owner).index(self._scene.worker) * MOVERS + self._number
+
+    def _link(self, found: Found) -> Any:
+        engine = self._scene.dd._engine
+        with suppress(LLMException):
+            return None if engine is None else engine.links.get(found.cluster_id)
+        return None
+
+    # --- pushes ----------------------------------------------------------------------------------------------------
+
+    def _push_blocks(self, own: _Own) -> None:
+        found = self._pick(Kind.INBOX)
+        if found is None:
+            return
+        stamp, letters = self._letter(own.letters), own.letters
+        rows = self._own_rows(found)
+        sources = self._rng.sample(range(letters.shape.rows), len(rows))
+        from_, to, ranges = self._layers(found.shape.tensors)
+        key: Any = blocks_key(found)
+        if self._rng.random() < 0.3:
+            key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
+        call = partial(self._scene.cm.push_blocks, key, letters.cache, sources, rows, **ranges)
+        if self._push("push_blocks", call, found, letters):
+            back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
+            wanted = pattern(stamp, from_, sources, found.shape.words)
+            self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
+
+    def _send(self, own: _Own) -> None:
+        """Send some layers one by one, by key, or to an address."""
+        kind = Kind.INBOX if self._scene.epoch.rca else Kind.MAILBOX
+        # Never where something was: an address says nothing of whose memory it is now.
+        found = self._scene.directory.pick(self._rng, self._peers, kind)
+        if found is None:
+            return
+        stamp, rows = self._letter(own.letters), self._own_rows(found)
+        sources = self._rng.sample(range(own.letters.shape.rows), len(rows))
+        first = self._rng.randrange(found.shape.tensors // 2)
+        layers = range(first, min(first + LAYERS, found.shape.tensors // 2))
+        call = partial(send, self._scene, found, own.letters, sources, rows, layers)
+        if self._push("transfer_cache_async", call, found, own.letters):
+            back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
+            tensors = range(2 * layers.start, 2 * layers.stop)
+            wanted = pattern(stamp, tensors, sources, found.shape.words)
+            self._look_at_letters(found, _Into(own.blocks, tensors, back), rows, wanted)
+
+    def _look_at_letters(self, found: Found, into: _Into, rows: list[int], wanted: Words) -> None:
+        """Pull back what was pushed, and layers that were not: these may hold anything."""
+        scene, dst, back = self._scene, into.dst, into.rows
+        started = time.monotonic_ns()
+        outcome = scene.call(
+            "pull_blocks back", scene.budget, scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, back
+        )
+        self._judge_error("pull_blocks back", outcome)
+        everything = range(found.shape.tensors)
+        found_now = [view[list(back)].copy() for view in dst.views]
+        dst.settle(f"pull back of {found} into rows {back}", everything, back, None)
+        if outcome is not None or scene.directory.life(found.worker) != found.incarnation:
+            return
+        self._judge_time("pull back", found, found.generation, started)
+        for place, tensor in enumerate(into.tensors):
+            if not (found_now[tensor] == wanted[place]).all():
+                text = difference(found_now[tensor][None], wanted[place][None])
+                scene.journal.violation("wrong bytes", f"pushed into {found} tensor {tensor} rows {rows}: {text}")
+                return
+        scene.journal.verified(wanted.nbytes)
+
+    def _push_row(self, own: _Own) -> None:
+        found = self._pick(Kind.INROWS)
+        if found is None:
+            return
+        letters, stamp = own.long_letters, self._letter(own.long_letters)
+        row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
+        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
+        call = partial(self._scene.cm.push_cache, key, letters.cache, source)
+        if self._push("push_cache", call, found, letters):
+            back = self._rng.randrange(own.rows.shape.rows)
+            tensors = range(found.shape.tensors)
+            pull = partial(self._scene.cm.pull_cache, key, own.rows.cache, back)
+            wanted = pattern(stamp, tensors, (source,), found.shape.words)
+            self._pull("pull_cache back", pull, found, _Into(own.rows, tensors, (back,)), lambda _: wanted)
+
+    def _letter(self, letters: Destination) -> Stamp:
+        """Write something new into what is to be pushed."""
+        self._turn += 1
+        stamp = Stamp(self._scene.worker, self._scene.life, _SOURCE_SLOT + self._number, self._turn % (1 << 20))
+        letters.fill(stamp)
+        return stamp
+
+    def _own_rows(self, found: Found) -> list[int]:
+        pushers = MOVERS * len(self._scene.epoch.peers(found.worker))
+        me = self._taker(found.worker)
+        return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
+
+    def _push(self, what: str, call: partial[Any], found: Found, letters: Destination) -> bool:
+        """Return True when it succeeded and can be looked at."""
+        scene = self._scene
+        started = time.monotonic_ns()
+        outcome = self._call(what, call)
+        self._judge_error(what, outcome)
+        letters.settle(f"{what}: its source", (), (), None)
+        if outcome is not None or scene.directory.life(found.worker) != found.incarnation:
+            return False
+        self._judge_time(f"{what} into {found}", found, found.generation, started)
+        return not scene.directory.moment(found, found.generation, "ending")

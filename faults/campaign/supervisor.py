@@ -1,0 +1,350 @@
+"""The supervisor: epoch after epoch of faults, each followed by healing, proof and a look at what is left."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import socket
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from random import Random, SystemRandom
+from typing import TYPE_CHECKING, Any, Final
+
+from faults.campaign import worker as work
+from faults.campaign.directory import Directory
+from faults.campaign.epochs import TRANSPORTS, WORKERS, plan_epoch
+from faults.campaign.garbage import Rubbish
+from faults.campaign.hands import Hand, Lost
+from faults.campaign.liars import Liars, Victim
+from faults.campaign.report import Report
+from faults.campaign.schedule import schedule
+from faults.campaign.states import states_in
+from faults.relay import Relay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from faults.campaign.epochs import Epoch
+    from faults.campaign.schedule import Event
+    from llm_datadist.bench.progress import Progress
+
+__all__ = ["Supervisor"]
+
+_STEP_SECONDS: Final = 0.02
+_ROAM_SECONDS: Final = 0.4
+_PROGRESS_SECONDS: Final = 30.0
+_LINK_SECONDS: Final = 20.0
+#: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
+#: of communicators try, here and in other runs on this host: what they dial must be theirs.
+_PORTS: Final = range(21000, 27000)
+
+
+class Supervisor:
+    """Owns the workers, the relays and the schedule. One thread.
+
+    Args:
+        seed: Everything but the interleaving and the ports follows from it.
+        transports: Taken in turn.
+        folder: Where workers write what they see.
+        progress: Where each epoch is told, and how far it is.
+    """
+
+    def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
+        self._seed = seed
+        self._transports = transports or TRANSPORTS
+        self._folder = folder
+        self._progress = progress
+        (folder / "sockets").mkdir()
+        self._directory = Directory(folder / "directory", create=True)
+        ports = _free_ports(SystemRandom())
+        self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
+        self._rubbish = Rubbish()
+        self._liars = Liars()
+        self._relays: dict[tuple[int, int], Relay] = {}
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._asked: Counter[int] = Counter()  # what each worker has not heard yet
+        self.report = Report(folder)
+        self._began = self._told = time.monotonic()
+        self._rested_ns = 0
+
+    def run(self, seconds: float, epoch_seconds: float) -> None:
+        """Run epochs until the time is over; the last one is finished."""
+        end = time.monotonic() + seconds
+        self._progress.begin(round(seconds))
+        try:
+            for number in itertools.count():
+                left = end - time.monotonic()
+                if left <= epoch_seconds / 4:
+                    break
+                epoch = plan_epoch(self._seed, number, self._transports)
+                self._progress.say(str(epoch))
+                self.report.begin(epoch)
+                finished = False
+                try:
+                    self._epoch(epoch, min(epoch_seconds, left))
+                    finished = True
+                except Lost as error:
+                    self.report.violation("hangs" if "answered" in str(error) else "crashes", str(error))
+                    self._start_over()
+                self.report.collect(finished=finished)
+        finally:
+            for hand in self._hands:
+                hand.close()
+            self._rubbish.tidy(all_of_it=True)
+            self._liars.join()
+            self._directory.close()
+
+    def _epoch(self, epoch: Epoch, seconds: float) -> None:
+        self._directory.clear()
+        for hand in self._hands:
+            if hand.state == "dead":
+                hand.bear()
+        self._all(work.begin, lambda hand: (epoch, hand.port))
+        with ExitStack() as undo:
+            self._relays = {
+                pair: undo.enter_context(Relay(("127.0.0.1", self._hands[pair[1]].port)))
+                for pair in sorted(epoch.relayed)
+            }
+            self._all(work.go, lambda hand: (self._ports(epoch, hand.number),))
+            self._harm(epoch, schedule(epoch, seconds), time.monotonic() + seconds)
+            self.report.phase("calm")
+            self._calm(epoch)
+        self._relays.clear()
+        self.report.phase("heal")
+        self._heal(epoch)
+        self.report.phase("finish")
+        for hand, sample in zip(
+            self._hands, self._all(work.finish, lambda hand: (epoch.number % 2 == 0,)), strict=True
+        ):
+            self.report.growth.add(hand.pid, sample)
+        self.report.phase("end")
+        left = sorted(path.name for path in (self._folder / "sockets").iterdir())
+        if left:
+            self.report.violation("leaks", f"socket files left: {left}")
+
+    # --- the faults ------------------------------------------------------------------------------------------------
+
+    def _harm(self, epoch: Epoch, events: list[Event], end: float) -> None:
+        start = time.monotonic()
+        self._agenda.clear()
+        self._asked.clear()
+        for event in events:
+            self._at(start + event.at, lambda event=event: self._happen(epoch, event))  # type: ignore[misc]
+        while time.monotonic() < end:
+            while self._agenda and self._agenda[0][0] <= time.monotonic():
+                heapq.heappop(self._agenda)[2]()
+            for hand in self._hands:
+                if hand.risen() and not hand.busy and not self._asked[hand.number]:
+                    hand.roam(_ROAM_SECONDS)
+                if (code := hand.gone()) is not None:
+                    raise Lost(f"worker {hand.number} ended by itself with {code}")
+            self._rubbish.tidy()
+            self.report.recoveries.look()
+            self._tell_progress()
+            time.sleep(_STEP_SECONDS)
+
+    def _at(self, moment: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (moment, next(self._order), action))
+
+    def _happen(self, epoch: Epoch, event: Event) -> None:
+        hand, done = self._hands[event.worker], True
+        states = [state for each in event.pair or (event.worker,) for state in states_in(self._directory.doing(each))]
+        match event.what:
+            case "kill" if hand.state in {"up", "stopped"}:
+                hand.kill()
+                back = time.monotonic() + event.details["back_after"]
+                self._at(back, lambda: self._bring_back(hand, epoch))
+            case "stop" if hand.state == "up":
+                hand.stop()
+                self._at(time.monotonic() + event.details["seconds"], lambda: self._go_on(hand, epoch))
+            case "relay" | "plan" | "resume" | "cut":
+                self._through(event)
+            case "garbage" if hand.state in {"up", "stopped"}:
+                self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
+            case "liar" if hand.state in {"up", "stopped"}:
+                victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
+                self._liars.send(event.details["seed"], victim, event.details["seconds"])
+            case "stall" if hand.state == "up":
+                self._tell(hand, work.stop_for, event.details["name"], event.details["seconds"])
+            case "gate" if hand.state == "up":
+                self._tell(hand, work.stop_at, event.details["step"], *list(event.details.values())[1:])
+                # The other end meanwhile uses its memory again.
+                if (peer := self._hands[event.details["peer"]]).state == "up":
+                    self._tell(peer, work.storm)
+            case "lull":
+                self._rested_ns = self._directory.rest(**event.details)
+            case "fork" if hand.state == "up":
+                self._tell(hand, work.fork, event.details["how"])
+            case "limit" if hand.state == "up":
+                self._tell(hand, work.limit, *event.details.values())
+            case "exit" if hand.state == "up":
+                self._depart(hand, epoch, event.details["finalize"])
+            case "roll":
+                self._roll(list(self._hands), epoch, event.details["finalize"])
+            case "storm" if hand.state == "up":
+                self._tell(hand, work.storm)
+            case "exhaust" if hand.state == "up":
+                self._tell(hand, work.exhaust)
+            case _:
+                done = False
+        if done:
+            self.report.happened(event, sorted(set(states)))
+
+    def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
+        """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
+        life = self._directory.life(hand.number)
+        self._asked[hand.number] += 1
+
+        def attempt() -> None:
+            if hand.state in {"dead", "leaving"} or self._directory.life(hand.number) != life:
+                self._asked[hand.number] -= 1
+            elif hand.state != "up" or hand.busy:
+                self._at(time.monotonic() + _STEP_SECONDS, attempt)
+            else:
+                self._asked[hand.number] -= 1
+                hand.do(function, *args)
+
+        attempt()
+
+    def _depart(self, hand: Hand, epoch: Epoch, finalize: bool) -> None:
+        """Have a worker leave in good order, and bring it back at once."""
+        if hand.state != "up":
+            return
+        if hand.busy:
+            self._at(time.monotonic() + _STEP_SECONDS, lambda: self._depart(hand, epoch, finalize))
+            return
+        hand.depart(finalize)
+
+        def look() -> None:
+            if hand.state == "leaving" and not hand.departed():
+                self._at(time.monotonic() + _STEP_SECONDS, look)
+            self._bring_back(hand, epoch)
+
+        look()
+
+    def _roll(self, left: list[Hand], epoch: Epoch, finalize: bool) -> None:
+        """Restart one after the other; the next one leaves when the last one is there again."""
+        if left[0].state == "up" and not left[0].busy:
+            self._depart(left.pop(0), epoch, finalize)
+        if left:
+            self._at(time.monotonic() + _STEP_SECONDS, lambda: self._roll(left, epoch, finalize))
+
+    def _go_on(self, hand: Hand, epoch: Epoch) -> None:
+        if hand.state == "stopped":
+            hand.go_on()
+            self._recovers("stop", hand, epoch)
+
+    def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
+        """Note when somebody has pulled from a worker again."""
+        peers = epoch.peers(hand.number)
+
+        def moved(since_ns: int) -> bool:
+            return any(self._directory.has_pulled(peer, hand.number, since_ns) for peer in peers)
+
+        self.report.recoveries.begin(kind, moved)
+
+    def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
+        if hand.state == "dead":
+            self._recovers("kill or exit", hand, epoch)
+            hand.rise(epoch, self._ports(epoch, hand.number))
+
+    def _through(self, event: Event) -> None:
+        assert event.pair is not None
+        relay, details, (one, two) = self._relays[event.pair], event.details, event.pair
+        idle = self._directory.resting()
+        drops = event.what == "relay" and details["fault"].what in {"drop", "stall"} and idle
+        if event.what == "cut" or drops:
+            self.report.recoveries.begin(
+                "idle drop" if idle else "cut",
+                lambda ns: self._directory.has_pulled(one, two, ns) or self._directory.has_pulled(two, one, ns),
+                self._rested_ns if idle else None,
+            )
+        match event.what:
+            case "relay":
+                relay.now(details["kind"], details["direction"], details["fault"])
+            case "plan":
+                relay.plan(details["kind"], details["direction"], details["fault"])
+            case "resume":
+                relay.resume()
+                relay.forget_plans()
+            case _:
+                relay.cut(details["kind"], reset=details["reset"])
+
+    def _ports(self, epoch: Epoch, number: int) -> dict[int, int]:
+        """Return where a worker dials its peers."""
+        return {
+            peer: self._relays[number, peer].port if (number, peer) in self._relays else self._hands[peer].port
+            for peer in epoch.peers(number)
+        }
+
+    # --- after them ------------------------------------------------------------------------------------------------
+
+    def _calm(self, epoch: Epoch) -> None:
+        """Everybody is there and runs; every thread ends what it does."""
+        self.report.recoveries.forget()
+        self._agenda.clear()
+        self._rubbish.tidy(all_of_it=True)
+        for hand in self._hands:
+            hand.go_on()
+            while hand.state == "leaving" and not hand.departed():
+                time.sleep(_STEP_SECONDS)
+        self._liars.join()
+        self.report.counts["liars that were linked"] = self._liars.linked
+        for hand in self._hands:
+            self._bring_back(hand, epoch)
+        for hand in self._hands:
+            if hand.state == "rising":
+                hand.collect()
+                hand.state = "up"
+        for hand in self._hands:
+            hand.rest()
+        self._all(work.halt, lambda hand: ())
+
+    def _heal(self, epoch: Epoch) -> None:
+        """The relays are gone. Whoever was lost is linked again with no unlink, and every byte moves both ways."""
+        direct = {hand.number: hand.port for hand in self._hands}
+        # Prompts dial, or decoders.
+        first = epoch.number // 2 % 2 * 2
+        for hand in self._hands[first : first + 2]:
+            hand.do(work.link_to, {peer: direct[peer] for peer in epoch.peers(hand.number)}, _LINK_SECONDS)
+        self._all(work.publish_proof, lambda hand: ())
+        self._all(work.prove, lambda hand: ())
+
+    def _all(self, function: Callable[..., Any], arguments: Callable[[Hand], tuple[Any, ...]]) -> list[Any]:
+        for hand in self._hands:
+            hand.send(function, *arguments(hand))
+        answers = [hand.collect() for hand in self._hands]
+        self._tell_progress()
+        return answers
+
+    def _start_over(self) -> None:
+        """Something is broken beyond this epoch: the next one begins with new processes."""
+        for hand in self._hands:
+            with suppress(Lost):
+                hand.close()
+        for hand in self._hands:
+            self._directory.reborn(hand.number)
+
+    def _tell_progress(self) -> None:
+        self._progress.show(round(time.monotonic() - self._began), "faults")
+        if time.monotonic() - self._told > _PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            self._progress.say(self.report.line())
+
+
+def _free_ports(rng: Random) -> list[int]:
+    ports: list[int] = []
+    while len(ports) < WORKERS:
+        port = rng.choice(_PORTS)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+    return ports

@@ -1,0 +1,404 @@
+"""What the supervisor sends to a worker: functions that run in the worker's main thread, each bounded in time."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from faults.campaign.contents import Stamp, whole
+from faults.campaign.departures import Child, leave
+from faults.campaign.directory import Directory, Kind
+from faults.campaign.epochs import MOVERS
+from faults.campaign.interrupted import Bell, Roamer, RungScene
+from faults.campaign.journal import SLACK_SECONDS, Journal, stack
+from faults.campaign.linker import Linker
+from faults.campaign.lodgers import Lodgers
+from faults.campaign.memory import Destination
+from faults.campaign.mover import Mover
+from faults.campaign.producer import Allocated, Producer, blocks_key
+from faults.campaign.scene import Scene
+from faults.campaign.states import Doing
+from faults.gates import shut
+from faults.harness import holds_within
+from faults.limits import few_descriptors, few_threads
+from faults.stalls import stall
+from llm_datadist import LLMStatusCode
+from llm_datadist.errors import LLMException
+from tests.support.linking import info
+from tests.support.world import make_config, residue, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from faults.campaign.epochs import Epoch
+    from tests.support.world import World
+
+__all__ = [
+    "begin",
+    "depart",
+    "exhaust",
+    "finish",
+    "fork",
+    "go",
+    "halt",
+    "limit",
+    "link_to",
+    "prepare",
+    "prove",
+    "publish_proof",
+    "roam",
+    "stop_at",
+    "stop_for",
+    "storm",
+]
+
+_TIDY_SECONDS: Final = 15.0
+_PROOF_SLOT: Final = 20
+_IDS: Final = 1_000_000
+_ATTEMPTS: Final = 10
+#: For somebody to come to a gate.
+_PATIENCE_SECONDS: Final = 1.0
+#: Longer than any call that a thread may be in.
+_JOIN_SECONDS: Final = 12.0
+
+
+@dataclass
+class _Life:
+    """What a worker has in one epoch."""
+
+    scene: Scene
+    producer: Producer
+    movers: list[Mover]
+    linker: Linker
+    roamer: Roamer
+    threads: list[threading.Thread]
+    before: dict[str, Any]
+    fresh: dict[str, Any]
+    stalls: threading.Lock = field(default_factory=threading.Lock)
+    proof: Allocated | None = None
+
+    def start(self, name: str, function: Callable[[], object]) -> None:
+        """Start a thread that :func:`halt` waits for."""
+        self.threads.append(threading.Thread(target=function, name=f"campaign-{name}", daemon=True))
+        self.threads[-1].start()
+
+
+def prepare(world: World, folder: str, worker: int) -> None:
+    """Once in the life of a process: what it complains about goes to a file; its directory is mapped."""
+    complaints = os.open(Path(folder) / f"stderr-{worker}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(complaints, 2)
+    os.close(complaints)
+    faulthandler.enable()
+    sys.setswitchinterval(0.001)
+    gc.set_threshold(200)  # finalizers run often, see faults.campaign.litter
+    world.memory["folder"] = Path(folder)
+    world.memory["directory"] = Directory(Path(folder) / "directory")
+    world.memory["worker"] = worker
+    world.memory["bell"] = Bell()
+
+
+def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
+    """Initialise for an epoch; return the pid. ``dialled``: peers dial already, so a count of sockets says nothing."""
+    worker, directory, folder = (world.memory[name] for name in ("worker", "directory", "folder"))
+    before = residue()
+    settings = epoch.settings(worker)
+    settings["extra"] |= {"llm.ShmSocketDir": str(folder / "sockets")} if epoch.number % 3 == 2 else {}
+    role = "PROMPT" if worker < 2 else "DECODER"
+    world.start(role, worker + 1, make_config(listen_ip_info=f"127.0.0.1:{port}", **settings))
+    assert world.dd._engine is not None
+    _ = world.dd._engine._lanes.engine  # made with the first lane otherwise, and kept: that is no leak
+    life = directory.life(worker)
+    # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
+    world.dd._engine.store.registry._next_id += life * _IDS
+    (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
+    doing = Doing(partial(directory.does, worker))
+    journal = Journal(
+        folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", doing, harmed=epoch.harmed
+    )
+    scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
+    producer = Producer(scene, Random(f"{scene.seed} producer"))
+    movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
+    linker = Linker(scene, Random(f"{scene.seed} linker"))
+    rung = RungScene.beside(scene, world.memory["bell"], Random(f"{scene.seed} bell"))
+    roamer = Roamer(Mover(rung, Random(f"{scene.seed} roamer"), MOVERS - 1), Linker(rung, rung.rng), rung.rng)
+    world.memory["life"] = _Life(scene, producer, movers, linker, roamer, [], before, {} if dialled else residue())
+    return os.getpid()
+
+
+def go(world: World, ports: dict[int, int]) -> None:
+    """Start the threads."""
+    life: _Life = world.memory["life"]
+    life.scene.ports.update(ports)
+    life.scene.journal.__enter__()
+    lodgers = Lodgers(life.scene, Random(f"{life.scene.seed} lodgers"))
+    for number, run in enumerate(
+        [life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers)]
+    ):
+        life.start(str(number), run)
+
+
+def roam(world: World, seconds: float) -> None:
+    """Make calls in this thread, and interrupt them."""
+    life: _Life = world.memory["life"]
+    life.roamer.run(seconds, life.scene.stop.is_set)
+
+
+# --- faults of its own ------------------------------------------------------------------------------------------------
+
+
+def storm(world: World) -> None:
+    """Deallocate and reuse as fast as can be for a while."""
+    world.memory["life"].producer.storm.set()
+
+
+def exhaust(world: World) -> None:
+    """Take all of the pool for a while."""
+    world.memory["life"].producer.exhaust.set()
+
+
+def limit(world: World, what: str, free: int, seconds: float) -> None:
+    """Leave the process few descriptors or threads for a while. Returns at once."""
+    life: _Life = world.memory["life"]
+
+    def run() -> None:
+        with life.stalls, (few_descriptors if what == "descriptors" else few_threads)(free):
+            time.sleep(seconds)
+
+    life.start("limit", run)
+
+
+def fork(world: World, how: str) -> None:
+    """Fork a child that leaves, see faults.campaign.departures. Returns at once."""
+    life: _Life = world.memory["life"]
+    if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
+        try:
+            child = Child(how, life.producer.calls_of_a_child())
+        finally:
+            life.stalls.release()
+        life.start("fork", lambda: child.wait(life.scene.journal))
+
+
+def depart(world: World, finalize: bool) -> None:
+    """End the process in good order, in the middle of all calls."""
+    world.memory["life"].scene.journal.leaving = True
+    if finalize:
+        world.dd.finalize()
+    leave()
+
+
+def stop_for(world: World, what: str, seconds: float) -> None:
+    """Stall a part of this end, see faults.stalls. Returns at once."""
+    life: _Life = world.memory["life"]
+
+    def run() -> None:
+        with life.stalls, suppress(LLMException, TimeoutError, AssertionError), stall(world.dd, what):
+            time.sleep(seconds)
+
+    life.start("stall", run)
+
+
+def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) -> None:
+    """Let whoever comes next to a step of walk 1 stand there, see faults.gates. Returns at once.
+
+    ``unlink``: from the peer meanwhile, which waits for that call.
+    """
+    life: _Life = world.memory["life"]
+    folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
+
+    def run() -> None:
+        with (
+            life.stalls,
+            suppress(LLMException, TimeoutError),
+            shut(world.dd, step, folder, peer=peer + 1) as gate,
+        ):
+            try:
+                gate.wait(_PATIENCE_SECONDS)
+                life.scene.journal.note("calls stopped at a gate")
+                if unlink:
+                    linker = Linker(life.scene, Random(0))
+                    life.start("unlink", partial(linker.unlink, peer, 3000, force=False))
+                time.sleep(seconds)
+            finally:
+                gate.open()  # for whoever comes only now, too
+
+    life.start("gate", run)
+
+
+# --- after the faults -------------------------------------------------------------------------------------------------
+
+
+def halt(world: World) -> None:
+    """Let every thread finish what it does; whoever does not is a hang."""
+    life: _Life = world.memory["life"]
+    life.scene.stop.set()
+    until = time.monotonic() + life.scene.budget + _JOIN_SECONDS + SLACK_SECONDS
+    for thread in life.threads:
+        thread.join(max(until - time.monotonic(), 0.1))
+        if thread.is_alive():
+            where = stack(thread.ident or 0)
+            life.scene.journal.violation("hangs", f"{thread.name} has not ended:\n{where}")
+    gc.collect()
+
+
+def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
+    """Be linked to all these workers with no unlink before; return what could not be done."""
+    life: _Life = world.memory["life"]
+    journal, wrong = life.scene.journal, []
+    for peer, port in ports.items():
+        until, codes = time.monotonic() + seconds, []
+        while time.monotonic() < until:
+            _, (code,) = world.dd.link_clusters([info(peer + 1, port)], 3000)
+            codes.append(code.name)
+            if code in {LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK}:
+                break
+            time.sleep(0.05)
+        else:
+            wrong.append(
+                f"no link to worker {peer} within {seconds} s of healing: {codes[:9]}; {world.dd.statistics()}"
+            )
+    for text in wrong:
+        journal.violation("not healed", text)
+    return wrong
+
+
+def publish_proof(world: World) -> None:
+    """Let the peers find a fresh cache."""
+    life: _Life = world.memory["life"]
+    if not _freed(life):
+        return
+    life.proof = Allocated(life.scene, _PROOF_SLOT, Kind.PROOF, life.scene.epoch.shape)
+    life.proof.renew()
+
+
+def prove(world: World) -> None:
+    """Pull from every peer, and compare every byte."""
+    life: _Life = world.memory["life"]
+    scene = life.scene
+    stamp = Stamp(scene.worker, scene.life, 60, 0)
+    for peer in scene.epoch.peers(scene.worker):
+        found = scene.directory.look(peer, _PROOF_SLOT)
+        if found is None:
+            scene.journal.violation("not healed", f"worker {peer} has published nothing after healing")
+            continue
+        settings = {"budget": scene.budget, "kind": "allocated"}
+        target = Destination(scene.journal, scene.cm, found.shape, stamp, **settings)
+        rows = list(range(found.shape.rows))
+        for _ in range(_ATTEMPTS):
+            error = scene.call(
+                "pull_blocks healed", scene.budget, scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows
+            )
+            if error is None:
+                break
+            target.settle("proof", range(found.shape.tensors), rows, None)
+        else:
+            scene.journal.violation("not healed", f"after {_ATTEMPTS} pulls from worker {peer}: {error!r}")
+        if error is None:
+            new = whole(found.stamp, found.shape)
+            target.settle(f"proof of {found}", range(found.shape.tensors), rows, new)
+        target.close()
+
+
+def finish(world: World, unlink: bool) -> dict[str, float]:
+    """Give all back; judge what is left; finalize; judge again. Return what the process holds."""
+    life: _Life = world.memory.pop("life")
+    scene, journal = life.scene, life.scene.journal
+    if life.proof is not None:
+        life.proof.free()
+    _freed(life)
+    _wait_until(journal, "left in the tables", lambda: _remains(world))
+    if unlink:
+        _unlink_all(world, scene)
+        wanted = {name: what for name, what in life.fresh.items() if name in {"fds", "memfd mappings"}}
+        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()), _descriptors)
+    try:
+        world.dd.check_integrity()
+    except AssertionError as error:
+        journal.violation("internal errors", f"check_integrity: {error!r}")
+    statistics = world.dd.statistics()
+    journal.call("finalize", scene.budget, world.dd.finalize)
+    journal.__exit__()
+    before = life.before
+    del life, scene
+    world.memory.pop("life", None)
+    left = _more(before, settled(before))
+    if left:
+        journal.violation("leaks", f"left after finalize: {left}")
+    journal.flush()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "RSS, KiB": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1024,
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "threads": len(os.listdir("/proc/self/task")),
+        "pins": statistics.pins,
+        "quarantined bytes": statistics.quarantined_bytes,
+    }
+
+
+def _freed(life: _Life) -> bool:
+    """Give back what the threads had; a peer may still be at it for a while."""
+    freed = holds_within(
+        lambda: all([life.producer.free(), *(mover.free() for mover in (*life.movers, life.roamer.mover))]),
+        _TIDY_SECONDS,
+        0,
+    )
+    if not freed:
+        life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
+    return freed
+
+
+def _remains(world: World) -> dict[str, Any]:
+    """Return what the tables hold that they should not."""
+    statistics = world.dd.statistics()
+    caches = statistics.caches
+    counts: dict[str, Any] = {
+        "pins": statistics.pins,
+        "quarantined bytes": statistics.quarantined_bytes,
+        "lost writers": statistics.lost_writers,
+        "keys": [key.key for key in statistics.keys],
+        "caches": caches.live + caches.deferred + caches.draining,
+        "pool bytes": sum(pool.used_bytes for pool in statistics.pools),
+    }
+    return {name: value for name, value in counts.items() if value}
+
+
+def _unlink_all(world: World, scene: Scene) -> None:
+    for number, peer in enumerate(scene.epoch.peers(scene.worker)):
+        cluster = info(peer + 1, 1)
+        scene.call("unlink_clusters", 5.0, world.dd.unlink_clusters, [cluster], 5000, number % 2 == 1)
+    _wait_until(scene.journal, "still linked", lambda: [str(link) for link in world.dd.statistics().links])
+
+
+def _wait_until(journal: Journal, what: str, remains: Callable[[], Any], more: Callable[[], str] = str) -> None:
+    if not holds_within(lambda: not remains(), _TIDY_SECONDS):
+        journal.violation("leaks", f"{what}: {remains()} {more()}")
+
+
+def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return what there is more of, as (before, now). At the first look a stranger may have been connected."""
+    return {
+        name: (was, now[name])
+        for name, was in before.items()
+        if (now[name] - was if isinstance(was, Counter) else now[name] != was)
+    }
+
+
+def _descriptors() -> str:
+    """Return what every descriptor is."""
+    names = []
+    for entry in sorted(os.listdir("/proc/self/fd"), key=int):
+        with suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return str(names)

@@ -1,0 +1,269 @@
+"""Strangers at a listener: what do 2,000 connections that greet cost a linked peer, and the process that listens?
+
+    python -m faults crowd
+
+The strangers live in this process, and dial again when they are hung up on, at a rate. Meanwhile a linked peer pulls,
+by blocks and by key: the second asks the owner's control thread, which also greets the strangers; remote cache access
+is on, so that nothing is consumed. Every byte that it pulls is compared. Printed are the times quiet and beside the
+strangers, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import select
+import socket
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+
+from faults.harness import say
+from faults.strangers import hello_of
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex
+from llm_datadist._links import messages as wire
+from llm_datadist.views import tensor_views
+from tests.support.ends import ChildEnd
+from tests.support.linking import SUCCESS, info, link, start_both
+from tests.support.moves import Spec, make, moved, same_bytes, show
+from tests.support.world import anonymous_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.support.world import World
+
+#: What a stranger does once it is connected: says a Hello and stays, says it and goes, says it in two halves of which
+#: the second never comes, or says nothing.
+MANNERS: Final = ("stays", "goes", "stops", "silent")
+CROWD: Final = 2_000
+BLOCKS_KEY: Final = BlocksCacheKey(1, 0)
+#: Strangers on their way at a time: the queue of a listener is not longer, and a second passes before one comes again.
+_COMING: Final = 100
+_KINDS: Final = ("blocks", "key")
+_RATIO: Final = 2.0
+_BUSY: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
+
+
+def greeting(cluster_id: int) -> bytes:
+    """Return the preamble and a Hello without fault, of a process that was never met before."""
+    who = cluster_id, secrets.token_bytes(16), bytes(16)
+    hello = hello_of(*who, remote_accessible=True, nonce=secrets.token_bytes(16))
+    return wire.CONTROL_PREAMBLE + wire.frame(hello)
+
+
+class Crowd:
+    """Connections of strangers to one port. A context manager: closes what is open.
+
+    Attributes:
+        counts: How many said what they say, and how many were welcomed.
+    """
+
+    def __init__(self, port: int, manners: Sequence[str]) -> None:
+        self._address = ("127.0.0.1", port)
+        self._manners = manners
+        self._made = 0
+        self._poll = select.epoll()
+        self._here: dict[int, tuple[socket.socket, str]] = {}
+        self._said: set[int] = set()
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def dial(self) -> None:
+        """Begin one more connection."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        with suppress(BlockingIOError):
+            sock.connect(self._address)
+        self._here[sock.fileno()] = sock, self._manners[self._made % len(self._manners)]
+        self._made += 1
+        self._poll.register(sock, _BUSY)
+
+    def serve(self, seconds: float) -> None:
+        """Wait for what happens, and let each stranger do what it does."""
+        for descriptor, events in self._poll.poll(seconds):
+            sock, manner = self._here[descriptor]
+            try:
+                gone = self._serve(sock, manner, events)
+            except OSError:
+                gone = True
+            if gone:
+                self._said.discard(descriptor)
+                del self._here[descriptor]
+                sock.close()
+
+    def _serve(self, sock: socket.socket, manner: str, events: int) -> bool:
+        """Return True when the connection has ended."""
+        if events & select.EPOLLOUT and sock.fileno() not in self._said:
+            data = b"" if manner == "silent" else greeting(1_000 + self._made)
+            sock.sendall(data[: len(data) // 2] if manner == "stops" else data)
+            self._said.add(sock.fileno())
+            self._poll.modify(sock, _BUSY & ~select.EPOLLOUT)
+            self.counts["said"] += 1
+            return manner == "goes"
+        if events & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+            data = sock.recv(65536)
+            self.counts["welcomed"] += bool(data)
+            return not data
+        return False
+
+    def come(self, count: int) -> None:
+        """Have so many strangers come, one after the other, and say what they say."""
+        for _ in range(count):
+            self.dial()
+            self.serve(0)
+            while self._coming() > _COMING:
+                self.serve(0.1)
+        while self._coming():
+            self.serve(0.1)
+
+    def _coming(self) -> int:
+        """Return how many are there and have not said anything yet."""
+        return len(self._here) - len(self._said)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for sock, _ in self._here.values():
+            sock.close()
+        self._poll.close()
+
+
+def prepare(world: World) -> Any:
+    """Make, at the owner, the caches that are pulled; return their bytes and the key of the row."""
+    blocks = make(world, "blocks", Spec(rows=8, stride=4096, blocks=True, blocks_key=BLOCKS_KEY), 1)
+    row = make(world, "key", Spec(rows=1, stride=4096), 2)
+    return blocks, row, CacheKeyByIdAndIndex(1, world.caches["key"].cache_id, 0)
+
+
+def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
+    """Pull for some seconds, by blocks or by key; return how long each pull took (ms). The last one's bytes are right.
+
+    Between two pulls all bytes are changed, and after each the first and the last of each tensor are compared.
+    """
+    blocks, row, key = sources
+    source = blocks if kind == "blocks" else row
+    if kind not in world.caches:
+        make(world, kind, Spec(len(source), len(source[0]), source[0].shape[1], blocks=kind == "blocks"), 3)
+    target, cm, times = world.caches[kind], world.cm, []
+    views = views_of(world, kind)
+    rows = list(range(len(source[0])))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for view in views:
+            view[:] = 0
+        since = time.perf_counter()
+        if kind == "blocks":
+            cm.pull_blocks(BLOCKS_KEY, target, rows, rows)
+        else:
+            cm.pull_cache(key, target, 0)
+        times.append((time.perf_counter() - since) * 1e3)
+        for view, wanted in zip(views, source, strict=True):
+            assert np.array_equal(view, wanted)
+        time.sleep(0.0005)
+    same_bytes(show(world, kind), moved(show(world, kind), source, [(each, each) for each in rows]))
+    return times
+
+
+def views_of(world: World, name: str) -> list[Any]:
+    """Return the memory of a cache itself, one (rows, stride) array per tensor."""
+    cache = world.caches[name]
+    return [view.reshape(cache.cache_desc.shape[0], -1).view(np.uint8) for view in tensor_views(cache)]
+
+
+def footprint(world: World) -> tuple[int, int]:
+    """Return how many descriptors a process has, and its anonymous memory in bytes."""
+    return len(os.listdir("/proc/self/fd")), anonymous_bytes()
+
+
+def quantile(times: Sequence[float], share: float) -> float:
+    """Return the time that this share of the pulls did not exceed."""
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+
+
+def _beside(decoder: ChildEnd, crowd: Crowd, size: int, rate: float, *call: Any) -> list[float]:
+    """Let strangers come, at most ``rate`` in a second and ``size`` at a time, while the decoder pulls."""
+    decoder.begin(pull, *call)
+    since, dialled = time.monotonic(), 0
+    while not decoder.answered():
+        due = int((time.monotonic() - since) * rate) - dialled
+        for _ in range(min(due, size - len(crowd), 50)):
+            crowd.dial()
+            dialled += 1
+        crowd.serve(0.001)
+    times: list[float] = decoder.finish()
+    return times
+
+
+def go_first(_: World) -> None:
+    """Let this process run before those of others; its threads to come as well."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+@contextmanager
+def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd, ChildEnd]]:
+    """Start a prompt and a decoder, in interpreters of their own."""
+    with ExitStack() as stack:
+        prompt, decoder = (ChildEnd(name, fresh=True) for name in ("prompt", "decoder"))
+        stack.callback(prompt.close)
+        stack.callback(decoder.close)
+        if realtime:
+            prompt.do(go_first)
+            decoder.do(go_first)
+        start_both(prompt, decoder, transport, enable_remote_cache_accessible=True)
+        yield prompt, decoder
+
+
+def measure(transport: str, options: argparse.Namespace) -> bool:
+    """Measure over one transport and print; return True if all is within bounds."""
+    good = True
+    with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
+        sources = prompt.do(prepare)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        assert prompt.port is not None
+        for manner in options.manners:
+            for kind in _KINDS:
+                decoder.do(pull, kind, sources, 1.0)
+                quiet: list[float] = []
+                beside: list[float] = []
+                before, came = prompt.do(footprint), Counter[str]()
+                for _ in range(options.rounds):
+                    quiet += decoder.do(pull, kind, sources, options.seconds)
+                    with Crowd(prompt.port, [manner]) as crowd:
+                        call = kind, sources, options.seconds
+                        beside += _beside(decoder, crowd, options.strangers, options.rate, *call)
+                        came += crowd.counts
+                        after = prompt.do(footprint)
+                    time.sleep(0.3)
+                ratio = quantile(beside, 0.99) / quantile(quiet, 0.99)
+                good &= ratio <= _RATIO
+                say(
+                    f"{transport:4} by {kind:6} {manner:6}: quiet p50 {quantile(quiet, 0.5):.3f} p99 "
+                    f"{quantile(quiet, 0.99):.3f} ms; beside p50 {quantile(beside, 0.5):.3f} p99 "
+                    f"{quantile(beside, 0.99):.3f} max {max(beside):.3f} ms ({len(beside)} pulls); p99 {ratio:.2f} "
+                    f"times; {came['said']} came, {came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, "
+                    f"{(after[1] - before[1]) / 2**20:+.1f} MiB"
+                )
+    return good
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when the p99 of a linked peer's pulls beside strangers is more than twice the quiet one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strangers", type=int, default=CROWD, help="connections at a time")
+    parser.add_argument("--rate", type=float, default=1_000.0, help="connections in a second")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each part of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--transport", choices=("tcp", "shm"), nargs="+", default=["tcp", "shm"])
+    parser.add_argument("--manners", choices=MANNERS, nargs="+", default=list(MANNERS))
+    parser.add_argument("--realtime", action="store_true", help="both ends go first, where others use the machine too")
+    options = parser.parse_args(arguments)
+    good = [measure(transport, options) for transport in options.transport]
+    return 0 if all(good) else 1

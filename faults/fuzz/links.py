@@ -1,0 +1,310 @@
+"""Fuzz targets with links behind them: the dispatcher and every handler, and answers to an initiator."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
+from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
+from llm_datadist._cache.registry import MAX_PINS_PER_PEER
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.handshake import NewLink
+from llm_datadist._links.link import LinkOrigin, Peer
+from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
+from llm_datadist._links.renewal import Renewal
+from llm_datadist._transfer.addresses import offsets_in
+from llm_datadist._transfer.resolution import open_answer
+from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
+from llm_datadist.errors import LLMException
+from llm_datadist.types import BlocksCacheKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llm_datadist._links.credentials import Credentials
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.messages import Message
+    from llm_datadist._links.seal import Seal
+    from llm_datadist._transfer.engine import Engine
+    from llm_datadist.datadist import LLMDataDist
+
+__all__ = ["Session", "fuzz_answers", "fuzz_handlers", "join", "judge", "say"]
+
+_STRANGER: Final = 666
+
+
+# --- the dispatcher and its handlers ---------------------------------------------------------------------------------
+
+
+def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | None = None) -> Verdicts:
+    """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim.
+
+    ``speak`` says what each peer has to say, in place of :func:`_speak`.
+    """
+    forge = Forge(seed, LINK, wrong=0.02)
+    odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
+    name = "sealed handlers" if speak else "handlers, RCA" if rca else "handlers"
+    with Stage(rca=rca) as stage, trial(name, seed) as verdicts, _counting(stage, verdicts) as taken:
+        session = 0
+        while verdicts.judged < frames:
+            if session % 100 == 0:
+                stage.settled()
+                stage.publish()
+            session += 1
+            # Few sessions live longer: their first wrong frame ends them.
+            said = [forge.frame() for _ in range(1 << forge.rng.randrange(7))]
+            if session % 3 == 0:
+                said.append(odd.frame())
+            taken.clear()
+            if speak is None:
+                _speak(stage, b"".join(said), verdicts, session)
+            else:
+                speak(Session(stage, session, verdicts, taken), said)
+        _hoard(stage, verdicts)
+        stage.settled()
+    return verdicts
+
+
+@dataclass(frozen=True)
+class Session:
+    """One peer of the stage: its number, and what the victim's dispatcher takes of it."""
+
+    stage: Stage
+    number: int
+    verdicts: Verdicts
+    taken: list[Message]
+
+
+Speak = Callable[[Session, list[bytes]], None]
+
+
+@contextmanager
+def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[list[Message]]:
+    """Count what the victim's dispatcher took, and yield the list of it; the friend's messages are not counted."""
+    links: Any = stage.engine.links
+    taken: list[Message] = []
+    dispatch = links._dispatch
+
+    def counted(link: Link, message: Message) -> None:
+        counts = link.peer.cluster_id == _STRANGER
+        if counts:  # now: a handler may end the link, which the peer sees before the handler returns
+            taken.append(message)
+        try:
+            dispatch(link, message)
+        except BaseException:
+            if counts:
+                taken.pop()
+            raise
+        if counts:
+            verdicts.take(message)
+
+    links._dispatch = counted
+    try:
+        yield taken
+    finally:
+        del links._dispatch
+
+
+def join(
+    stage: Stage, sock: socket.socket, sequence: int, seal: Seal | None = None, believed: Credentials | None = None
+) -> Link:
+    """Make a link of the victim out of a socket, as its listener does after a handshake.
+
+    ``seal`` is what all bytes go through, ``believed`` what it was made of.
+    """
+    engine = stage.engine
+
+    def install() -> Link:
+        own = engine.store.exports
+        peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
+        with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), own), None, "inproc")) as opening:
+            lanes = engine.links._endpoint.lanes
+            renewal = None
+            if believed is not None:
+                renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
+            connection = opening.open(lanes, lanes.open(), writable=own.writable)
+            origin = LinkOrigin(False, 0, sequence)
+            engine.links.install(
+                NewLink(peer, connection, opening.choice, origin, sock, b"", seal=seal, renewal=renewal)
+            )
+        return engine.links.get(_STRANGER)
+
+    return engine._control.call(install)
+
+
+def _speak(stage: Stage, data: bytes, verdicts: Verdicts, sequence: int) -> None:
+    """One peer says its piece, hears what it is answered, and goes."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        link = join(stage, theirs, sequence)
+        say(ours, data)
+        drain(ours)
+    judge(link, verdicts)
+
+
+def judge(link: Link, verdicts: Verdicts) -> None:
+    """Count why a link has ended, unless its peer has just gone."""
+    reason = link.channel.reason if link.channel is not None else ""
+    if "tampered" in reason or reason.startswith("not authenticated again"):
+        verdicts.refuse("AuthFailed")
+    elif "closed the connection" not in reason and "broke" not in reason:
+        verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
+
+
+def say(sock: socket.socket, data: bytes) -> None:
+    """Send everything, taking the answers meanwhile, then end our half."""
+    sock.setblocking(False)
+    rest, limit = memoryview(data), time.monotonic() + PATIENCE_SECONDS
+    with suppress(ConnectionError):
+        while rest:
+            readable, writable, _ = select.select([sock], [sock], [], PATIENCE_SECONDS)
+            if readable and not sock.recv(1 << 16):
+                return
+            if writable:
+                with suppress(BlockingIOError):
+                    rest = rest[sock.send(rest) :]
+            if time.monotonic() > limit:
+                raise Finding(f"a peer that takes its answers is not read from: {len(rest)} bytes left")
+        sock.shutdown(socket.SHUT_WR)
+
+
+def _hoard(stage: Stage, verdicts: Verdicts) -> None:
+    """Ask for far more pins than a peer may have, and release none."""
+    stage.publish()
+    ours, theirs = socket.socketpair()
+    question = ["resolve", 1, False, None, stage.published[0].cache_id, 0, 60_000]
+    payload = msgspec.msgpack.encode(question)
+    with ours:
+        link = join(stage, theirs, 1 << 40)
+        ours.setblocking(False)
+        say(ours, (FRAME_HEADER.pack(len(payload)) + payload) * (MAX_PINS_PER_PEER + 500))
+        drain(ours)
+    if verdicts.accepted["Resolve"] < MAX_PINS_PER_PEER:
+        raise Finding(f"{link!r} ended before it had asked for {MAX_PINS_PER_PEER} pins")
+
+
+# --- answers to an initiator -----------------------------------------------------------------------------------------
+
+
+def fuzz_answers(frames: int, seed: int) -> Verdicts:
+    """Answer the questions of a real initiator with lies, over shm; a few travel, most are opened where they are."""
+    forge = Forge(seed, LINK)
+    with Stage() as stage, trial("answers", seed) as verdicts:
+        engine = stage.friend._engine
+        assert engine is not None
+        for lie in itertools.count():
+            if verdicts.judged >= frames:
+                break
+            link = engine.links.get(VICTIM)
+            for _ in range(40):
+                _open_one(engine, link, forge, verdicts)
+            _place_some(forge, verdicts)
+            link.caches.kept.clear()  # the last lie is not to be believed for ever
+            _lie(stage, forge, verdicts)
+            if lie % 64 == 0:
+                link.caches.kept.clear()
+                stage.look()
+        engine.links.get(VICTIM).caches.kept.clear()
+        stage.settled()
+    return verdicts
+
+
+def _answer(forge: Forge, number: int) -> bytes:
+    """Return an answer to ``number``, most often one that decodes."""
+    rng = forge.rng
+    fields = resolved(rng, number)
+    if rng.random() < 0.5:
+        fields[rng.randrange(2, len(fields))] = wild(rng)
+    if rng.random() < 0.2 and isinstance(fields[3], list) and fields[3]:
+        fields[3][rng.randrange(len(fields[3]))] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    return mutated(data, rng) if rng.random() < 0.15 else data
+
+
+def _open_one(engine: Engine, link: Link, forge: Forge, verdicts: Verdicts) -> None:
+    try:
+        answer = decode(_answer(forge, 1))
+        if not isinstance(answer, Resolved):
+            verdicts.refuse("another message")
+            return
+        remote = open_answer(link, answer, "fuzz", push=forge.rng.random() < 0.3)
+        if not remote.tensors.remote_guards:
+            remote.tensors.connection.guards_unchanged(remote.guard_set)
+    except LLMException as error:
+        verdicts.refuse(error)
+    else:
+        verdicts.take(answer)
+
+
+def _place_some(forge: Forge, verdicts: Verdicts) -> None:
+    """Read an answer to a Locate; what it says of a cache is judged when that is resolved."""
+    rng = forge.rng
+    fields = located(rng, 1, rng.choice((2, 2, 2, 0, 3)))
+    if rng.random() < 0.5:
+        fields[rng.randrange(2, len(fields))] = wild(rng)
+    data = msgspec.msgpack.encode(fields)
+    try:
+        answer = decode(mutated(data, rng) if rng.random() < 0.2 else data)
+        if isinstance(answer, Located):
+            offsets_in(answer, 2, "fuzz")
+    except LLMException as error:
+        verdicts.refuse(error)
+    else:
+        verdicts.take(answer)
+
+
+def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
+    """The victim of the stage lies here: its handler of questions is replaced while the friend pulls once."""
+    links: Any = stage.engine.links
+
+    def liar(link: Link, message: Resolve) -> None:
+        data = _answer(forge, message.id)
+        channel: Any = link.channel
+        with channel._lock:
+            channel._write(FRAME_HEADER.pack(len(data)) + data)
+
+    honest = links._handlers[Resolve]
+    links._handlers[Resolve] = liar
+    try:
+        with _quick(stage.friend):
+            stage.friend.cache_manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
+    except (LLMException, ValueError) as error:
+        if not isinstance(error, LLMException):
+            raise
+        verdicts.refuse(error)
+    else:
+        verdicts.accepted["pull"] += 1
+    finally:
+        links._handlers[Resolve] = honest
+    for end in (stage.friend, stage.victim):
+        if not end.statistics().links:
+            stage.link()
+
+
+@contextmanager
+def _quick(end: LLMDataDist) -> Iterator[None]:
+    """A lie that answers another question is waited for: not for long."""
+    manager: Any = end.cache_manager
+    manager._deadline = lambda: Deadline(50)
+    try:
+        yield
+    finally:
+        del manager._deadline
+
+
+TARGETS: Final[dict[str, Target]] = {
+    "handlers": fuzz_handlers,
+    "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
+    "answers": fuzz_answers,
+}

@@ -1,0 +1,325 @@
+"""Random steps of grants: given, renewed, claimed too early and too late, pulled, released, expired, revoked, lost.
+
+    python -m faults grants [--steps 100000] [--seed 1] [--transport shm]
+
+The owner has a few places of some blocks each. Grant ``n`` is for place ``n % _PLACES``; its token and the words in its
+blocks follow from ``n``: readers need no other channel. As soon as a grant has ended, the owner writes the next words
+into the blocks. Each reader claims grants about as old as the newest that it knows of, pulls, and compares every word
+that a successful pull brought, and that no other was written. It releases, lets the claim lapse, or gives its link up;
+one reader is killed at times and born again. At the end nothing may be left at the owner: no claim, no guard, no pin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from faults.harness import Processes, Report, Threads, command, differing, numbered, words_of
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist.errors import LLMException, StateError
+from tests.support.linking import SUCCESS, info, link, unlink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from faults.harness import Words
+    from llm_datadist.types.grant import Grant
+    from tests.support.world import World
+
+__all__ = ["HEAD", "TRANSPORTS", "run"]
+
+TRANSPORTS: Final = ("shm", "tcp")
+HEAD: Final = "transport     steps  seconds  wrong  what came of the owner's steps and the readers'"
+
+_KEY: Final = BlocksCacheKey(1, 0)
+_PLACES: Final = 8
+_BLOCKS: Final = 4
+_TENSORS: Final = 2
+_BLOCK_WORDS: Final = 512
+_ROWS: Final = _PLACES * _BLOCKS
+#: Words of one grant, all of them different from those of any other.
+_WORDS: Final = _ROWS * _TENSORS * _BLOCK_WORDS
+_POISON: Final = np.uint64(0xA5A5A5A5A5A5A5A5)
+_LONG: Final = 600.0
+_READERS: Final = (2, 3)
+#: A claim that comes too early is given up after that.
+_PATIENCE_MS: Final = 20
+_KILL_EVERY_S: Final = 1.5
+
+
+def token_of(number: int, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed} {number}".encode(), digest_size=16).digest()
+
+
+def blocks_of(number: int) -> list[int]:
+    first = number % _PLACES * _BLOCKS
+    return list(range(first, first + _BLOCKS))
+
+
+def words_in(number: int, tensor: int, block: int) -> Words:
+    return numbered(number * _WORDS + (tensor * _ROWS + block) * _BLOCK_WORDS, _BLOCK_WORDS)
+
+
+def make_cache(world: World, key: BlocksCacheKey | None) -> None:
+    desc = CacheDesc(_TENSORS, [_ROWS, _BLOCK_WORDS], DataType.DT_UINT64)
+    world.caches["kv"] = world.cm.allocate_blocks_cache(desc, key)
+    for words in words_of(world.caches["kv"]):
+        words[:] = _POISON
+
+
+@dataclass
+class _Counts:
+    """What one end did; ``wrong`` are bytes."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+
+
+class _Owner(Threads):
+    """Gives grants, one after the other in each place, until it is told to stop."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__()
+        self.counts = _Counts()
+        self._world = world
+        self._seed = seed
+        self._chance = random.Random(seed)
+        self._views = [words.reshape(_ROWS, _BLOCK_WORDS) for words in words_of(world.caches["kv"])]
+        self._last: list[Grant | None] = [None] * _PLACES
+        self._number = 0
+        self.start(self._run)
+
+    def _run(self) -> None:
+        actions = (self._give, self._renew, self._revoke, self._pause)
+        while not self.stop.is_set():
+            self._chance.choices(actions, (6, 2, 1, 3))[0]()
+        for grant in self._last:
+            if grant is not None:
+                grant.revoke()
+
+    def _give(self) -> None:
+        """Take the next place if its grant has ended, or end it at times; write, and grant."""
+        place = self._number % _PLACES
+        last = self._last[place]
+        if last is not None and last.active:
+            if self._chance.random() < 0.9:
+                self._count("waits")
+                time.sleep(0)
+                return
+            last.revoke()
+        blocks = blocks_of(self._number)
+        for tensor, rows in enumerate(self._views):
+            for block in blocks:
+                rows[block] = words_in(self._number, tensor, block)
+        ttl = self._chance.choice((0.001, 0.005, 0.02, _LONG))
+        cache, token = self._world.caches["kv"], token_of(self._number, self._seed)
+        self._last[place] = cache.grant(blocks, ttl, token=token)
+        self._number += 1
+        self._count("given")
+
+    def _renew(self) -> None:
+        grant = self._chance.choice(self._last)
+        if grant is not None:
+            try:
+                grant.renew(self._chance.choice((0.001, 0.01, _LONG)))
+                self._count("renewed")
+            except StateError:
+                self._count("renewed too late")
+
+    def _revoke(self) -> None:
+        grant = self._chance.choice(self._last)
+        if grant is not None and grant.active:
+            grant.revoke()
+            self._count("revoked")
+
+    def _pause(self) -> None:
+        time.sleep(self._chance.choice((0, 0, 0.0005)))
+        self._count("pauses")
+
+    def _count(self, what: str) -> None:
+        self.counts.steps[what] += 1
+
+
+class _Reader(Threads):
+    """Claims and pulls until it is told to stop."""
+
+    def __init__(self, world: World, seed: int, port: int, guarded: bool) -> None:
+        super().__init__()
+        self._guarded = guarded
+        self.counts = _Counts()
+        self._world = world
+        self._seed = seed
+        self._owner = info(1, port)
+        self._chance = random.Random(seed * 1000 + world.dd.cluster_id)
+        self._views = [words.reshape(_ROWS, _BLOCK_WORDS) for words in words_of(world.caches["kv"])]
+        self._number = 0
+        self.start(self._run)
+
+    def _run(self) -> None:
+        while not self.stop.is_set():
+            self._step(max(0, self._number + self._chance.choice((-9, -1, 0, 0, 1, 1, 2))))
+
+    def _step(self, number: int) -> None:
+        try:
+            grant = self._world.cm.claim_grant(1, token_of(number, self._seed))
+        except LLMException as error:
+            over, taken = "has ended" in str(error), "readers already" in str(error)
+            self._count("ended" if over else "taken" if taken else type(error).__name__)
+            if over:
+                self._number = max(self._number, number + 1)
+            self._relink()
+            return
+        self._number = max(self._number, number)
+        self._count("claimed")
+        for _ in range(self._chance.randrange(3)):
+            self._pull(grant, number)
+        if self._chance.random() < 0.8:
+            with suppress(LLMException):
+                grant.release()
+            self._count("released")
+        elif self._chance.random() < 0.1:
+            unlink(self._world, [self._owner], 5_000, force=True)
+            self._count("link given up")
+            self._relink()
+
+    def _pull(self, grant: Grant, number: int) -> None:
+        sources = self._chance.sample(blocks_of(number), self._chance.randrange(1, _BLOCKS + 1))
+        targets = self._chance.sample(range(_ROWS), len(sources))
+        try:
+            checked = grant if self._guarded else None
+            self._world.cm.pull_blocks(_KEY, self._world.caches["kv"], sources, targets, grant=checked)
+        except LLMException:
+            self._count("pull failed")
+        else:
+            self._count("pulled")
+            for tensor, rows in enumerate(self._views):
+                wanted = (words_in(number, tensor, block) for block in sources)
+                self.counts.wrong += differing((rows[block] for block in targets), wanted)
+        for rows in self._views:
+            rows[targets] = _POISON
+            self.counts.wrong += 8 * int((rows != _POISON).sum())
+
+    def _relink(self) -> None:
+        if not any(each.state == "ready" for each in self._world.dd.statistics().links):
+            self._count("linked" if link(self._world, [self._owner], 5_000) == SUCCESS else "not linked")
+
+    def _count(self, what: str) -> None:
+        self.counts.steps[what] += 1
+
+
+def begin_owner(world: World, seed: int) -> None:
+    make_cache(world, _KEY)
+    world.memory["guards"] = _live_guards(world)
+    world.memory["churn"] = _Owner(world, seed)
+
+
+def begin_reader(world: World, seed: int, port: int, guarded: bool) -> None:
+    make_cache(world, None)
+    world.memory["churn"] = _Reader(world, seed, port, guarded)
+
+
+def counts(world: World) -> _Counts:
+    found: _Counts = world.memory["churn"].counts
+    return found
+
+
+def end(world: World) -> _Counts:
+    churn = world.memory["churn"]
+    churn.join()
+    world.dd.check_integrity()
+    found: _Counts = churn.counts
+    return found
+
+
+def left_over(world: World) -> str:
+    """Return what grants have left at the owner; empty for nothing."""
+    world.dd.check_integrity()
+    now = world.dd.statistics()
+    guards = _live_guards(world) - world.memory["guards"]
+    found = (now.grants.active, now.grants.claimed, now.grants.waiting, now.pins, guards)
+    return "" if not any(found) else f"active, claimed, waiting, pins, guards: {found}"
+
+
+def _live_guards(world: World) -> int:
+    assert world.dd._engine is not None
+    return len(world.dd._engine.store.exports.guards._live)
+
+
+@dataclass
+class Churn(Report):
+    """One run over one transport."""
+
+    steps: int = 0
+
+    def add(self, found: _Counts, who: str) -> None:
+        self.steps += found.steps.total()
+        self.wrong_bytes += found.wrong
+        self.outcomes.update({f"{who} {name}": count for name, count in found.steps.items()})
+
+    def line(self) -> str:
+        return f"{self.transport:9}  {self.steps:8}  {self.seconds:7.1f}  {self.wrong_bytes:5}  {super().line()}"
+
+
+def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> Churn:
+    """Run until all ends together have done so many steps.
+
+    Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes.
+    """
+    report, began = Churn(transport, steps), time.monotonic()
+    pool = 2 * _TENSORS * _ROWS * _BLOCK_WORDS * 8
+    with Processes(transport, pool, sync_kv_timeout=_PATIENCE_MS) as processes:
+        owner = processes.owner()
+        owner.do(begin_owner, seed)
+        first = (seed, owner.port, guarded)
+        readers = {number: _born(processes, transport, number, *first) for number in _READERS}
+        killed = time.monotonic()
+        while report.steps + sum(each.do(counts).steps.total() for each in (owner, *readers.values())) < steps:
+            time.sleep(0.05)
+            if time.monotonic() - killed > _KILL_EVERY_S:
+                victim = _READERS[-1]
+                report.add(readers[victim].do(counts), "reader")
+                readers[victim].kill()
+                report.outcomes["readers killed"] += 1
+                readers[victim] = _born(processes, transport, victim, *first)
+                killed = time.monotonic()
+        for each in readers.values():
+            report.add(each.do(end), "reader")
+        report.add(owner.do(end), "owner")
+        limit = time.monotonic() + 20
+        while (left := owner.do(left_over)) and time.monotonic() < limit:
+            time.sleep(0.05)
+        if left:
+            report.faults.append(f"left at the owner: {left}")
+        for what in ("reader pulled", "reader released", "owner given", "owner renewed", "reader ended"):
+            if not report.outcomes[what]:
+                report.faults.append(f"never: {what}")
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _born(processes: Processes, transport: str, number: int, seed: int, port: int, guarded: bool) -> Any:
+    reader = processes.process(f"reader {number}")
+    reader.start("DECODER", number, **(processes._settings | {"extra": {"llm.Transport": transport}}))
+    assert reader.do(link, [info(1, port)]) == SUCCESS
+    reader.do(begin_reader, seed, port, guarded)
+    return reader
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000, help="of all ends together")
+    parser.add_argument("--seed", type=int, default=1)
+
+    def runs(transport: str, options: argparse.Namespace) -> Iterator[Report]:
+        yield run(transport, options.steps, options.seed)
+
+    return command(parser, TRANSPORTS, HEAD, runs, arguments)

@@ -1,0 +1,530 @@
+"""Interrupts: the handler of a signal that raises, in every call of the interface, at each instruction or at random.
+
+``python -m faults interrupts`` runs all of it; ``test_interrupts.py`` a sample. The interrupted end lives in this
+process, because handlers run in the main thread of a process; its peer in another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import llm_datadist
+from faults.harness import say
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    LayerSynchronizer,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    TransferWithCacheKeyConfig,
+)
+from llm_datadist._memory.write_intents import IntentWriter
+from llm_datadist._native import WRITER_SLOTS
+from llm_datadist._transport.lanes import LaneGroup
+from llm_datadist.testing.scene import residue, settled
+from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.layers import Always
+from tests.support.linking import SUCCESS, info, link, links
+from tests.support.moves import Spec, make, picture, show, wait_until
+from tests.support.world import make_config, small_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+    from tests.support.world import World
+
+TRANSPORTS: Final = ("shm", "cma", "tcp")
+#: A call that ends later than this after it began hangs.
+BOUND_SECONDS: Final = 10.0
+#: A call ends that long after an interrupt: 100 ms, and what a busy machine adds.
+PROMPT_SECONDS: Final = 1.0
+#: What the interrupted end writes over the memory of a call that was interrupted; bytes that come late overwrite it.
+_REFILL: Final = 0x5A
+_WINDOWS: Final = 64  # each call has its own blocks, until all were used: bytes that are later than the next call show
+_BLOCKS: Final = 4
+_PACKAGE: Final = os.path.dirname(llm_datadist.__file__)
+_SERVED: Final = BlocksCacheKey(1, 0)
+
+
+class Interrupted(Exception):
+    """What the handler raises."""
+
+
+def _interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+@dataclass
+class Scene:
+    """One end with a cache of many windows, linked to a peer with a cache like it."""
+
+    transport: str
+    here: LocalEnd
+    there: ChildEnd
+    window: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+
+    @property
+    def world(self) -> World:
+        return self.here.world
+
+    @property
+    def blocks(self) -> list[int]:
+        return list(range(self.window * _BLOCKS, (self.window + 1) * _BLOCKS))
+
+    def link(self) -> None:
+        """Link, unless there is a link; a loss may be about to be noticed."""
+        wait_until(lambda: set(self.here.do(links).values()) <= {"ready"})
+        if not self.here.do(links):
+            assert self.here.do(link, [info(1, self.there.port)]) == SUCCESS
+        wait_until(lambda: list(self.there.do(links).values()) == ["ready"])
+
+
+def _pull(scene: Scene) -> None:
+    scene.world.cm.pull_blocks(_SERVED, scene.world.caches["kv"], scene.blocks, scene.blocks)
+
+
+def _pull_by_key(scene: Scene) -> None:
+    scene.world.cm.pull_cache(CacheKey(1, 9, 0), scene.world.caches["row"], 0)
+
+
+def _push(scene: Scene) -> None:
+    scene.world.cm.push_blocks(_SERVED, scene.world.caches["source"], scene.blocks, scene.blocks)
+
+
+def _copy(scene: Scene) -> None:
+    other = [(block + 2 * _BLOCKS) % (_WINDOWS * _BLOCKS) for block in scene.blocks]
+    scene.world.cm.copy_blocks(scene.world.caches["copied"], {a: [b] for a, b in zip(scene.blocks, other, strict=True)})
+
+
+def _swap(scene: Scene) -> None:
+    blocks = {block: block for block in scene.blocks}
+    scene.world.cm.swap_blocks(scene.world.caches["source"], scene.world.caches["host"], blocks)
+
+
+def _send_layers(scene: Scene) -> None:
+    to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
+    task = scene.world.cm.transfer_cache_async(scene.world.caches["source"], Always(), [to], scene.blocks, scene.blocks)
+    scene.world.memory["task"] = task
+    task.synchronize(int(BOUND_SECONDS * 1e3))
+
+
+class _Held(LayerSynchronizer):
+    """No layer is ready before the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return self.gate.wait(BOUND_SECONDS)
+
+
+def _start_layers(scene: Scene) -> None:
+    to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
+    scene.world.memory["held"] = held = _Held()
+    scene.world.memory["task"] = scene.world.cm.transfer_cache_async(
+        scene.world.caches["source"], held, [to], scene.blocks, scene.blocks
+    )
+
+
+def _nothing_is_sent_late(scene: Scene) -> None:
+    """Let the model go on: a transfer whose caller was interrupted sends nothing of what is written from now on."""
+    task, held = scene.world.memory.pop("task", None), scene.world.memory.pop("held", None)
+    sources = _tensors(scene.world, "source")
+    mine = [tensor[scene.blocks].copy() for tensor in sources]
+    if task is None:
+        for tensor in sources:
+            tensor[scene.blocks] = _REFILL
+    if held is not None:
+        held.gate.set()
+    if task is not None:
+        assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
+    wait_until(lambda: not any(each.name.startswith("llm-datadist-task") for each in threading.enumerate()))
+    if task is None:
+        for got in scene.there.do(show, "served"):
+            assert not (got.reshape(_WINDOWS * _BLOCKS, -1)[scene.blocks] == _REFILL).all(), "bytes came late"
+    for tensor, bytes_ in zip(sources, mine, strict=True):
+        tensor[scene.blocks] = bytes_
+
+
+def _init(scene: Scene) -> None:
+    dd = LLMDataDist(LLMRole.PROMPT, 3)
+    dd.init(make_config(listen_ip_info="127.0.0.1:0", **small_pool()))
+    scene.world.memory["other"] = dd
+
+
+def _init_is_undone(scene: Scene) -> None:
+    other = scene.world.memory.pop("other", None)
+    if other is not None:
+        other.finalize()
+    assert len(LLMDataDist._live) == 1, "an instance listens that nobody holds"
+
+
+def _link(scene: Scene) -> None:
+    assert scene.world.dd.link_clusters([info(1, scene.there.port)], 5000) == SUCCESS
+
+
+def _unlink(scene: Scene) -> None:
+    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000) == SUCCESS
+
+
+def _unlink_by_force(scene: Scene) -> None:
+    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000, force=True) == SUCCESS
+
+
+def _allocate(scene: Scene) -> None:
+    cache = scene.world.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1, 0), CacheKey(2, 2, 0)])
+    scene.world.memory["mine"] = cache
+
+
+def _register(scene: Scene) -> None:
+    scene.world.memory["mine"] = scene.world.cm.register_blocks_cache(
+        Spec(tensors=2, blocks=True).desc, list(scene.world.caches["host"].tensor_addrs), BlocksCacheKey(2, 5)
+    )
+
+
+def _nothing(_: Scene) -> None:
+    """Need nothing."""
+
+
+def _give_back(scene: Scene) -> None:
+    """Give back what the last call has made, if it was not interrupted."""
+    cache = scene.world.memory.pop("mine", None)
+    if cache is None:
+        return
+    if cache.is_blocks_cache:
+        scene.world.cm.unregister_cache(cache.cache_id)
+        return
+    for request in (1, 2):
+        scene.world.cm.remove_cache_key(CacheKey(2, request, 0))
+    scene.world.cm.deallocate_cache(cache)
+
+
+def _offer_key(scene: Scene) -> None:
+    """Let the peer have a row under the key, whether the last pull has consumed it or not."""
+    scene.there.do(_offer)
+
+
+def _offer(world: World) -> None:
+    cache = world.memory.pop("offered", None)
+    if cache is not None:
+        world.cm.remove_cache_key(CacheKey(1, 9, 0))
+        world.cm.deallocate_cache(cache)
+    world.memory["offered"] = world.cm.allocate_cache(Spec(rows=1, stride=4096).desc, [CacheKey(1, 9, 0)])
+
+
+def _apart(scene: Scene) -> None:
+    """Have no link at either end."""
+    scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000)
+    wait_until(lambda: not scene.here.do(links) and not scene.there.do(links))
+
+
+def _join_task(scene: Scene) -> None:
+    """Wait for the end of a transfer whose caller was interrupted while it waited."""
+    task = scene.world.memory.pop("task", None)
+    if task is not None:
+        assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One call. ``before`` and ``after`` are not interrupted."""
+
+    call: Callable[[Scene], None]
+    before: Callable[[Scene], None] = _nothing
+    after: Callable[[Scene], None] = _nothing
+    #: The cache that it writes here, by the blocks of the window.
+    writes: str | None = None
+    transports: Sequence[str] = TRANSPORTS
+    #: With remote cache access.
+    rca: bool = True
+    #: False where the caller loses a handle by an interrupt between the end of the call and its own next instruction.
+    at_random: bool = True
+
+
+VERBS: Final[dict[str, Verb]] = {
+    "pull_blocks": Verb(_pull, writes="kv"),
+    "pull_cache": Verb(_pull_by_key, before=_offer_key, rca=False),
+    "push_blocks": Verb(_push),
+    "transfer_cache_async": Verb(_send_layers, after=_join_task),
+    "transfer_cache_async, begun": Verb(_start_layers, after=_nothing_is_sent_late, at_random=False),
+    "init": Verb(_init, after=_init_is_undone, transports=("shm",), at_random=False),
+    "copy_blocks": Verb(_copy, transports=("shm",)),
+    "swap_blocks": Verb(_swap, writes="host", transports=("shm",)),
+    "allocate_cache": Verb(_allocate, after=_give_back, transports=("shm",), at_random=False),
+    "register_blocks_cache": Verb(_register, after=_give_back, transports=("shm",), at_random=False),
+    "link_clusters": Verb(_link, before=_apart),
+    "unlink_clusters": Verb(_unlink, before=Scene.link),
+    "unlink_clusters, forced": Verb(_unlink_by_force, before=Scene.link),
+}
+
+
+@contextmanager
+def interrupted_end(transport: str, *, rca: bool = True) -> Iterator[Scene]:
+    """Start both ends; afterwards nothing may be left in this process."""
+    here, there = LocalEnd("interrupted"), ChildEnd("served")
+    before = residue()
+    memory = "private" if transport == "cma" else "pool"
+    spec = Spec(tensors=2, rows=_WINDOWS * _BLOCKS, stride=4096, blocks=True, memory=memory)
+    handler = signal.signal(signal.SIGUSR1, _interrupt)
+    try:
+        for end, role, cluster_id in ((there, "PROMPT", 1), (here, "DECODER", 2)):
+            end.start(
+                role,
+                cluster_id,
+                listen_ip_info="127.0.0.1:0",
+                enable_remote_cache_accessible=rca,
+                extra={} if transport == "cma" else {"llm.Transport": transport},
+            )
+        there.do(make, "served", replace(spec, blocks_key=_SERVED), 3)
+        here.do(make, "kv", spec, 5)
+        here.do(make, "copied", spec, 6)
+        here.do(make, "source", spec, 7)
+        here.do(make, "host", replace(spec, memory="pool", placement=Placement.HOST), 8)
+        here.do(make, "row", Spec(rows=1, stride=4096), 9)
+        scene = Scene(transport, here, there)
+        scene.link()
+        yield scene
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+        here.stop()
+        there.stop()
+        left = settled(before)
+        there.close()
+    assert left == before
+
+
+class Walk:
+    """Calls a verb and interrupts it; then compares everything that the call may not leave behind."""
+
+    def __init__(self, scene: Scene, verb: Verb) -> None:
+        self.scene = scene
+        self.verb = verb
+        self._idle: Any = None  # what the end shows between two calls
+        self._written: list[list[int]] = []  # windows that were written over after an interrupt
+
+    def begin(self) -> None:
+        """Call once, and note what an idle end looks like."""
+        self._prepare()
+        self.verb.call(self.scene)
+        self._tidy()
+        self.verb.before(self.scene)
+        self._idle = self._picture()
+
+    def _prepare(self) -> None:
+        self.scene.window = (self.scene.window + 1) % _WINDOWS
+        if self.scene.window == 0:
+            self.check_bytes()
+        self.verb.before(self.scene)
+
+    def _tidy(self) -> None:
+        self.verb.after(self.scene)
+
+    def run(self, interrupt: Callable[[Callable[[], None]], None]) -> None:
+        """Make one call that ``interrupt`` interrupts."""
+        scene = self.scene
+        self._prepare()
+        since = time.monotonic()
+        try:
+            interrupt(lambda: self.verb.call(scene))
+            scene.counts["done"] += 1
+        except Interrupted:
+            scene.counts["interrupted"] += 1
+            self._write_over()
+        except LLMException as error:
+            raise AssertionError(f"an interrupt became {error!r}") from error
+        took = time.monotonic() - since
+        scene.slowest = max(scene.slowest, took)
+        assert took < BOUND_SECONDS + PROMPT_SECONDS, f"a call took {took:.1f} s"
+        self._tidy()
+
+    def _write_over(self) -> None:
+        """Use the memory of the interrupted call at once, as its caller may."""
+        if self.verb.writes is None:
+            return
+        for tensor in _tensors(self.scene.world, self.verb.writes):
+            tensor[self.scene.blocks] = _REFILL
+        self._written.append(self.scene.blocks)
+
+    def check_bytes(self) -> None:
+        """Find bytes that came after the exception."""
+        if self.verb.writes is not None:
+            for tensor in _tensors(self.scene.world, self.verb.writes):
+                for blocks in self._written:
+                    assert (tensor[blocks] == _REFILL).all(), "bytes came after the call had raised"
+        self._written.clear()
+
+    def check(self) -> None:
+        """Compare tables, counts and bytes, then use the end."""
+        scene = self.scene
+        self.check_bytes()
+        self.verb.before(scene)
+        wait_until(lambda: self._picture() == self._idle)
+        for end in (scene.here, scene.there):
+            wait_until(lambda end=end: end.do(picture).pins == 0)  # type: ignore[misc]
+        scene.link()
+        wait_until(lambda: not _busy(scene.world))
+        served = scene.there.do(show, "served")
+        cache = scene.world.caches["kv"]
+        scene.world.cm.pull_blocks(_SERVED, cache, list(range(_WINDOWS * _BLOCKS)), list(range(_WINDOWS * _BLOCKS)))
+        for got, given in zip(show(scene.world, "kv"), served, strict=True):
+            assert np.array_equal(got, given)
+
+    def _picture(self) -> Any:
+        here = picture(self.scene.world)
+        return replace(
+            here, links=tuple((each.remote_cluster_id, each.state) for each in here.links), quarantined_bytes=0
+        )
+
+
+def _tensors(world: World, name: str) -> list[Any]:
+    return [tensor.reshape(_WINDOWS * _BLOCKS, -1) for tensor in llm_datadist.views.tensor_views(world.caches[name])]
+
+
+def _busy(world: World) -> list[str]:
+    """Return what a link still holds of calls that are over."""
+    assert world.dd._engine is not None
+    there = world.dd._engine.links.peek(1)
+    assert there is not None
+    assert there.channel is not None
+    found = []
+    if there.busy or there.requests.waiters:
+        found.append(f"{there!r}, {len(there.requests.waiters)} waiting")
+    if there.channel._reader is not None:
+        found.append("a reader of the channel")
+    for connection in there.connection.connections:
+        groups = [each for each in vars(connection).values() if isinstance(each, LaneGroup)]
+        found += [f"load of lanes {each._loads}" for each in groups if any(each._loads.values())]
+        writer = connection._intent_writer(write=False)
+        if isinstance(writer, IntentWriter) and len(writer._free) != WRITER_SLOTS:
+            found.append(f"{writer!r}")
+    return found
+
+
+class AtInstruction:
+    """Sends a signal at the n-th instruction of the library that a call runs in this thread."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self.seen = 0
+
+    def __call__(self, function: Callable[[], None]) -> None:
+        sys.settrace(self._trace)
+        try:
+            function()
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.seen += 1
+            if self.seen == self._wanted:
+                signal.raise_signal(signal.SIGUSR1)
+        return self._trace
+
+
+def instructions(scene: Scene, verb: Verb) -> int:
+    """Return how many instructions of the library one call of a verb runs in its caller's thread."""
+    walk, counted = Walk(scene, verb), AtInstruction(0)
+    walk.begin()
+    walk.run(counted)
+    walk.check()
+    return counted.seen
+
+
+def at_each_instruction(scene: Scene, verb: Verb, points: Sequence[int]) -> None:
+    """Interrupt a call at each of these instructions, once."""
+    walk = Walk(scene, verb)
+    walk.begin()
+    for count, point in enumerate(points, 1):
+        walk.run(AtInstruction(point))
+        if count % _WINDOWS == 0:
+            walk.check()
+    walk.check()
+
+
+def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> None:
+    """Interrupt calls by a timer, at any moment of theirs."""
+    walk = Walk(scene, verb)
+    walk.begin()
+    since = time.perf_counter()
+    for _ in range(20):
+        walk.run(lambda function: function())
+    mean = (time.perf_counter() - since) / 20
+    handler = signal.signal(signal.SIGALRM, _interrupt)
+
+    def ring(function: Callable[[], None]) -> None:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-6, 1.2 * mean))
+            function()
+        finally:
+            _silence()
+
+    try:
+        for count in range(1, times + 1):
+            walk.run(ring)
+            if count % _WINDOWS == 0:
+                walk.check()
+        walk.check()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _silence() -> None:
+    """Stop the timer, which may ring while it is being stopped."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interrupted:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Interrupt every verb at each instruction, then at random; print one line each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="only each n-th instruction")
+    parser.add_argument("--random", type=int, default=20_000, help="interrupts at random moments, in all")
+    parser.add_argument("--verb", choices=sorted(VERBS), action="append", help="only this one; may be repeated")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args(arguments)
+    say(f"seed {options.seed}")
+    logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
+    source = random.Random(options.seed)
+    rows = [
+        (transport, name, verb)
+        for transport in options.transport or TRANSPORTS
+        for name, verb in VERBS.items()
+        if transport in verb.transports and name in (options.verb or VERBS)
+    ]
+    for transport, name, verb in rows:
+        with interrupted_end(transport, rca=verb.rca) as scene:
+            count = instructions(scene, verb)
+            points = range(1 + source.randrange(options.every), count + 1, options.every)
+            at_each_instruction(scene, verb, points)
+            if verb.at_random:
+                at_random(scene, verb, options.random // len(rows), source)
+            say(f"{transport:4} {name:24} {count:5} instructions, {dict(scene.counts)}, slowest {scene.slowest:.3f} s")
+    say("0 late bytes, 0 hangs, nothing left behind")
+    return 0

@@ -1,0 +1,236 @@
+"""What the two ends of the rebind race do (`faults/rebind_race.py`).
+
+The owner binds one key of each kind to one cache after the other; the other end pulls by these keys from several
+threads all the while. Every word of a cache says of which binding it is, so that each pull knows what it got.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from faults.harness import Outcome, Threads, differing, numbered, outcome_of, words_of
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
+from llm_datadist._cache.registry import key_of
+from llm_datadist._memory.segment import AddressRange
+from tests.support.moves import wait_until
+
+if TYPE_CHECKING:
+    from llm_datadist._memory.pool import Allocation
+    from tests.support.world import World
+
+__all__ = ["KINDS", "Binding", "Pull", "begin_binding", "end_binding", "prepare_owner", "prepare_puller", "pull_many"]
+
+KINDS: Final = ("row", "blocks")
+TENSORS: Final = 2
+ROWS, STRIDE = 8, 64 << 10
+ROW_KEY: Final = CacheKey(1, 7)
+BLOCKS_KEY: Final = BlocksCacheKey(1, 3)
+#: Every word is its binding's number times this, and its place.
+_NUMBER: Final = 1 << 32
+#: Of so many row bindings one is left until a pull has consumed it.
+_PATIENT: Final = 4
+#: The longest that any other binding stays, in seconds: about two pulls.
+_STAYS: Final = 0.0005
+
+
+@dataclass
+class Binding:
+    """One life of a key, as its owner knows it. Times are of ``time.monotonic_ns()``, one clock for all processes.
+
+    Attributes:
+        number: What its bytes say.
+        gone: It was not bound any more from then on, for certain; 0 while it is.
+        leaving: It was bound until then, for certain, unless it was consumed.
+        consumed: A pull took it away, not the owner.
+    """
+
+    kind: str
+    number: int
+    gone: int = 0
+    leaving: int = 0
+    consumed: bool = False
+
+
+@dataclass(frozen=True)
+class Pull:
+    """One pull, as its caller knows it.
+
+    Attributes:
+        number: By its first word, whose bytes came; 0 where it failed.
+        wrong: Bytes that are not that binding's.
+    """
+
+    kind: str
+    began: int
+    ended: int
+    outcome: Outcome
+    number: int = 0
+    wrong: int = 0
+
+
+_COUNT: Final = ROWS * STRIDE // 8
+_PLACES: Final = [numbered(tensor * _COUNT, _COUNT) for tensor in range(TENSORS)]
+
+
+# --- the owner --------------------------------------------------------------------------------------------------------
+
+
+class _Binder(Threads):
+    """Binds keys anew until it is told to stop. One thread for each kind of key."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__()
+        self.world = world
+        self.bindings: list[Binding] = []
+        self.start(self._rows, random.Random(seed))
+        self.start(self._blocks, random.Random(seed))
+
+    def _next(self, kind: str) -> Binding:
+        binding = Binding(kind, next(self.world.memory["numbers"]))
+        self.bindings.append(binding)
+        return binding
+
+    def _rows(self, chance: random.Random) -> None:
+        """Allocated caches: the key goes by a pull or by its owner's hand, before or after the cache is given back."""
+        cm, desc = self.world.cm, CacheDesc(TENSORS, [1, ROWS * STRIDE], DataType.DT_UINT8)
+        while not self.stop.is_set():
+            binding = self._next("row")
+            self.world.memory["filling"] = binding.number
+            cache = cm.allocate_cache(desc, [ROW_KEY])
+            if binding.number % _PATIENT == 0:
+                while self._bound() and not self.stop.is_set():
+                    time.sleep(0)
+            else:
+                time.sleep(chance.random() * _STAYS)
+            if deallocate_first := chance.random() < 0.5:
+                cm.deallocate_cache(cache)
+            binding.consumed = not self._bound()
+            binding.leaving = time.monotonic_ns()
+            cm.remove_cache_key(ROW_KEY)
+            binding.gone = time.monotonic_ns()
+            if not deallocate_first:
+                cm.deallocate_cache(cache)
+
+    def _bound(self) -> bool:
+        assert self.world.dd._engine is not None
+        return any(binding.key == key_of(ROW_KEY) for binding in self.world.dd._engine.store.registry.snapshot()[1])
+
+    def _blocks(self, chance: random.Random) -> None:
+        """Registered caches over two memories in turns: the newest binding wins, and the old memory is used again."""
+        cm, desc = self.world.cm, CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
+        old: tuple[Binding, int] | None = None
+        for arena in cycle(self.world.memory["arenas"]):
+            if self.stop.is_set():
+                break
+            binding = self._next("blocks")
+            for tensor, words in enumerate(arena):
+                np.add(_PLACES[tensor], np.uint64(binding.number * _NUMBER), out=words)
+            if old is not None:
+                old[0].leaving = time.monotonic_ns()
+            cache = cm.register_blocks_cache(desc, [words.ctypes.data for words in arena], BLOCKS_KEY)
+            if old is not None:
+                old[0].gone = time.monotonic_ns()
+                cm.unregister_cache(old[1])
+            old = binding, cache.cache_id
+            time.sleep(chance.random() * _STAYS)
+        if old is not None:
+            old[0].leaving = time.monotonic_ns()
+            cm.unregister_cache(old[1])
+            old[0].gone = time.monotonic_ns()
+
+
+def prepare_owner(world: World, transport: str) -> None:
+    """Make the memories that are registered in turns, and have the pool hand out memory that is filled already.
+
+    Otherwise a key would be bound to a cache before anybody could have filled it.
+    """
+    world.memory["numbers"] = iter(range(1, 1 << 31))
+    if transport == "shm":
+        desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
+        caches = [world.cm.allocate_blocks_cache(desc) for _ in range(2)]
+        world.memory["arenas"] = [words_of(each) for each in caches]
+    else:
+        world.memory["arenas"] = [[np.zeros(_COUNT, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
+    assert world.dd._engine is not None
+    (pool,) = world.dd._engine.store.pools
+    really = pool.allocate_many
+
+    def filled(count: int, nbytes: int) -> Allocation:
+        allocation = really(count, nbytes)
+        for tensor, address in enumerate(allocation.addresses):
+            words = AddressRange(address, nbytes, writable=True).array().view(np.uint64)
+            np.add(_PLACES[tensor], np.uint64(world.memory["filling"] * _NUMBER), out=words)
+        return allocation
+
+    pool.allocate_many = filled  # type: ignore[method-assign]
+    world.memory["used"] = pool.statistics().used_bytes
+
+
+def begin_binding(world: World, seed: int) -> None:
+    """Bind both keys anew all the time, until :func:`end_binding`."""
+    world.memory["binder"] = _Binder(world, seed)
+
+
+def end_binding(world: World) -> list[Binding]:
+    """Stop; everything is given back, and nothing may be left. Return all bindings since the beginning."""
+    binder: _Binder = world.memory.pop("binder")
+    binder.join()
+
+    def nothing_left() -> bool:
+        statistics = world.dd.statistics()
+        (pool,) = statistics.pools
+        return statistics.pins == 0 and not statistics.keys and pool.used_bytes == world.memory["used"]
+
+    wait_until(nothing_left)
+    world.dd.check_integrity()
+    return binder.bindings
+
+
+# --- the other end ----------------------------------------------------------------------------------------------------
+
+
+def prepare_puller(world: World, threads: int) -> None:
+    """Make one cache for each thread and kind."""
+    desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
+    for thread in range(threads):
+        for kind in KINDS:
+            world.caches[f"{kind} {thread}"] = world.cm.allocate_blocks_cache(desc)
+
+
+def pull_many(world: World, count: int, threads: int) -> list[Pull]:
+    """Pull by both keys from ``threads`` threads each, until about ``count`` pulls were made."""
+    pulls: list[Pull] = []
+    share = -(-count // (threads * len(KINDS)))
+
+    def run(kind: str, thread: int) -> None:
+        for _ in range(share):
+            pulls.append(_pull(world, kind, f"{kind} {thread}"))  # noqa: PERF401 (others append meanwhile)
+
+    runners = Threads()
+    for thread in range(threads):
+        for kind in KINDS:
+            runners.start(run, kind, thread)
+    runners.join()
+    return pulls
+
+
+def _pull(world: World, kind: str, name: str) -> Pull:
+    mine, blocks = world.caches[name], list(range(ROWS))
+    began = time.monotonic_ns()
+    if kind == "row":
+        outcome = outcome_of(world.cm.pull_blocks, ROW_KEY, mine, [], blocks)
+    else:
+        outcome = outcome_of(world.cm.pull_blocks, BLOCKS_KEY, mine, blocks, blocks)
+    ended = time.monotonic_ns()
+    if not outcome.good:
+        return Pull(kind, began, ended, outcome)
+    found = words_of(mine)
+    number = int(found[0][0]) // _NUMBER
+    expected = (places + np.uint64(number * _NUMBER) for places in _PLACES)
+    return Pull(kind, began, ended, outcome, number, differing(found, expected))

@@ -1,0 +1,174 @@
+"""Stalls on command: a part of one end that does not go on until the block is left.
+
+=========== ==========================================================================================
+pool        every allocation and every release of pool memory waits (the lock of each pool is held)
+registry    every lookup, pin and release waits, those of peers on the control thread among them
+control     the control thread does nothing: no answer, no heartbeat, no expiry
+copy        pulls and pushes of this end wait where their first byte would move
+frame       what this end says to ``peer`` is kept back, and sent in order when the stall ends
+=========== ==========================================================================================
+
+The block itself must not need what is stalled: use it from a thread, or an end, that only looks on. Deadlines of others
+go on running, which is the point. Inside a copy, after its first byte, :mod:`faults.midcopy` stops.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from faults.gates import watched
+from llm_datadist.errors import LLMException, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.engine import Engine
+    from llm_datadist.datadist import LLMDataDist
+    from tests.support.world import World
+
+__all__ = ["STALLS", "stall"]
+
+_PATIENCE_SECONDS: Final = 30.0
+
+
+@contextmanager
+def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Iterator[None]:
+    """Stall ``what`` (a name of :data:`STALLS`) of an initialised end of this process for the length of the block.
+
+    Args:
+        datadist: The end.
+        what: See the table above.
+        peer: "copy" and "frame" only: cluster id of the linked peer meant; None: all links that there are now.
+
+    Raises:
+        KeyError: There is no such stall.
+        StateError: The end is not initialised.
+        NotLinked: There is no link to ``peer``.
+        TimeoutError: What is to be stalled is held by another thread for half a minute.
+    """
+    begin = STALLS[what]
+    engine = datadist._engine
+    if engine is None:
+        raise StateError("a stall needs an LLMDataDist that is initialised")
+    with ExitStack() as undo:
+        begin(engine, [engine.links.get(peer)] if peer is not None else engine.links.all(), undo)
+        yield
+
+
+def _pool(engine: Engine, _: list[Link], undo: ExitStack) -> None:
+    for pool in engine.store.pools:
+        _hold(pool._lock, f"the lock of pool {pool.name}", undo)
+
+
+def _registry(engine: Engine, _: list[Link], undo: ExitStack) -> None:
+    registry, end = engine.store.registry, threading.Event()
+    _hold(registry._lock, "the registry's lock", undo)
+    _replace(registry, "begin_use", partial(_after, end), undo)  # which needs no lock where a cache can be found
+    undo.callback(end.set)
+
+
+def _control(engine: Engine, _: list[Link], undo: ExitStack) -> None:
+    here, end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        here.set()
+        end.wait()
+
+    engine._control.post(wait)
+    undo.callback(end.set)
+    if not here.wait(_PATIENCE_SECONDS):
+        raise TimeoutError(f"the control thread has not been free for {_PATIENCE_SECONDS:g} s")
+
+
+def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
+    end = threading.Event()
+
+    def wait(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        if name == "copy" and subject in links:
+            end.wait()
+
+    undo.enter_context(watched(wait))
+    undo.callback(end.set)
+
+
+def _after(end: threading.Event, move: Callable[..., Any]) -> Callable[..., Any]:
+    def moving(*args: Any) -> Any:
+        end.wait()
+        return move(*args)
+
+    return moving
+
+
+def _frame(_: Engine, links: list[Link], undo: ExitStack) -> None:
+    for link in links:
+        assert link.channel is not None, "a link that can be found has a channel"
+        kept = _Kept(link.channel.send)
+        undo.callback(kept.let_go)
+        _replace(link.channel, "send", kept.instead, undo)
+
+
+class _Kept:
+    """Messages that wait for the end of a stall. Any thread."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()  # of the two below
+        self._messages: list[Message] = []
+        self._over = False
+
+    def instead(self, _: object) -> Callable[[Message], None]:
+        """Return what takes the place of the channel's own sending."""
+        return self.send
+
+    def send(self, message: Message) -> None:
+        """Keep a message, or send it when the stall has just ended."""
+        with self._lock:
+            if not self._over:
+                self._messages.append(message)
+                return
+        self._send(message)
+
+    def let_go(self) -> None:
+        """Send all that was kept; on a link that has ended meanwhile it is lost."""
+        with self._lock, suppress(LLMException):
+            self._over = True
+            for message in self._messages:
+                self._send(message)
+
+
+def _replace(
+    owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
+) -> None:
+    """Replace a method of one object until the stack is unwound."""
+    setattr(owner, name, make(getattr(owner, name)))
+    undo.callback(delattr, owner, name)
+
+
+def _hold(lock: threading.Lock, name: str, undo: ExitStack) -> None:
+    if not lock.acquire(timeout=_PATIENCE_SECONDS):
+        raise TimeoutError(f"{name} has not been free for {_PATIENCE_SECONDS:g} s")
+    undo.callback(lock.release)
+
+
+#: name -> what begins it.
+STALLS: Final[dict[str, Callable[[Engine, list[Link], ExitStack], None]]] = {
+    "pool": _pool,
+    "registry": _registry,
+    "control": _control,
+    "copy": _copy,
+    "frame": _frame,
+}
+
+
+def stall_there(world: World, what: str, peer: int | None = None) -> None:
+    world.memory["stall"] = stack = ExitStack()
+    stack.enter_context(stall(world.dd, what, peer=peer))
+
+
+def go_on(world: World) -> None:
+    world.memory.pop("stall").close()

@@ -1,0 +1,142 @@
+"""A short campaign from a fixed seed, over shm with pushes and over tcp with keys; `make faults` runs the long one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from faults.campaign.arrivals import EXPECTED, Arrivals
+from faults.campaign.command import main
+from faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of, whole
+from faults.campaign.epochs import TRANSPORTS, plan_epoch
+from faults.campaign.interrupted import Bell, Interrupted
+from faults.campaign.numbers import Growth, Recoveries, class_of, overruns
+from faults.campaign.report import VIOLATIONS
+from faults.campaign.schedule import schedule
+from faults.campaign.states import Cells, Doing, states_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_every_byte_is_right_and_nothing_is_left_after_a_short_campaign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    status = main(["--seconds", "10", "--epoch", "5", "--seed", "7", "--json", str(report)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.startswith("seed 7\n")
+    assert out.endswith("seed 7: passed\n")
+    table = {line[:26].strip(): line[26:].strip() for line in out.splitlines() if line[26:].strip()}
+    assert {name: table[name] for name in VIOLATIONS} == dict.fromkeys(VIOLATIONS, "0")
+    numbers = json.loads(report.read_text())
+    assert numbers["violations"] == []
+    assert numbers["counts"]["verified bytes"] > 0
+    calls = {call.split("|")[0] for call in numbers["calls"] if call.endswith("|ok")}
+    # After healing both directions of every pair moved bytes, whatever the faults were.
+    assert any(call.endswith("|Interrupted") for call in numbers["calls"])
+    assert any(call.endswith("|Cancelled") for call in numbers["calls"])
+    assert calls >= {"allocate", "register", "link_clusters", "pull_blocks healed", "finalize"}
+
+
+def test_everything_follows_from_the_seed() -> None:
+    for number in range(20):
+        epoch = plan_epoch(5, number, TRANSPORTS)
+        assert epoch == plan_epoch(5, number, TRANSPORTS)
+        assert schedule(epoch, 20.0) == schedule(epoch, 20.0)
+        assert schedule(epoch, 20.0) != schedule(plan_epoch(6, number, TRANSPORTS), 20.0)
+        # Bytes are changed only where checksums are there to see it, and no address of a push can be hit.
+        assert not epoch.harmed or (epoch.checksum and not epoch.rca)
+
+
+def test_every_transport_has_its_turn_with_and_without_remote_cache_access() -> None:
+    for transports in (TRANSPORTS, ("shm",), ("shm", "tcp")):
+        epochs = [plan_epoch(1, number, transports) for number in range(2 * len(transports))]
+        assert {(epoch.transport, epoch.rca) for epoch in epochs} == {
+            (t, rca) for t in transports for rca in (False, True)
+        }
+
+
+def test_a_step_that_no_call_comes_to_any_more_is_named() -> None:
+    epoch = plan_epoch(1, 0, ("shm",))
+    expected = EXPECTED["shm", epoch.rca]
+    arrivals = Arrivals()
+    arrivals.add({f"{step}, shm": 1 for step in expected})
+    assert arrivals.end_epoch(epoch, finished=True) == []
+    arrivals.add({f"{step}, shm": 1 for step in expected - {"plan"}})
+    assert arrivals.end_epoch(epoch, finished=True) == ["plan"]
+    assert arrivals.end_epoch(epoch, finished=False) == []
+    assert arrivals.as_dict()["shm"]["plan"] == 1
+
+
+def test_each_word_says_where_it_comes_from() -> None:
+    stamp, shape = Stamp(3, 17, 40, 123_456), Shape(4, 24, 64)
+    words = whole(stamp, shape)
+    assert words.shape == (4, 24, 64)
+    assert len({int(word) for word in words.flat}) == words.size
+    assert all(stamp_of(int(word)) == stamp for word in words[:, ::7, ::13].flat)
+    assert (words[1:3, [5, 2]] == pattern(stamp, (1, 2), (5, 2), 64)).all()
+    other = words.copy()
+    other[2, 7, 9] = whole(Stamp(1, 2, 3, 4), shape)[0, 1, 2]
+    text = difference(other, words)
+    assert "worker 1 life 2 slot 3 generation 4 tensor 0 row 1 word 2" in text
+    assert "wanted" in text
+    assert "generation 123456 tensor 2 row 7 word 9" in text
+
+
+def test_what_a_worker_does_is_told_by_its_calls_and_links() -> None:
+    masks: list[int] = []
+    doing = Doing(masks.append)
+    assert states_in(doing.mask) == ["idle"]
+    doing.look(links=1, redials=0)
+    assert states_in(masks[-1]) == ["linked idle"]
+    for kind in ("pull_blocks awaited", "unlink_clusters by force", "link_clusters", "allocate"):
+        doing.change(kind, 1)
+    assert states_in(masks[-1]) == ["linking", "calls running", "draining"]
+    doing.change("link_clusters", -1)
+    doing.look(links=1, redials=1)
+    assert states_in(masks[-1]) == ["calls running", "draining", "redialling"]
+    cells = Cells()
+    cells.add("kill", states_in(masks[-1]))
+    *_, last = cells.lines()
+    assert last == "3 empty cells: kill while idle, kill while linking, kill while linked idle"
+
+
+def test_numbers_are_quantiles_and_slopes() -> None:
+    late = overruns({class_of(0.001): 998, class_of(0.1): 1, class_of(2.0): 1})
+    assert (round(late["p50"], 4), round(late["p99.9"], 2), round(late["max"])) == (0.001, 0.1, 2)
+    growth = Growth()
+    for pid, level in ((1, 10.0), (2, 500.0)):
+        for number in range(3):
+            growth.add(pid, {"descriptors": level + number})
+            time.sleep(0.01)
+    assert growth.as_dict()["descriptors"] == pytest.approx(3600 / 0.01, rel=0.5)
+    recoveries, moved = Recoveries(), False
+    recoveries.begin("cut", lambda _: moved)
+    recoveries.begin("stop", lambda _: False)
+    recoveries.look()
+    assert not recoveries.times
+    moved = True
+    recoveries.look()
+    recoveries.forget()
+    rows = recoveries.as_dict()
+    assert (rows["cut"]["seen"], rows["stop"]["unseen"]) == (1, 1)
+
+
+def test_the_bell_rings_inside_of_calls_only() -> None:
+    before, late = signal.getsignal(signal.SIGALRM), [-1.0]
+    bell, rng = Bell(), Random(1)
+    try:
+        with pytest.raises(Interrupted):
+            bell.call(rng, late.append, lambda: time.sleep(0.1))
+        assert 0.0 <= late[-1] < 1.0
+        assert bell.call(rng, late.append, lambda: 7) == 7
+        time.sleep(0.03)  # it would ring now
+    finally:
+        signal.signal(signal.SIGALRM, before)

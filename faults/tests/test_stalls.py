@@ -1,0 +1,118 @@
+"""Stalls: what is stalled waits, deadlines go on, and everything goes on afterwards with the right bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from faults.stalls import STALLS, go_on, stall, stall_there
+from llm_datadist import CacheKey
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
+from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+
+if TYPE_CHECKING:
+    from tests.support.pairs import Pair
+    from tests.support.world import World
+
+KEY = CacheKey(1, 10)
+PATIENT = {"llm.PeerTimeout": "600"}
+
+
+@pytest.mark.parametrize("what", ["registry", "control", "frame"])
+def test_a_question_to_a_stalled_target_ends_with_its_deadline_and_the_next_one_is_answered(
+    shm_pair: Pair, what: str
+) -> None:
+    shm_pair.start(sync_kv_timeout=1000, extra=PATIENT)  # the calls afterwards have no more on a busy machine
+    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
+    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.prompt.do(stall_there, what, 2)
+    with pytest.raises(DeadlineExceeded) as caught:
+        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+    assert caught.value.phase == "resolve"
+    assert shm_pair.decoder.do(links) == {1: "ready"}
+    same_bytes(shm_pair.decoder.do(show, "rows"), target)
+    shm_pair.prompt.do(go_on)
+    # The late answer's pin comes back, and nothing was consumed.
+    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
+    shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
+    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+@pytest.mark.parametrize("what", ["copy", "pool"])
+def test_what_is_stalled_waits_and_goes_on(shm_pair: Pair, what: str) -> None:
+    shm_pair.start(extra=PATIENT)
+    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
+    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.decoder.do(stall_there, what)
+    if what == "copy":
+        shm_pair.decoder.do(begin_there, "call", call, "pull_cache", KEY, Use("rows"), 5)
+        wait_until(lambda: shm_pair.prompt.do(picture).pins == 1)
+        same_bytes(shm_pair.decoder.do(show, "rows"), target)
+    else:
+        shm_pair.decoder.do(begin_there, "call", allocate)
+        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)  # needs no pool
+    assert shm_pair.decoder.do(runs_there, "call"), "the call is still there"
+    shm_pair.decoder.do(go_on)
+    result = shm_pair.decoder.do(result_there, "call")
+    assert not isinstance(result, BaseException), result
+    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def allocate(world: World) -> None:
+    world.caches["more"] = world.cm.allocate_cache(Spec().desc, [])
+
+
+def test_frames_that_were_kept_come_in_their_order(shm_pair: Pair) -> None:
+    shm_pair.start(extra=PATIENT)
+    keys = tuple(CacheKey(1, number) for number in range(5))
+    shm_pair.prompt.do(make, "rows", Spec(keys=keys), 1)
+    shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.decoder.do(stall_there, "frame", 1)
+    for number in range(5):
+        shm_pair.decoder.do(begin_there, f"pull {number}", call, "pull_cache", keys[number], Use("rows"), number)
+    assert shm_pair.prompt.do(picture).pins == 0
+    shm_pair.decoder.do(go_on)
+    assert [shm_pair.decoder.do(result_there, f"pull {number}") for number in range(5)] == [None] * 5
+    wait_until(lambda: (now := shm_pair.prompt.do(picture)).pins == 0 and now.keys == ())
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def test_what_cannot_be_stalled_is_refused(local_pair: Pair) -> None:
+    local_pair.start()
+    with pytest.raises(KeyError):
+        local_pair.decoder.do(stall_there, "weather")
+    world_dd = local_pair.decoder.do(lambda world: world.dd)
+    local_pair.decoder.stop()
+    for what in STALLS:
+        with pytest.raises(StateError, match="initialised"), stall(world_dd, what):
+            pass
+
+
+@pytest.mark.parametrize("verb", ["pull_blocks", "push_blocks"])
+def test_over_tcp_what_was_used_once_moves_while_the_owner_answers_nothing_until_it_is_freed(
+    tcp_pair: Pair, verb: str
+) -> None:
+    """A standing grant: the threads of the owner's lanes answer alone, its control thread does not run."""
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    tcp_pair.start(sync_kv_timeout=2000, rca=verb == "push_blocks", extra=PATIENT)
+    theirs = prompt.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    mine = decoder.do(make, "blocks", Spec(blocks=True), 2)
+    decoder.do(call, verb, BLOCKS, Use("blocks"), [0], [0])
+    prompt.do(stall_there, "control", 2)
+    for number in range(1, 8):
+        decoder.do(call, verb, BLOCKS, Use("blocks"), [number], [7 - number])
+    pairs = [(0, 0), *((7 - number, number) for number in range(1, 8))]
+    pulled = verb == "pull_blocks"
+    same_bytes(decoder.do(show, "blocks"), moved(mine, theirs, pairs) if pulled else mine)
+    same_bytes(prompt.do(show, "blocks"), theirs if pulled else moved(theirs, mine, pairs))
+    prompt.do(go_on)
+    prompt.do(forget, "blocks")
+    before = decoder.do(show, "blocks")
+    with pytest.raises(CacheNotFound):
+        decoder.do(call, verb, BLOCKS, Use("blocks"), [0], [1])
+    same_bytes(decoder.do(show, "blocks"), before)
+    bytes_move_both_ways(prompt, decoder)

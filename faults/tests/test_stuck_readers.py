@@ -1,0 +1,20 @@
+"""Readers that are stuck cost the owner and its other peers nothing: `faults/stuck_readers.py` measures that."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.stuck_readers import scene_of
+
+
+@pytest.mark.timeout(300)  # many threads that pull 64 MiB each
+@pytest.mark.parametrize(("transport", "readers"), [("tcp", 16), ("shm", 8), ("cma", 8)])
+def test_a_healthy_reader_beside_stuck_ones(transport: str, readers: int) -> None:
+    with scene_of(transport, readers) as scene:
+        scene.stick()
+        scene.pull(20)  # which compares every byte
+        assert scene.stuck() == readers, "they are stuck still"
+        if transport == "tcp":
+            assert scene.full() >= readers
+        scene.free()
+        scene.pull(5)

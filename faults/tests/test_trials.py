@@ -1,0 +1,37 @@
+"""Some trials of each kind (`faults/trials.py` makes as many as one likes), the rebind race and grants, in
+short."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults import grant_churn, rebind_race, trials
+
+
+@pytest.mark.parametrize("transport", trials.TRANSPORTS)
+@pytest.mark.parametrize("what", ["reader", "writer"])
+def test_memory_used_again_under_who_was_stopped_inside_a_copy(transport: str, what: str) -> None:
+    report = trials.run(transport, what, 8)
+    assert report.good, "\n".join([trials.HEAD, report.line(), *report.faults])
+    # Each kind of end was seen, so that none of them is only believed to be looked for.
+    assert report.outcomes["TransferFailed"] > 0
+    if what == "reader":
+        assert report.reused > 0
+    else:
+        assert report.killed > 0
+        assert (report.reused if transport == "tcp" else report.quarantines) > 0
+
+
+@pytest.mark.parametrize("transport", rebind_race.TRANSPORTS)
+def test_a_key_bound_anew_during_a_pull_of_the_old_cache(transport: str) -> None:
+    race = rebind_race.run(transport, 200)
+    assert race.good, "\n".join([rebind_race.HEAD, race.line(), *race.faults])
+    assert race.torn > 0
+    assert race.consumed > 0
+
+
+@pytest.mark.parametrize("transport", grant_churn.TRANSPORTS)
+def test_blocks_that_are_used_again_while_readers_claim_them(transport: str) -> None:
+    churn = grant_churn.run(transport, 8000)
+    assert churn.good, "\n".join([grant_churn.HEAD, churn.line(), *churn.faults])
+    assert grant_churn.run(transport, 8000, guarded=False).wrong_bytes > 0, "without grants it goes wrong"

@@ -1,0 +1,104 @@
+"""Unmapping a large pool on the control thread: for how long does it not answer?
+
+    python -m faults unmapping --gib 4
+
+An end has a mapping of so much memory, every page of it touched, and drops the last reference to it on its control
+thread. A linked peer asks it where a row is, again and again; printed is its longest wait, without and with that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from faults.crowd import measured_ends
+from faults.harness import say
+from llm_datadist import CacheKeyByIdAndIndex
+from llm_datadist._memory.host import available_memory
+from llm_datadist._memory.segment import SharedSegment
+from tests.support.linking import SUCCESS, info, link
+from tests.support.moves import Spec, Use, call, make
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.support.world import World
+
+BOUND_MS: Final = 5.0
+
+
+def hold(world: World, nbytes: int) -> None:
+    """Map memory and touch all of it."""
+    world.memory["large"] = [SharedSegment.create("large", nbytes, peers_may_write=True, prefault=True)]
+
+
+def drop(world: World) -> float:
+    """Drop the last reference on the control thread; return for how long that held it up, in milliseconds."""
+    held: list[Any] = world.memory.pop("large")
+    engine = world.dd._engine
+    assert engine is not None
+
+    def close() -> float:
+        since = time.perf_counter()
+        held.pop().close()
+        return (time.perf_counter() - since) * 1e3
+
+    return engine._control.call(close)
+
+
+def ask(world: World, cache_id: int, seconds: float) -> float:
+    """Pull a row, for which the owner is asked, again and again; return the longest wait in milliseconds."""
+    longest, until = 0.0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        since = time.perf_counter()
+        call(world, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 0), Use("row"), 0)
+        longest = max(longest, (time.perf_counter() - since) * 1e3)
+    return longest
+
+
+def row(world: World) -> int:
+    """Make a row; return its cache's id."""
+    make(world, "row", Spec(rows=1), 1)
+    return world.caches["row"].cache_id
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when the control thread was held up for more than 5 ms."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--realtime", action="store_true", help="both ends go first, where others use the machine too")
+    options = parser.parse_args(arguments)
+    nbytes = min(int(options.gib * 2**30), available_memory()[0] // 2)
+    worst = 0.0
+    with measured_ends("shm", realtime=options.realtime) as (prompt, decoder):
+        cache_id = prompt.do(row)
+        decoder.do(row)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        decoder.do(ask, cache_id, 0.5)
+        for _ in range(options.rounds):
+            prompt.do(hold, nbytes)
+            quiet = decoder.do(ask, cache_id, 1.5)
+            decoder.begin(ask, cache_id, 1.5)
+            time.sleep(0.3)
+            held_up = prompt.do(drop)
+            beside = decoder.finish()
+            worst = max(worst, held_up)
+            prompt.do(hold, nbytes)
+            since = time.perf_counter()
+            prompt.do(drop_here)
+            here = (time.perf_counter() - since) * 1e3
+            say(
+                f"{nbytes / 2**30:.2f} GiB: the control thread was held up for {held_up:.3f} ms (another thread needs "
+                f"{here:.0f} ms); longest wait of the peer {quiet:.2f} ms before, {beside:.2f} ms meanwhile"
+            )
+    return 0 if worst <= BOUND_MS else 1
+
+
+def drop_here(world: World) -> None:
+    """Drop the memory on a thread that may wait."""
+    dropped = threading.Thread(target=world.memory.pop("large")[0].close)
+    dropped.start()
+    dropped.join()
