@@ -17,13 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.mutation.session import KILLED, SURVIVED, Session, compare
+from tests.mutation import headers
+from tests.mutation.runner import PACKAGE, ROOT, Copy, NoMutantError
+from tests.mutation.session import KILLED, NO_MUTANT, SURVIVED, Session, compare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.mutation.mutants import Mutant
-    from tests.mutation.runner import Baseline, Copy
+    from tests.mutation.mutant import Mutant
+    from tests.mutation.runner import Baseline
 
 _PLAN: Final = Path(__file__).with_name("plan.toml")
 _FULL: Final = ("tests",)
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--sample", type=int, help="so many mutants of each module; all, if left out")
     run.add_argument("--seed", type=int, default=1, help="what the sample is chosen by (1)")
     run.add_argument("--time", type=float, default=float("inf"), help="seconds after which no mutant is begun")
+    run.add_argument("--before", type=Path, help="a session: try what it killed, if the killer's file has changed")
     run.add_argument("--processes", type=int, choices=(1, 2), default=2, help="mutants at a time (2)")
     run.add_argument("--full", action="store_true", help="then all tests for those that survive")
     table = commands.add_parser("table", help="print the table of a session")
@@ -73,7 +76,6 @@ class _Pass:
 
     def run(self) -> int:
         from tests.mutation.mutants import mutants  # compare and table need no cosmic-ray
-        from tests.mutation.runner import PACKAGE, ROOT, Copy
 
         sources = {module: (ROOT / PACKAGE / module).read_text() for module in self._modules}
         options, operators = self._options, self._plan["operators"]
@@ -83,11 +85,17 @@ class _Pass:
             for number in range(options.processes):
                 self._copies.put(Copy(Path(folder) / str(number)))
             chosen = {
-                module: list(mutants(module, source, operators, options.sample, options.seed))
+                module: list(
+                    headers.mutants(module, source, options.sample, options.seed)
+                    if module.endswith(".hpp")
+                    else mutants(module, source, operators, options.sample, options.seed)
+                )
                 for module, source in sources.items()
             }
             for mutant in (each for of_module in chosen.values() for each in of_module):
                 self._session.choose(mutant.key)
+            if options.before is not None:
+                self._take_over(Session(options.before))
             for stage in ("unit", "wide"):  # first what is cheap, for all: a pass may be ended by its time
                 for module in self._modules:
                     self._stage(stage, self._plan["modules"][module][stage], chosen[module])
@@ -96,10 +104,21 @@ class _Pass:
         _say(self._session.table())
         return 0
 
+    def _take_over(self, before: Session) -> None:
+        """Take over what an earlier pass found: survivors, and mutants whose killer's file is what it was."""
+        for key, stages in self._session.results.items():
+            test, digest = before.killers.get(key, ("", ""))
+            killed = before.outcome(key) == KILLED
+            if not stages and before.outcome(key) is not None and (not killed or digest == _digest(test)):
+                for stage, outcome in before.results[key].items():
+                    entry: dict[str, object] = {"mutant": key, "stage": stage, "outcome": outcome}
+                    self._session.add(entry | ({"killer": test, "digest": digest} if outcome == KILLED else {}))
+
     def _stage(self, stage: str, tests: Sequence[str], chosen: list[Mutant]) -> None:
         """Run a stage for the mutants that no test has killed so far."""
         results = self._session.results
-        waiting = [m for m in chosen if KILLED not in results[m.key].values() and stage not in results[m.key]]
+        ended = {KILLED, NO_MUTANT}
+        waiting = [m for m in chosen if ended.isdisjoint(results[m.key].values()) and stage not in results[m.key]]
         if not waiting or time.monotonic() > self._end:
             return
         copy = self._copies.get()
@@ -116,12 +135,25 @@ class _Pass:
             return
         copy, since = self._copies.get(), time.monotonic()
         try:
-            outcome = KILLED if copy.kills(mutant, baseline) else SURVIVED
+            killer: str | None = copy.killer(mutant, baseline)
+            if killer is None and self._options.before is not None:
+                killer = copy.killer(mutant, baseline)  # a mutant counts as lost only if it survives twice
+            entry = {"outcome": SURVIVED}
+            if killer is not None:
+                entry = {"outcome": KILLED, "killer": killer, "digest": _digest(killer)}
+        except NoMutantError:
+            entry = {"outcome": NO_MUTANT}
         finally:
             self._copies.put(copy)
-        seconds = round(time.monotonic() - since, 1)
         with self._lock:
-            self._session.add({"mutant": mutant.key, "stage": stage, "outcome": outcome, "seconds": seconds})
+            seconds = round(time.monotonic() - since, 1)
+            self._session.add({"mutant": mutant.key, "stage": stage, "seconds": seconds} | entry)
+
+
+def _digest(test: str) -> str:
+    """Return the digest of a test's file, as far as it is there."""
+    path = ROOT / test.partition("::")[0]
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
 
 
 def _say(text: str) -> None:

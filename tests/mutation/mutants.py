@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -12,24 +11,12 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
+from tests.mutation.mutant import Mutant
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Mutant", "mutants"]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one module.
-
-    Attributes:
-        key: Module, function, operator, the line as it was, and a count of equals: the same after changes elsewhere.
-        code: The whole module with the change.
-    """
-
-    module: str
-    key: str
-    code: str
+__all__ = ["mutants"]
 
 
 def mutants(module: str, source: str, operators: Sequence[str], sample: int | None, seed: int) -> Iterator[Mutant]:

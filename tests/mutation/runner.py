@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,12 +19,14 @@ from llm_datadist._native import _native
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.mutation.mutants import Mutant
+    from tests.mutation.mutant import Mutant
 
-__all__ = ["PACKAGE", "ROOT", "Baseline", "Copy"]
+__all__ = ["PACKAGE", "ROOT", "UNENDING", "Baseline", "Copy", "NoMutantError"]
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = Path("src/llm_datadist")
+#: The killer of a mutant with which the tests did not end, or could not be collected.
+UNENDING: Final = "no end"
 #: A mutant may take this many times as long as the code itself, and this much longer.
 _SLOWER, _MORE_SECONDS = 4.0, 20.0
 _BASELINE_SECONDS: Final = 3600.0
@@ -33,6 +36,10 @@ _SITE: Final = """import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable")]
 """
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+
+
+class NoMutantError(Exception):
+    """Changed C++ that does not compile."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
         shutil.copy2(_native.__file__, folder / PACKAGE / "_native")
         (folder / "src/sitecustomize.py").write_text(_SITE)
+        self._stale = False  # the compiled module is not that of the headers
 
     def baseline(self, tests: Sequence[str]) -> Baseline:
         """Run tests without a mutant.
@@ -71,21 +79,54 @@ class Copy:
             raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}:\n{output[-3000:]}")
         return Baseline(tests, time.monotonic() - since, tuple(sorted(set(_FAILED.findall(output)))))
 
-    def kills(self, mutant: Mutant, stage: Baseline) -> bool:
-        """Return True if a test fails with the mutant, or does not end."""
+    def killer(self, mutant: Mutant, stage: Baseline) -> str | None:
+        """Return the first test that fails with the mutant, UNENDING if the tests do not end, None if all pass.
+
+        Raises:
+            NoMutantError: The mutant is C++ that does not compile.
+        """
         path = self.folder / PACKAGE / mutant.module
         original = path.read_text()
-        self._write(path, mutant.code)
         left_out = [f"--deselect={each}" for each in stage.failing]
         try:
-            return self._pytest(["-x", *left_out, *stage.tests], _SLOWER * stage.seconds + _MORE_SECONDS)[0] != 0
+            self._write(path, mutant.code)
+            seconds = _SLOWER * stage.seconds + _MORE_SECONDS
+            code, output = self._pytest(["-x", "-rfE", *left_out, *stage.tests], seconds)
+            failed = _FAILED.findall(output)
+            return None if code == 0 else failed[0] if failed else UNENDING
         finally:
             self._write(path, original)
 
     def _write(self, path: Path, code: str) -> None:
         path.write_text(code)
+        if path.suffix == ".hpp":
+            self._stale = True
         for kept in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):  # the mutant may have its size and time
             kept.unlink()
+
+    def _compile(self) -> None:
+        """Compile the module again if a header was changed. Its build folder is made at the first time."""
+        if not self._stale:
+            return
+        build = self.folder / "build" / "mutation"
+        tools = Path(sys.executable).parent
+        environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+        run = partial(subprocess.run, env=environment, capture_output=True, check=True)
+        if not build.exists():
+            # The tests are to find the mutant, not to be quick.
+            settings = [
+                "-DCMAKE_BUILD_TYPE=Debug",
+                "-DCMAKE_CXX_FLAGS=-O1 -g0",
+                f"-DPython_EXECUTABLE={sys.executable}",
+            ]
+            run(["cmake", "-S", self.folder, "-B", build, "-G", "Ninja", *settings])
+        try:
+            run(["ninja", "-C", build])
+        except subprocess.CalledProcessError as error:
+            raise NoMutantError(error.stdout.decode()[-2000:]) from error
+        (module,) = build.glob("_native*.so")
+        shutil.copy2(module, self.folder / PACKAGE / "_native" / Path(_native.__file__).name)
+        self._stale = False
 
     def _check_import(self) -> None:
         command = [sys.executable, "-c", "import llm_datadist; print(llm_datadist.__file__)"]
@@ -102,6 +143,7 @@ class Copy:
 
     def _pytest(self, arguments: Sequence[str], seconds: float) -> tuple[int | None, str]:
         """Return the exit status, or None when time was over, and what was printed."""
+        self._compile()
         plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "tests.mutation.examples"]
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *plugins, *arguments]
         process = subprocess.Popen(

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["KILLED", "STAGES", "SURVIVED", "Session", "compare"]
+__all__ = ["KILLED", "NO_MUTANT", "STAGES", "SURVIVED", "Session", "compare"]
 
 STAGES: Final = ("unit", "wide", "full")
 KILLED, SURVIVED = "killed", "survived"
+#: C++ that does not compile.
+NO_MUTANT: Final = "no mutant"
 
 
 class Session:
@@ -25,6 +27,8 @@ class Session:
         self._path = path
         #: By key of the mutant, what each stage came to. An empty one: no stage has run yet.
         self.results: dict[str, dict[str, str]] = {}
+        #: By key of the mutant, the test that killed it, and the digest of that test's file.
+        self.killers: dict[str, tuple[str, str]] = {}
         self._head: dict[str, object] | None = None
         if path.exists():
             for line in path.read_text().splitlines():
@@ -37,6 +41,8 @@ class Session:
             stages = self.results.setdefault(str(entry["mutant"]), {})
             if "stage" in entry:
                 stages[str(entry["stage"])] = str(entry["outcome"])
+            if "killer" in entry:
+                self.killers[str(entry["mutant"])] = str(entry["killer"]), str(entry["digest"])
 
     def begin(self, settings: dict[str, object]) -> None:
         """Begin, or go on with what was begun with the same settings.
@@ -62,15 +68,15 @@ class Session:
         self._write(entry)
 
     def outcome(self, key: str) -> str | None:
-        """Return KILLED or SURVIVED by all stages so far, or None where no stage has run."""
-        stages = self.results.get(key, {})
-        return KILLED if KILLED in stages.values() else SURVIVED if stages else None
+        """Return KILLED or SURVIVED by all stages so far, NO_MUTANT, or None where no stage has run."""
+        outcomes = set(self.results.get(key, {}).values())
+        return next((each for each in (KILLED, NO_MUTANT, SURVIVED) if each in outcomes), None)
 
     def table(self) -> str:
         """Return the table of all modules and the list of survivors, both sorted."""
         lines = [f"{'module':<28}{'mutants':>9}{'unit':>7}{'wide':>7}{'full':>7}{'survived':>10}{'not run':>9}"]
         for module in sorted({key.split(":")[0] for key in self.results}):
-            keys = [key for key in self.results if key.split(":")[0] == module]
+            keys = [key for key in self.results if key.split(":")[0] == module and self.outcome(key) != NO_MUTANT]
             killed = [sum(self.results[key].get(stage) == KILLED for key in keys) for stage in STAGES]
             survived = sum(self.outcome(key) == SURVIVED for key in keys)
             cells = "".join(f"{number:>7}" for number in killed)

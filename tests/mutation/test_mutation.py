@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.session import KILLED, SURVIVED, Session, compare
+from tests.mutation import headers
+from tests.mutation.session import KILLED, NO_MUTANT, SURVIVED, Session, compare
 
 HERE = Path(__file__).parent
 SOURCE = """
@@ -37,6 +38,17 @@ def test_annotations_and_imports_for_type_checkers_are_no_mutants() -> None:
     assert sample == [each.key for each in mutants("m.py", SOURCE, operators, 3, 1)]
 
 
+def test_headers_are_changed_in_code_only() -> None:
+    source = "// a == b\n#if A == B\n    if (a == b && c < 0) break;  // == 0\n    close(a);\n"
+    found = {
+        each.code.splitlines()[2] + each.code.splitlines()[3] for each in headers.mutants("m.hpp", source, None, 1)
+    }
+    line, call = "    if (a == b && c < 0) break;  // == 0", "    close(a);"
+    wanted = {line.replace("a == b", "a != b"), line.replace("&&", "||"), line.replace("c < 0", "c <= 0")}
+    wanted |= {line.replace("< 0)", "< 1)"), line.replace("break;", ";")}
+    assert found == {each + call for each in wanted} | {line + "    ;"}
+
+
 def test_a_session_goes_on_where_it_ended_refuses_other_code_and_names_what_no_test_kills_any_more(
     tmp_path: Path,
 ) -> None:
@@ -56,9 +68,12 @@ def test_a_session_goes_on_where_it_ended_refuses_other_code_and_names_what_no_t
     for name, before, now in (("c", KILLED, SURVIVED), ("d", SURVIVED, KILLED)):
         again.add({"mutant": f"m.py: {name}", "stage": "unit", "outcome": before})
         after.add({"mutant": f"m.py: {name}", "stage": "unit", "outcome": now})
+    again.add({"mutant": "m.hpp: e", "stage": "unit", "outcome": NO_MUTANT})
+    again.add({"mutant": "m.py: f", "stage": "unit", "outcome": KILLED, "killer": "a.py::b", "digest": "1"})
+    assert Session(tmp_path / "s").killers == {"m.py: f": ("a.py::b", "1")}
     lost, summary = compare(again, after)
     assert lost == ["m.py: c"]
-    assert summary.startswith("2 mutants in both: 1 killed before survive now, 1 the other way; 1 only before, 0 only")
+    assert summary.startswith("2 mutants in both: 1 killed before survive now, 1 the other way; 3 only before, 0 only")
 
 
 def test_what_the_plan_names_exists() -> None:

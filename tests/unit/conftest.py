@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from faults import lane_ends
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist.testing.scene import residue, settled
-
-from faults import lane_ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

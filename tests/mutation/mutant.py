@@ -1,0 +1,21 @@
+"""One change of one module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module.
+
+    Attributes:
+        key: Module, function, operator, the line as it was, and a count of equals: the same after changes elsewhere.
+        code: The whole module with the change.
+    """
+
+    module: str
+    key: str
+    code: str
