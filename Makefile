@@ -94,8 +94,9 @@ test-torch: $(FULL_VENV)/.installed
 	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py
 
 # Pinned: another version may know other schemas.
+SCHEMAS := check-jsonschema==0.39.0
 $(VENV)/.deploy: $(STAMP)
-	@$(PIP) check-jsonschema==0.39.0 kubernetes-validate==1.37.0
+	@$(PIP) $(SCHEMAS) kubernetes-validate==1.37.0
 	@touch $@
 
 test-deploy: $(VENV)/.deploy
@@ -187,17 +188,19 @@ test-nixl: $(FULL_VENV)/.installed
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
 
-# Pinned, and not of the extra [dev]: with the Node.js that it runs on it is 250 MB. It downloads nothing later.
-$(VENV)/.pyright: $(STAMP)
-	@$(PIP) 'pyright[nodejs]==1.1.414'
+# Pinned, and not of the extra [dev]: pyright, with the Node.js that it runs on, is 250 MB. It downloads nothing later.
+$(VENV)/.lint: Makefile $(STAMP)
+	@$(PIP) 'pyright[nodejs]==1.1.414' $(SCHEMAS) zizmor==1.32.0
 	@touch $@
 
-lint: $(VENV)/.pyright
+lint: $(VENV)/.lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m pytest -q tests/typing
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/zizmor --quiet --no-progress --offline .github/workflows
 
 $(VENV)/.docs: $(STAMP)
 	@$(PIP) 'open-datadist[docs]'
