@@ -1,19 +1,38 @@
-"""Tests that keep faults away that were found before: each one named in docs/notes/regressions.md exists."""
+"""Tests that keep faults away that were found before: each one named in docs/notes/regressions.md runs."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
+#: Prints the id of each collected test that is not skipped.
+_COLLECT: Final = """
+import sys
+import pytest
+from _pytest.skipping import evaluate_skip_marks
+
+class Ids:
+    def pytest_collection_finish(self, session):
+        print(*(item.nodeid for item in session.items if evaluate_skip_marks(item) is None), sep="\\n")
+
+sys.exit(pytest.main(["--collect-only", "-qq", "--no-summary", *sys.argv[1:]], plugins=[Ids()]))
+"""
 
 
-def test_every_test_of_a_regression_exists() -> None:
+def test_every_test_of_a_regression_is_collected_and_not_skipped() -> None:
     text = (ROOT / "docs" / "notes" / "regressions.md").read_text()
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    named = sorted(set(re.findall(r"`((?:tests|faults)/[\w/]+\.py(?:::\w+(?:::\w+)?(?:\[[^`]+\])?)?)`", text)))
     assert len(named) > 50
-    code = {path: (ROOT / path).read_text() for path, _ in named if (ROOT / path).is_file()}
-    missing = [(path, name) for path, name in named if not name and path not in code]
-    missing += [(path, name) for path, name in named if name and f"def {name}(" not in code.get(path, "")]
+    files = sorted({each.partition("::")[0] for each in named})
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECT, *files], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ids = set(done.stdout.split("\n"))
+    known = ids | {each.partition("[")[0] for each in ids} | {each.partition("::")[0] for each in ids}
+    missing = [each for each in named if each not in known]
     assert not missing, f"merge or rename them in docs/notes/regressions.md too: {missing}"
