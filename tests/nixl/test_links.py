@@ -38,6 +38,12 @@ def start(pair: Pair, prompt: dict[str, str], decoder: dict[str, str], **setting
     pair.decoder.start("DECODER", 2, extra=decoder, **settings)
 
 
+def caches(pair: Pair) -> tuple[Any, Any]:
+    """Return the contents of a new cache of blocks at each end: what a pull finds, and what it overwrites."""
+    source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+
+
 def linked_over(end: End, peer: int) -> str:
     name: str = end.do(explain, peer).transport
     return name
@@ -241,8 +247,7 @@ def test_metadata_of_another_version_fail_the_transfer_and_the_link_goes_on(tcp_
     prompt.do(spoil_metadata)
     try:
         tcp_pair.link()
-        source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-        target = decoder.do(make, "kv", Spec(blocks=True), 2)
+        source, target = caches(tcp_pair)
         with pytest.raises(TransferFailed):
             decoder.do(call, "push_blocks", *PULL[1:])
         same_bytes(prompt.do(show, "kv"), source)
@@ -260,8 +265,7 @@ def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pai
     start(tcp_pair, OVER_NIXL, extra)
     tcp_pair.link()
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    target = decoder.do(make, "kv", Spec(blocks=True), 2)
+    source, target = caches(tcp_pair)
     prompt.do(fail_transfers)  # it is the owner that writes
     try:
         if fallback:
@@ -287,8 +291,7 @@ def test_a_timeout_that_the_owner_notices_costs_one_call_and_not_the_link(tcp_pa
     start(tcp_pair, OVER_NIXL, OVER_NIXL | {"llm.NixlFallback": "1", "llm.SyncKvCacheWaitTime": "60000"})
     tcp_pair.link()
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    target = decoder.do(make, "kv", Spec(blocks=True), 2)
+    source, target = caches(tcp_pair)
     prompt.do(hurry_owner)
     try:
         with pytest.raises(DeadlineExceeded):
@@ -320,8 +323,8 @@ def _registered(world: World, peer: int) -> bool:
     return any(end._agent is not None and bool(end._agent._others) for end in (connection.sender, connection.receiver))
 
 
-def test_the_programs_logging_stays_as_it_was(tmp_path: Path) -> None:
-    """NIXL's package configures logging when it is imported, which closes every handler of the program."""
+def test_the_programs_logging_and_output_stay_as_they_were(tmp_path: Path) -> None:
+    """NIXL's package configures logging when it is imported, which closes every handler; UCX writes to the output."""
     script = """
 import logging, sys
 logging.basicConfig(filename=sys.argv[1], filemode="w", level="INFO")
@@ -329,29 +332,18 @@ from llm_datadist._transport.nixl_agent import fabric, usable
 assert usable(fabric()) == ""
 logging.warning("still here")
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=True, timeout=60)
-    assert "still here" in (tmp_path / "log").read_text()
-
-
-def test_ucx_does_not_write_to_the_programs_output() -> None:
-    script = """
-from llm_datadist._transport.nixl_agent import fabric, usable
-assert usable(fabric()) == ""
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        check=True,
-        capture_output=True,
-        timeout=60,
-        env={key: value for key, value in os.environ.items() if key != "UCX_LOG_FILE"} | {"UCX_LOG_LEVEL": "info"},
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "UCX_LOG_FILE"} | {"UCX_LOG_LEVEL": "info"}
+    command = [sys.executable, "-c", script, str(tmp_path / "log")]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=60, env=environment)
     assert (done.stdout, b"UCX" in done.stderr) == (b"", True)
+    assert "still here" in (tmp_path / "log").read_text()
 
 
 # Exits
 
 EXITS = """
-import json, os, sys, threading
+import faulthandler, json, os, sys, threading
+faulthandler.dump_traceback_later(45, exit=True)  # one that hangs says where
 import numpy as np
 from llm_datadist import *
 from llm_datadist.views import tensor_views
@@ -398,9 +390,7 @@ WAYS = ("finalized", "prompt first", "forgotten", "sys.exit", "while it pulls")
 def test_processes_end_cleanly(way: str) -> None:
     """Ten processes for each way to end; what NIXL's own destructors do at exit must not crash any."""
     for _ in range(5):
-        two = [
-            subprocess.Popen([sys.executable, "-c", EXITS, way], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            for _ in range(2)
-        ]
+        command = [sys.executable, "-c", EXITS, way]
+        two = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
         said = [each.communicate(timeout=60)[1] for each in two]
         assert [each.returncode for each in two] == [0, 0], said

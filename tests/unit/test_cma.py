@@ -74,7 +74,7 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
 def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_scope(
     met: tuple[PeerProcess, PeerMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it refuses: test_native_process.py."""
+    """That it refuses: test_native_movers.py."""
     peer, scope = met[1], tmp_path / "ptrace_scope"
     monkeypatch.setattr(cma, "_YAMA", scope)
     monkeypatch.setattr(cma, "peek_process", Mock(side_effect=PermissionError(errno.EPERM, "no")))

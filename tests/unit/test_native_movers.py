@@ -317,7 +317,8 @@ def test_what_is_over_before_it_begins_moves_nothing(
     near, far = twin.noise(12, 2, size)
     before = near.copy()
     plan, local = twin.make_plan(plan_row(0, 0, size), ordered=ordered), tensors_over(near)
-    assert mover.move(plan, local, mover.place([far]), pool, deadline_ns, None if flag is None else bytearray(flag)) == 0
+    cancelled = None if flag is None else bytearray(flag)
+    assert mover.move(plan, local, mover.place([far]), pool, deadline_ns, cancelled) == 0
     assert np.array_equal(near, before)
     assert mover.move(plan, local, mover.place([far]), pool, NO_DEADLINE, bytearray(1)) == size
     assert np.array_equal(near, far)
