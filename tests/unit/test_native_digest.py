@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -102,18 +102,12 @@ def test_runs_of_several_tensors_are_as_in_the_twin(
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(0, 9000), max_size=20))
-def test_where_runs_are_cut_does_not_matter(cuts: list[int]) -> None:
+@given(st.lists(st.integers(0, 9000), max_size=20), st.integers(0, 64))
+def test_where_runs_are_cut_and_where_their_bytes_lie_does_not_matter(cuts: list[int], at: int) -> None:
     (data,) = twin.noise(3, 1, 9000)
-    edges = sorted({0, 9000, *cuts})
-    runs = [(0, a, b - a) for a, b in pairwise(edges)]
-    assert (found(plan_of(runs), [data]) == found(plan_of([(0, 0, 9000)]), [data])).all()
-
-
-def test_where_the_bytes_lie_does_not_matter() -> None:
-    (data,) = twin.noise(4, 1, 3000)
-    moved = np.concatenate([np.zeros(13, np.uint8), data, np.zeros(5, np.uint8)])
-    assert (found(plan_of([(0, 13, 3000)]), [moved]) == found(plan_of([(0, 0, 3000)]), [data])).all()
+    moved = np.concatenate([np.zeros(at, np.uint8), data, np.zeros(5, np.uint8)])
+    runs = [(0, at + a, b - a) for a, b in pairwise(sorted({0, 9000, *cuts}))]
+    assert (found(plan_of(runs), [moved]) == found(plan_of([(0, 0, 9000)]), [data])).all()
 
 
 @pytest.mark.parametrize(
@@ -132,17 +126,12 @@ def test_several_callers_share_the_threads(pool: CopyPool) -> None:
     tensors = twin.noise(6, 2, 3 * MIB)
     plan = plan_of([(0, 0, 3 * MIB)], 2)
     expected = found(plan, tensors)
-    wrong: list[int] = []
 
-    def work(number: int) -> None:
-        wrong.extend(number for _ in range(20) if not (found(plan, tensors, pool=pool) == expected).all())
+    def work(_: int) -> bool:
+        return all((found(plan, tensors, pool=pool) == expected).all() for _ in range(20))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(work, range(4)))
 
 
 # --- what it must see -------------------------------------------------------------------------------------------------
@@ -246,26 +235,17 @@ def test_more_bytes_than_can_be_counted_are_refused() -> None:
         digest(PlanEnd(plan_of([(0, 0, 2**62)] * 5), huge, is_dst=False), None, NO_DEADLINE, NONCE)
 
 
-def test_a_deadline_that_has_passed_gives_no_digest(pool: CopyPool) -> None:
-    tensors = twin.noise(13, 1, 8 * MIB)
-    for helpers in (None, pool):
-        end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
-        assert digest(end, helpers, 0, NONCE) is None
-    assert found(plan_of([]), tensors).shape == (1, 1, 2)
-
-
 def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
+    """Nor what is too late."""
     tensors = twin.noise(15, 1, 8 * MIB)
     end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
     for helpers in (None, pool):
+        assert digest(end, helpers, 0, NONCE) is None
         assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(b"\1")) is None
-        assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(1)) is not None
-
-
-def test_two_halves_of_eight_bytes() -> None:
-    (data,) = twin.noise(14, 1, 10)
-    digests = found(plan_of([(0, 0, 10)]), [data])
-    assert (digests.itemsize, digests.nbytes) == (8, DIGEST_BYTES)
+        whole = digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(1))
+        assert whole is not None
+        assert (whole.itemsize, whole.nbytes) == (8, DIGEST_BYTES), "two halves"
+    assert found(plan_of([]), tensors).shape == (1, 1, 2)
 
 
 # --- what of an ordered plan can be compared --------------------------------------------------------------------------

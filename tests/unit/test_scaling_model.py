@@ -1,4 +1,4 @@
-"""The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual and in real time."""
+"""The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual time, and to a link."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import heapq
 import itertools
 import socket
 import struct
-import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from faults.harness import holds_within
 from llm_datadist import BlocksCacheKey
 from llm_datadist._links import liveness
 from llm_datadist._links.link import Link, LinkOrigin, Peer
@@ -112,9 +110,8 @@ def every_pair(prompts: int, decoders: int) -> list[tuple[int, int]]:
         (model.pairs(3, 9), every_pair(3, 9)),
         (model.cells(2, model.mesh(3)), [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)]),
         (model.pairs(10, 990), every_pair(10, 990)),
-        (model.pairs(1, 9999), every_pair(1, 9999)),
     ],
-    ids=["2", "mesh of 24", "3 and 9", "two cells", "1,000", "10,000"],
+    ids=["2", "mesh of 24", "3 and 9", "two cells", "1,000"],
 )
 def test_what_heartbeats_send_in_virtual_time_is_what_the_model_says(
     monkeypatch: pytest.MonkeyPatch, fleet: model.Fleet, linked: list[tuple[int, int]]
@@ -128,35 +125,6 @@ def test_what_heartbeats_send_in_virtual_time_is_what_the_model_says(
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 255, 256, 65_535, 65_536, 86_400, 2**32 - 1, 2**32])
 def test_a_beat_has_as_many_bytes_as_the_model_says(count: int) -> None:
     assert model.beat_bytes(count) == len(frame(Beat(count)))
-
-
-def test_a_mesh_of_real_instances_sends_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, sent = model.mesh(5), defaultdict[tuple[int, int], list[int]](list)
-
-    def watch(step: str, subject: object, *details: object) -> None:
-        if step == "send" and details and isinstance(details[0], Beat):
-            # An instance is known by its control thread.
-            sent[threading.get_ident(), details[0].count].append(len(frame(details[0])))
-
-    with ExitStack() as stack:
-        ends = [LocalEnd(f"end {number}") for number in range(fleet.instances)]
-        for number, end in enumerate(ends):
-            stack.callback(end.stop)
-            extra = {"llm.Transport": "tcp", "llm.PeerTimeout": "0.8"}
-            end.start("PROMPT", number + 1, listen_ip_info="127.0.0.1:0", extra=extra)
-            for other in ends[:number]:
-                assert end.do(link, [info(other.cluster_id, other.port)]) == SUCCESS
-        monkeypatch.setattr(steps, "watch", watch)
-        assert holds_within(lambda: len(list(sent)) >= fleet.instances * (_BEATS + 2), 60)
-        monkeypatch.setattr(steps, "watch", None)
-    hearts = {heart for heart, _ in sent}
-    assert len(hearts) == fleet.instances
-    inner = {heart: sorted(count for each, count in sent if each == heart)[1:-1] for heart in hearts}
-    for heart, counts in inner.items():
-        for count in counts:  # not the first and the last, which may have been seen in part
-            assert sent[heart, count] == [model.beat_bytes(count)] * fleet.busiest
-    each = [len(sent[heart, counts[0]]) for heart, counts in inner.items()]
-    assert sum(each) == fleet.beats_per_s * model.PERIOD_S
 
 
 def test_linking_and_resolving_stay_within_the_bytes_that_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from llm_datadist._memory import huge_pages
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.host import host_memory_limit
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
@@ -177,6 +178,7 @@ def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> No
         assert resident_bytes(segment) == 16 * MIB
         assert not segment.view().any()
     with new(1 << 30) as segment:
+        assert segment.address % huge_pages.ALIGNMENT == 0
         segment.view()[0] = 1
         assert 0 < resident_bytes(segment) <= 2 * MIB
 
