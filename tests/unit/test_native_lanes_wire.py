@@ -191,9 +191,8 @@ def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardT
         assert int.from_bytes(wire.receive(8), "little") == (CHANGED if change == "on its way" else 0)
 
 
-def test_the_initiator_learns_of_the_trailer() -> None:
+def test_the_initiator_learns_of_the_trailer(engine: LaneEngine) -> None:
     into = np.zeros(16, np.uint8)
-    engine = LaneEngine(1)
     with Wire(engine) as wire:
         job = engine.start_read(wire.lane, b"what", one_row(16), tensors(into))
         _, id, meta, _ = wire.header()
@@ -202,7 +201,6 @@ def test_the_initiator_learns_of_the_trailer() -> None:
         ending, code, nbytes, text = engine.wait(job, deadline())
         assert (ending, code, nbytes) == (Ending.TRAILER, CHANGED, 16)
         assert "guard has changed" in text
-    engine.close()
 
 
 def test_a_write_whose_guard_changed_before_touches_nothing(engine: LaneEngine, guards: GuardTable) -> None:
@@ -258,9 +256,8 @@ def test_refusals_reach_the_initiator_with_code_and_text() -> None:
             assert ends.move(ends.lanes[0], one_row(8), tensors(data)).ending is Ending.GOOD
 
 
-def test_a_refused_write_reads_nothing_more_of_local_memory() -> None:
+def test_a_refused_write_reads_nothing_more_of_local_memory(engine: LaneEngine) -> None:
     """What is left of its frame is zeros, and the lane goes on."""
-    engine = LaneEngine(1)
     data = np.full(BIG, 9, np.uint8)
     with Wire(engine) as wire:
         job = engine.start_write(wire.lane, b"", one_row(BIG), tensors(data))
@@ -277,7 +274,6 @@ def test_a_refused_write_reads_nothing_more_of_local_memory() -> None:
         later = engine.start_read(wire.lane, b"", one_row(8), tensors(data))
         wire.send(DATA, wire.header()[1], payload=b"x" * 8 + bytes(8), declared=8)
         assert engine.wait(later, deadline()).ending is Ending.GOOD
-    engine.close()
 
 
 def test_long_texts_are_cut(engine: LaneEngine) -> None:
