@@ -48,9 +48,6 @@ def test_the_lowest_quota_on_the_way_up_counts(
     assert cpu_quota(*tree(tmp_path, membership, files)) == quota
 
 
-def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
+def test_without_cgroups_there_is_no_quota_and_this_process_may_use_a_cpu_of_its_affinity(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none", tmp_path / "neither") is None
-
-
-def test_this_process_has_at_least_one_and_no_more_than_its_affinity() -> None:
     assert 1 <= usable_cpus() <= len(os.sched_getaffinity(0))
