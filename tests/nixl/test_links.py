@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes
 from tests.support.users import USER, become
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from llm_datadist._transport.nixl import NixlConnection
@@ -52,15 +54,28 @@ def linked_over(end: End, peer: int) -> str:
 # Done at an end
 
 
-def lose_nixl(world: World) -> None:
-    """Behave as where NIXL is not installed."""
-    world.memory["installed"] = nixl_agent.installed
-    nixl_agent.installed = lambda: False
+def patch(world: World) -> pytest.MonkeyPatch:
+    kept: pytest.MonkeyPatch = world.memory.setdefault("patch", pytest.MonkeyPatch())
+    return kept
+
+
+def undo(world: World) -> None:
+    world.memory.pop("patch").undo()
     nixl_agent.fabric.cache_clear()
 
 
-def find_nixl(world: World) -> None:
-    nixl_agent.installed = world.memory.pop("installed")
+@contextmanager
+def harmed(end: End, harm: Callable[[World], None]) -> Iterator[None]:
+    end.do(harm)
+    try:
+        yield
+    finally:
+        end.do(undo)
+
+
+def lose_nixl(world: World) -> None:
+    """Behave as where NIXL is not installed."""
+    patch(world).setattr(nixl_agent, "installed", lambda: False)
     nixl_agent.fabric.cache_clear()
 
 
@@ -72,12 +87,10 @@ def spoil_metadata(world: World) -> None:
         address = whole(self, "")
         return nixl_agent.Address(address.name, address.version, b"not metadata", "0.0.1")
 
-    world.memory["whole"] = whole
-    nixl_agent.Agent.address = spoilt  # type: ignore[method-assign]
+    patch(world).setattr(nixl_agent.Agent, "address", spoilt)
 
 
-def mend_metadata(world: World) -> None:
-    nixl_agent.Agent.address = world.memory.pop("whole")  # type: ignore[method-assign]
+def end_receiver(world: World) -> None:
     link_of(world, 2).connection.shared.receiver.end()
 
 
@@ -87,30 +100,21 @@ def fail_transfers(world: World) -> None:
     def failing(self: nixl_agent.Agent, *_: object) -> None:
         raise nixl_agent.NixlFailed("NIXL_ERR_BACKEND")
 
-    world.memory["move"] = nixl_agent.Agent.move
-    nixl_agent.Agent.move = failing  # type: ignore[assignment]
+    patch(world).setattr(nixl_agent.Agent, "move", failing)
 
 
 def hurry_owner(world: World) -> None:
     """Let the time of each request be over at the owner first, while its bytes move."""
-    world.memory["grant"], world.memory["move"] = grant, _ = Server._grant, nixl_agent.Agent.move
-    Server._grant = lambda self, ask, reply: grant(  # type: ignore[method-assign]
-        self, msgspec.structs.replace(ask, budget_ms=50), reply
-    )
+    grant = Server._grant
+
+    def hurried(self: Server, ask: Any, reply: Any) -> Any:
+        return grant(self, msgspec.structs.replace(ask, budget_ms=50), reply)
 
     def waiting(self: nixl_agent.Agent, *arguments: Any) -> None:
         wait_until(lambda: not arguments[4]())  # which raises once it is to stop
 
-    nixl_agent.Agent.move = waiting  # type: ignore[assignment]
-
-
-def leave_owner_alone(world: World) -> None:
-    Server._grant = world.memory.pop("grant")  # type: ignore[method-assign]
-    mend_transfers(world)
-
-
-def mend_transfers(world: World) -> None:
-    nixl_agent.Agent.move = world.memory.pop("move")  # type: ignore[method-assign]
+    patch(world).setattr(Server, "_grant", hurried)
+    patch(world).setattr(nixl_agent.Agent, "move", waiting)
 
 
 def load_nixl(world: World) -> None:
@@ -192,15 +196,12 @@ def test_auto_takes_tcp_where_there_is_no_rdma_and_no_shared_memory(tcp_pair: Pa
 def test_a_peer_without_nixl_is_refused_and_both_ends_say_why(tcp_pair: Pair) -> None:
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     failed = LLMStatusCode.LLM_LINK_FAILED
-    prompt.do(lose_nixl)
-    try:
+    with harmed(prompt, lose_nixl):
         with pytest.raises(LLMException, match="pip install") as caught:
             prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
         assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         start(tcp_pair, {}, OVER_NIXL)
         assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
-    finally:
-        prompt.do(find_nixl)
 
 
 @pytest.mark.parametrize("secret", [True, False], ids=["credentials", "policy"])
@@ -244,8 +245,7 @@ def _set_ucx(world: World, value: str | None) -> None:
 def test_metadata_of_another_version_fail_the_transfer_and_the_link_goes_on(tcp_pair: Pair) -> None:
     start(tcp_pair, OVER_NIXL, OVER_NIXL, enable_remote_cache_accessible=True)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    prompt.do(spoil_metadata)
-    try:
+    with harmed(prompt, spoil_metadata):
         tcp_pair.link()
         source, target = caches(tcp_pair)
         with pytest.raises(TransferFailed):
@@ -253,8 +253,7 @@ def test_metadata_of_another_version_fail_the_transfer_and_the_link_goes_on(tcp_
         same_bytes(prompt.do(show, "kv"), source)
         decoder.do(call, *PULL)  # which needs nothing of the prompt's receiver
         same_bytes(decoder.do(show, "kv"), target := moved(target, source, MOVED))
-    finally:
-        prompt.do(mend_metadata)
+    prompt.do(end_receiver)
     decoder.do(call, "push_blocks", *PULL[1:])
     same_bytes(prompt.do(show, "kv"), moved(source, target, MOVED))
 
@@ -266,8 +265,7 @@ def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pai
     tcp_pair.link()
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     source, target = caches(tcp_pair)
-    prompt.do(fail_transfers)  # it is the owner that writes
-    try:
+    with harmed(prompt, fail_transfers):  # it is the owner that writes
         if fallback:
             decoder.do(call, *PULL)
             same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
@@ -276,8 +274,6 @@ def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pai
             with pytest.raises(TransferFailed):
                 decoder.do(call, *PULL)
             assert "because" not in decoder.do(explain, 1).reason
-    finally:
-        prompt.do(mend_transfers)
     decoder.do(call, *PULL)
     same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
     # A link that is made anew begins with NIXL again.
@@ -292,12 +288,8 @@ def test_a_timeout_that_the_owner_notices_costs_one_call_and_not_the_link(tcp_pa
     tcp_pair.link()
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     source, target = caches(tcp_pair)
-    prompt.do(hurry_owner)
-    try:
-        with pytest.raises(DeadlineExceeded):
-            decoder.do(call, *PULL)
-    finally:
-        prompt.do(leave_owner_alone)
+    with harmed(prompt, hurry_owner), pytest.raises(DeadlineExceeded):
+        decoder.do(call, *PULL)
     decoder.do(call, *PULL)
     same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
     assert "because" not in decoder.do(explain, 1).reason

@@ -213,10 +213,8 @@ def test_every_byte_whatever_the_shape_of_the_plan(mover: Mover, shape: tuple[li
     (lengths, count), gap = shape, 7  # bytes between runs that must stay as they were, and misalignment
     starts = np.cumsum([gap, *(n + gap for n in lengths)])
     runs = np.array([(starts[i], starts[i] + 3, n) for i, n in enumerate(lengths)], dtype=np.uint64)
-    pool = CopyPool(threads) if threads else None
-    check_both_ways(mover, twin.make_plan(runs, count=count), count, int(starts[-1]) + 3, pool)
-    if pool:
-        pool.close()
+    with closing(CopyPool(threads)) if threads else nullcontext() as pool:
+        check_both_ways(mover, twin.make_plan(runs, count=count), count, int(starts[-1]) + 3, pool)
 
 
 def test_an_ordered_plan_of_many_calls_and_chunks_takes_effect_in_its_order(mover: Mover, pool: CopyPool) -> None:
@@ -622,10 +620,13 @@ def test_a_process_that_has_ended(reaped: bool, write: bool) -> None:
             peek_process(dead.pid, dead.address, 16)
 
 
-@pytest.mark.parametrize("pid", [0, -1, 2**31 - 1])
-def test_a_pid_that_is_none(holder: Holder, pid: int) -> None:
-    with pytest.raises(ProcessLookupError):
-        move(ProcessMemory(pid), holder.address, np.zeros(64, np.uint8))
+def test_a_pid_that_is_none_and_local_memory_that_is_not_there(holder: Holder) -> None:
+    for pid in (0, -1, 2**31 - 1):
+        with pytest.raises(ProcessLookupError):
+            move(ProcessMemory(pid), holder.address, np.zeros(64, np.uint8))
+    nowhere, there = (Tensors(np.array([at], np.uint64), 64).native for at in (8, holder.address))
+    with pytest.raises(OSError, match="Bad address"):
+        ProcessMemory(holder.pid).read(ROW, nowhere, there, None, NO_DEADLINE)
 
 
 def test_a_write_that_misses_a_canary_writes_nothing_although_the_cookie_is_there(holder: Holder) -> None:
@@ -696,12 +697,6 @@ def test_what_is_mapped_moves_and_the_rest_is_named(holder: Holder, write: bool)
     moved = bytes(range(128)) if write else theirs
     assert peek_process(holder.pid, holder.edge - 128, 128) == ours[:128].tobytes() == moved
     assert ours[192:].tolist() == list(range(192, 256))
-
-
-def test_local_memory_that_is_not_there(holder: Holder) -> None:
-    nowhere, there = (Tensors(np.array([at], np.uint64), 64).native for at in (8, holder.address))
-    with pytest.raises(OSError, match="Bad address"):
-        ProcessMemory(holder.pid).read(ROW, nowhere, there, None, NO_DEADLINE)
 
 
 def test_peek_returns_the_bytes(holder: Holder) -> None:

@@ -610,35 +610,33 @@ def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_c
         stage.links()
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
-def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, socket_folder: Path) -> None:
-    exports = new_exports(writable=False)
-    socket_folder.chmod(mode)
-    with pytest.raises(ParamError, match=r"llm\.ShmSocketDir.*sticky"):
-        SameHostListener(exports, str(socket_folder))
-    socket_folder.chmod(mode | stat.S_ISVTX)
-    with closing(SameHostListener(exports, str(socket_folder))) as listener:
-        assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
-    close_exports(exports)
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user, and become one")
+FOLDERS: list[Any] = [
+    *((mode, None, None, "sticky") for mode in (0o770, 0o777, 0o702)),
+    *((mode | stat.S_ISVTX, None, None, "") for mode in (0o770, 0o777, 0o702)),
+    pytest.param(0o1777, 1234, 0, "belongs to uid 1234", marks=ROOT),
+    pytest.param(0o1777, 4321, 1234, "belongs to uid 4321", marks=ROOT),
+    pytest.param(0o1777, 1234, 1234, "", marks=ROOT),
+    pytest.param(0o1777, 0, 1234, "", marks=ROOT),
+]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user, and become one")
-@pytest.mark.parametrize(
-    ("owner", "user", "refused"), [(1234, 0, True), (4321, 1234, True), (1234, 1234, False), (0, 1234, False)]
-)
-def test_a_folder_of_another_user_is_refused_unless_it_is_roots(
-    owner: int, user: int, refused: bool, socket_folder: Path
+@pytest.mark.parametrize(("mode", "owner", "user", "why"), FOLDERS)
+def test_a_folder_that_others_can_write_is_refused_unless_sticky_and_one_of_another_user_unless_it_is_roots(
+    mode: int, owner: int | None, user: int | None, why: str, socket_folder: Path
 ) -> None:
     exports = new_exports(writable=False)
-    socket_folder.chmod(0o1777)
-    os.chown(socket_folder, owner, owner)
-    os.seteuid(user)
+    refused = pytest.raises(ParamError, match=rf"llm\.ShmSocketDir.*{why}") if why else nullcontext()
+    if owner is not None:
+        os.chown(socket_folder, owner, owner)
+    socket_folder.chmod(mode)
+    if user is not None:
+        os.seteuid(user)
     try:
-        with (
-            pytest.raises(ParamError, match=rf"llm\.ShmSocketDir.*belongs to uid {owner}") if refused else nullcontext()
-        ):
-            SameHostListener(exports, str(socket_folder)).close()
+        with refused, closing(SameHostListener(exports, str(socket_folder))) as listener:
+            assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
     finally:
-        os.seteuid(0)
+        if user is not None:
+            os.seteuid(0)
     assert list(socket_folder.iterdir()) == []
     close_exports(exports)
