@@ -9,10 +9,19 @@ import pytest
 
 from faults import lane_ends
 from llm_datadist._links.loop import ControlLoop
+from llm_datadist._native import CopyPool
 from llm_datadist.testing.scene import residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[CopyPool]:
+    """Three threads that copy, the caller one of them."""
+    shared = CopyPool(3)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,27 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
+from llm_datadist._native import NO_DEADLINE, Plan, Tensors
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist.errors import ParamError
 from tests.support import twin
 from tests.unit import digest_twin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from llm_datadist._native import CopyPool
 
 NONCE = bytes(range(NONCE_BYTES))
 MIB = 1 << 20
 Run = tuple[int, int, int]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CopyPool]:
-    shared = CopyPool(3)
-    yield shared
-    shared.close()
 
 
 def plan_of(runs: Sequence[Run] | NDArray[Any], count: int = 1, first: int = 0, *, ordered: bool = False) -> Plan:
@@ -63,8 +57,8 @@ def of_bytes(data: twin.Bytes, nonce: bytes = NONCE) -> tuple[int, int]:
 
 
 def test_every_size_and_alignment_is_as_in_the_twin() -> None:
-    (data,) = twin.noise(1, 1, 4200)
-    sizes = [*range(301), *range(1008, 1042), 2047, 2048, 2049, 4096, 4100]
+    (data,) = twin.noise(1, 1, 600_100)
+    sizes = [*range(301), *range(1008, 1042), 2047, 2048, 2049, 4096, 4100, 600_001]
     for size in sizes:
         at = size % 64  # every alignment
         expected = digest_twin.digest(data[at : at + size].tobytes(), NONCE)
@@ -99,15 +93,6 @@ def test_runs_of_several_tensors_are_as_in_the_twin(
         pieces = [tensors[first + i][at : at + n].tobytes() for at, n in spans]
         assert tuple(whole[i, 0].tolist()) == digest_twin.digest(b"".join(pieces), nonce)
         assert [tuple(d) for d in each[i].tolist()] == [digest_twin.digest(piece, nonce) for piece in pieces]
-
-
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 9000), max_size=20), st.integers(0, 64))
-def test_where_runs_are_cut_and_where_their_bytes_lie_does_not_matter(cuts: list[int], at: int) -> None:
-    (data,) = twin.noise(3, 1, 9000)
-    moved = np.concatenate([np.zeros(at, np.uint8), data, np.zeros(5, np.uint8)])
-    runs = [(0, at + a, b - a) for a, b in pairwise(sorted({0, 9000, *cuts}))]
-    assert (found(plan_of(runs), [moved]) == found(plan_of([(0, 0, 9000)]), [data])).all()
 
 
 @pytest.mark.parametrize(
@@ -148,40 +133,6 @@ def test_every_single_bit_is_seen_and_changes_half_of_the_digest() -> None:
         flips.append([(x ^ y).bit_count() for x, y in zip(before, after, strict=True)])
     assert min(map(min, flips)) > 5  # of 64, where 32 are expected
     assert 31 < np.mean(flips) < 33
-
-
-def test_no_two_of_many_similar_inputs_agree() -> None:
-    seen: set[int] = set()
-    data = np.zeros(1600, np.uint8)
-    inputs = 0
-    for at in range(0, 1600, 3):  # sparse: one or two bytes that are not zero
-        for value in (1, 128):
-            data[at] = value
-            seen.update(of_bytes(data))
-            data[(at + 1024) % 1600] ^= value
-            seen.update(of_bytes(data))
-            data[:] = 0
-            inputs += 2
-    for size in range(1500):  # zeros of every length
-        seen.update(of_bytes(data[:size]))
-        inputs += 1
-    assert len(seen) == 2 * inputs
-
-
-@pytest.mark.parametrize("block", [8, 16, 48, 512, 1024, 4096, 65536])
-def test_swapped_repeated_and_zeroed_blocks_are_seen(block: int) -> None:
-    (data,) = twin.noise(8, 1, 8 * block)
-    blocks = [(0, i * block, block) for i in range(8)]
-    right = found(plan_of(blocks), [data])
-    for a, b in ((0, 1), (0, 7), (3, 4)):
-        swapped = blocks.copy()
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-        assert (found(plan_of(swapped), [data]) != right).all()
-        assert (found(plan_of([*blocks[:a], blocks[b], *blocks[a + 1 :]]), [data]) != right).all()
-    for at in range(8):
-        zeroed = data.copy()
-        zeroed[at * block : (at + 1) * block] = 0
-        assert (found(plan_of(blocks), [zeroed]) != right).all()
 
 
 def test_swapped_words_lanes_and_tensors_are_seen() -> None:

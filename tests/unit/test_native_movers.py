@@ -101,12 +101,6 @@ def by(memory: ProcessMemory, write: bool) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[CopyPool]:
-    with closing(CopyPool(3)) as shared:
-        yield shared
-
-
-@pytest.fixture(scope="module")
 def holder() -> Iterator[Holder]:
     with closing(Holder()) as shared:
         yield shared

@@ -25,13 +25,6 @@ def blocks(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return parse_indices("blocks", values)
 
 
-def plan(dst: list[int], src: list[int], *, alias: bool = False, count: int = BLOCKS) -> tuple[list[list[int]], bool]:
-    runs, ordered = twin.parts_of(
-        plan_blocks(blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias)
-    )
-    return runs.tolist(), ordered
-
-
 @given(PAIRS, st.booleans(), st.integers(1, 70_000), st.sampled_from([BLOCKS, 10**6, 10**14]))
 def test_blocks_match_the_twin(pairs: list[tuple[int, int]], alias: bool, block_bytes: int, count: int) -> None:
     # A count far above the list's length takes the planner's other set.
@@ -61,27 +54,6 @@ def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
     np.testing.assert_array_equal(runs, expected)
 
 
-@pytest.mark.parametrize("alias", [False, True])
-def test_duplicate_destinations_are_ordered_and_unmerged(alias: bool) -> None:
-    """interface R26: {1: 5, 2: 5}."""
-    assert plan([5, 5], [1, 2], alias=alias) == ([[80, 16, 16], [80, 32, 16]], True)
-    assert plan([5, 6, 5], [1, 2, 1], alias=alias) == ([[80, 16, 16], [96, 32, 16], [80, 16, 16]], True)
-
-
-def test_chains_are_ordered_only_where_the_ends_are_one_memory() -> None:
-    """interface R26: {1: [2], 2: [3]}, in either order."""
-    assert plan([2, 3], [1, 2], alias=True) == ([[32, 16, 16], [48, 32, 16]], True)
-    assert plan([3, 2], [2, 1], alias=True) == ([[48, 32, 16], [32, 16, 16]], True)
-    assert plan([2, 3], [1, 2], alias=False) == ([[32, 16, 32]], False)
-
-
-def test_a_block_onto_itself_moves_nothing_and_hides_nothing() -> None:
-    assert plan([4], [4], alias=True) == ([], False)
-    assert plan([4, 4, 7], [4, 2, 4], alias=True) == ([[64, 32, 16], [112, 64, 16]], True)
-    assert plan([4, 5, 6], [1, 5, 3], alias=True) == ([[64, 16, 16], [96, 48, 16]], False)
-    assert plan([4], [4], alias=False) == ([[64, 64, 16]], False)
-
-
 @given(st.data(), st.integers(1, 200), st.integers(0, 4000), st.integers(0, 10**6))
 def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes: int, src_offset: int) -> None:
     pieces = -(-src_bytes // block_bytes)
@@ -92,13 +64,6 @@ def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes:
     expected, expected_ordered = twin.plan_pieces(dst, block_bytes, src_offset, src_bytes)
     assert ordered is expected_ordered
     np.testing.assert_array_equal(runs, expected)
-
-
-def test_the_last_piece_may_be_short() -> None:
-    runs, ordered = twin.parts_of(
-        plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
-    )
-    assert (runs.tolist(), ordered) == ([[32, 100, 32], [0, 132, 8]], False)
 
 
 SIZES = {"block_bytes": 8, "dst_count": 4, "src_count": 4, "alias": False}
