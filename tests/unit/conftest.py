@@ -9,7 +9,7 @@ import pytest
 
 from faults import lane_ends
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._native import CopyPool
+from llm_datadist._native import CopyPool, LaneEngine
 from llm_datadist.testing.scene import residue, settled
 
 if TYPE_CHECKING:
@@ -36,6 +36,14 @@ def nothing_left() -> Iterator[None]:
 def kind_of_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs over plain lanes, then over sealed ones."""
     monkeypatch.setattr(lane_ends.Kind, "sealed", request.param == "sealed")
+
+
+@pytest.fixture
+def engine() -> Iterator[LaneEngine]:
+    """One thread, which soon gives up a payload that nobody wants."""
+    engine = LaneEngine(1, drain_ms=300)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture

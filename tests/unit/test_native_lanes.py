@@ -247,8 +247,8 @@ HALF_WAY = [(one_row(3 * MIB), 3 * MIB, False), (scattered(SMALL, 1200), SMALL *
 
 
 @pytest.mark.parametrize(("plan", "extent", "small"), HALF_WAY, ids=["one row", "small blocks"])
-def test_a_read_given_up_half_way_writes_nothing_more(plan: Plan, extent: int, small: bool) -> None:
-    into, again, engine = np.zeros(extent, np.uint8), np.zeros(8, np.uint8), LaneEngine(1)
+def test_a_read_given_up_half_way_writes_nothing_more(plan: Plan, extent: int, small: bool, engine: LaneEngine) -> None:
+    into, again = np.zeros(extent, np.uint8), np.zeros(8, np.uint8)
     first = int(plan.runs[0, 0])
     with Wire(engine) as wire:
         job = engine.start_read(wire.lane, b"", plan, mapped([into]) if small else tensors(into))
@@ -263,12 +263,13 @@ def test_a_read_given_up_half_way_writes_nothing_more(plan: Plan, extent: int, s
         assert engine.wait(later, deadline()).ending is Ending.GOOD  # so that what was dropped has come, too
         assert again.tobytes() == b"good" * 2
         assert np.flatnonzero(into).tolist() == [first]
-    engine.close()
 
 
 @pytest.mark.parametrize(("plan", "extent", "small"), HALF_WAY, ids=["one row", "small blocks"])
-def test_quiesce_takes_memory_from_under_a_running_write(plan: Plan, extent: int, small: bool) -> None:
-    memory, other, engine = np.zeros(extent, np.uint8), np.zeros(1000, np.uint8), LaneEngine(1)
+def test_quiesce_takes_memory_from_under_a_running_write(
+    plan: Plan, extent: int, small: bool, engine: LaneEngine
+) -> None:
+    memory, other = np.zeros(extent, np.uint8), np.zeros(1000, np.uint8)
     first = int(plan.runs[0, 0])
     with Wire(engine) as wire:
         wire.send(WRITE, 5, b"", bytes([9]), declared=plan.nbytes)
@@ -287,12 +288,10 @@ def test_quiesce_takes_memory_from_under_a_running_write(plan: Plan, extent: int
         engine.accept_write(asked.lane, 6, one_row(1000), tensors(other), [], 0)
         assert wire.result() == (6, 0, "")
         assert other.tobytes() == b"x" * 1000
-    engine.close()
 
 
-def test_a_write_given_up_half_way_costs_its_lane() -> None:
+def test_a_write_given_up_half_way_costs_its_lane(engine: LaneEngine) -> None:
     data = twin.noise(8, 1, 16 * MIB)[0]
-    engine = LaneEngine(1)
     with Wire(engine) as wire:
         queued = [engine.start_write(wire.lane, b"", one_row(data.size), tensors(data)) for _ in range(2)]
         wire.header()
@@ -306,7 +305,6 @@ def test_a_write_given_up_half_way_costs_its_lane() -> None:
         assert engine.wait(engine.start_write(wire.lane, b"", one_row(8), tensors(data)), deadline()).text.endswith(
             "is not there any more"
         )
-    engine.close()
 
 
 def test_a_lost_lane_fails_its_jobs_only() -> None:

@@ -15,7 +15,7 @@ import termios
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,9 +46,6 @@ from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 MIB = 1 << 20
 
 pytestmark = pytest.mark.usefixtures("only_sealed", "nothing_left")
@@ -57,13 +54,6 @@ pytestmark = pytest.mark.usefixtures("only_sealed", "nothing_left")
 @pytest.fixture
 def only_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_ends.Kind, "sealed", True)
-
-
-@pytest.fixture
-def engine() -> Iterator[LaneEngine]:
-    engine = LaneEngine(1)
-    yield engine
-    engine.close()
 
 
 def lost_because(engine: LaneEngine) -> str:
@@ -325,11 +315,11 @@ def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: in
         assert np.array_equal(memory[n], payloads[n] if n % 4 != 3 else np.zeros(3000, np.uint8))
 
 
-def test_a_silent_peer_with_more_than_a_slice_in_hand() -> None:
+def test_a_silent_peer_with_more_than_a_slice_in_hand(engine: LaneEngine) -> None:
     """Large writes, standing grants, and over TCP, where the low-water mark counts."""
     nbytes, count = 2 * MIB + 777, 6
     memory, payload = np.zeros(nbytes, np.uint8), twin.noise(6, 1, nbytes)[0]
-    engine, grants = LaneEngine(1), StandingGrants()
+    grants = StandingGrants()
     grants.keep(b"m", True, tensors(memory).native, [], 0, True)
     near, far = tcp_pair()
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:
@@ -344,7 +334,6 @@ def test_a_silent_peer_with_more_than_a_slice_in_hand() -> None:
             assert np.array_equal(memory, payload)
             memory[:] = 0
         assert events_of(engine, 0) == []
-    engine.close()
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 20])
