@@ -1,9 +1,11 @@
-"""Another process with private memory, for the tests of copies by the kernel's hand."""
+"""Other processes: one with private memory, for the tests of copies by the kernel's hand; and forked children."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import warnings
 from mmap import PAGESIZE, mmap
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,28 @@ from llm_datadist._native import Canary, Tensors
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support import twin
     from tests.support.world import World
 
 MEMORY = 24 << 20  # private memory of the other process
 COOKIE = b"cookie of holder"
+
+
+def in_a_forked_child(check: Callable[[], object]) -> None:
+    """Run a check in a forked child, which must end well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: fork beside threads
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(20)  # no child outlives a failed test
+                check()
+                os._exit(0)
+            finally:
+                os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Holder(ChildEnd):

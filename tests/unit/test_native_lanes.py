@@ -9,8 +9,7 @@ import signal
 import socket
 import threading
 import time
-import warnings
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -52,6 +51,7 @@ from llm_datadist.testing.scene import kernel_threads
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until
+from tests.unit.holder import in_a_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -413,41 +413,26 @@ def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
     with joined(lanes=3, threads=2) as ends:
         with Target(ends.far, tensors(source)):  # so that there is all that lanes make when it is needed
             assert ends.move(ends.lanes[0], one_row(4096), tensors(into)).ending is Ending.GOOD
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-            if pid == 0:
-                os._exit(_child_of_fork(ends, others))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def close() -> None:
+            for call in (ends.near.poll_events, lambda: ends.near.quiesce(0), lambda: ends.near.drop_lane(1)):
+                with pytest.raises(ParamError):
+                    call()
+            ends.close()
+            ends.close()
+            assert not [fd for fd in os.listdir("/proc/self/fd") if fd not in others and _is_ours(fd)]
+
+        in_a_forked_child(close)
         with Target(ends.far, tensors(source)):
             for lane in ends.lanes:
                 assert ends.move(lane, one_row(4096), tensors(into)).ending is Ending.GOOD
 
 
-def _child_of_fork(ends: Ends, others: set[str]) -> int:
-    signal.alarm(20)
-    try:
-        for call in (ends.near.poll_events, lambda: ends.near.quiesce(0), lambda: ends.near.drop_lane(1)):
-            try:
-                call()
-            except ParamError:
-                continue
-            return 1
-        ends.close()
-        ends.close()
-        left = [fd for fd in os.listdir("/proc/self/fd") if fd not in others and _is_ours(fd)]
-        return 0 if not left else 4
-    except BaseException:  # noqa: BLE001 - whatever it is, the child must leave through _exit
-        return 2
-
-
 def _is_ours(fd: str) -> bool:
-    try:
-        return any(
-            kind in os.readlink(f"/proc/self/fd/{fd}") for kind in ("eventpoll", "eventfd", "socket:", "memfd:lldd")
-        )
-    except FileNotFoundError:
-        return False
+    with suppress(FileNotFoundError):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        return any(kind in path for kind in ("eventpoll", "eventfd", "socket:", "memfd:lldd"))
+    return False
 
 
 # Arguments

@@ -40,6 +40,7 @@ from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
+from tests.unit.holder import in_a_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -443,16 +444,15 @@ def test_close_with_a_silent_peer_on_the_loop_outside_or_after_it(socket_folder:
     assert list(socket_folder.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(socket_folder: Path) -> None:
     with staged(str(socket_folder)) as stage:
-        if (pid := os.fork()) == 0:
-            with suppress(BaseException):  # whatever it is, the child must leave through _exit
-                stage.listener.close()
-                stage.listener.close()
-                os._exit(stage.listener._socket.fileno() != -1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def close() -> None:
+            stage.listener.close()
+            stage.listener.close()
+            assert stage.listener._socket.fileno() == -1
+
+        in_a_forked_child(close)
         assert Path(stage.listener.name).exists()
         stage.expect()
         stage.links()
