@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist._native import Canary, Tensors
+from llm_datadist._native import Canary, Tensors, peek_process
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ class Holder(ChildEnd):
     def show(self, nbytes: int) -> Any:
         return self.do(_show, nbytes)
 
+    def peek(self, other: Holder) -> bytes:
+        """Return the first bytes of another one's memory, as this one sees them."""
+        seen: bytes = self.do(_peek, other.pid, other.address)
+        return seen
+
     def hide(self) -> None:
         self.do(_hide)
 
@@ -89,6 +94,10 @@ def _fill(world: World, data: twin.Bytes) -> None:
 
 def _show(world: World, nbytes: int) -> Any:
     return world.memory["private"][:nbytes]
+
+
+def _peek(_: World, pid: int, address: int) -> bytes:
+    return peek_process(pid, address, 16)
 
 
 def _hide(world: World) -> None:

@@ -43,6 +43,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.testing.scene import kernel_threads, residue, settled, tensors_over
 from tests.support import twin
+from tests.support.users import USER, become
 
 from .holder import COOKIE, Holder, in_a_forked_child
 
@@ -516,44 +517,12 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 copy(pool)
 pool.close()
 """
-ADVANCE = """
-import mmap, os, warnings
-import numpy as np
-from llm_datadist._native import advance_generation, load_generation
-
-warnings.simplefilter("ignore")  # Python 3.12 on: fork beside threads
-slot = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint64, count=1)
-child = os.fork()
-for _ in range(100_000):
-    advance_generation(slot.ctypes.data)
-if child == 0:
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert load_generation(slot.ctypes.data) == 200_000
-"""
-STRANGER = """
-import errno, os, sys
-from llm_datadist._native import peek_process
-
-if os.geteuid() == 0:
-    os.setuid(65534)  # root may look into everything
-try:
-    peek_process(int(sys.argv[1]), int(sys.argv[2]), 16)
-except PermissionError as error:
-    assert error.errno == errno.EPERM, error
-    sys.exit(7)
-"""
-
-
-def run_script(script: str, *arguments: object) -> int:
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, check=False, timeout=60, env=os.environ | {"PYTHONPATH": path}).returncode
 
 
 def test_a_forked_child_copies_alone_and_ends() -> None:
     """The child's exit runs the destructors: of a closed pool, a deleted one and one that was left alone."""
-    assert run_script(FORK) == 0
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
 
 
 def test_a_generation_is_loaded_and_advanced() -> None:
@@ -561,7 +530,20 @@ def test_a_generation_is_loaded_and_advanced() -> None:
     address = slot.ctypes.data
     assert (load_generation(address), advance_generation(address), load_generation(address)) == (41, 42, 42)
     assert slot.tolist() == [42, 7]
-    assert run_script(ADVANCE) == 0  # by two processes
+
+
+def test_two_processes_advance_one_generation() -> None:
+    slot = np.frombuffer(mmap.mmap(-1, PAGESIZE), np.uint64, count=1)
+
+    def advance() -> None:
+        for _ in range(100_000):
+            advance_generation(slot.ctypes.data)
+
+    here = threading.Thread(target=advance)
+    here.start()
+    in_a_forked_child(advance)
+    here.join()
+    assert load_generation(slot.ctypes.data) == 200_000
 
 
 @pytest.mark.parametrize("offset", [1, 4, 7])
@@ -671,9 +653,13 @@ def test_an_address_space_with_another_cookie_is_not_read(holder: Holder) -> Non
 
 
 def test_a_process_that_may_not_be_touched() -> None:
-    with closing(Holder()) as hidden:
+    with closing(Holder()) as hidden, closing(Holder()) as stranger:
         hidden.hide()
-        assert run_script(STRANGER, hidden.pid, hidden.address) == 7
+        if os.geteuid() == 0:
+            stranger.do(become, USER)  # root may look into everything
+        with pytest.raises(PermissionError) as caught:
+            stranger.peek(hidden)
+        assert caught.value.errno == errno.EPERM
 
 
 @pytest.mark.parametrize("write", [False, True])

@@ -54,7 +54,6 @@ class SlowAgent(StillAgent):
     """An agent whose bytes do not move until they are given up."""
 
     def move(self, *arguments: Any) -> None:
-        """Wait for the order to stop."""
         MOVING.set()
         while True:
             arguments[4]()
@@ -73,7 +72,6 @@ class ExhaustedAgent(StillAgent):
     """An agent in which memory runs out while bytes come in."""
 
     def receive(self) -> None:
-        """End the thread."""
         raise MemoryError
 
 
@@ -81,7 +79,6 @@ class FailingAgent(StillAgent):
     """An agent that NIXL fails."""
 
     def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
-        """Fail."""
         raise NixlFailed("NIXL_ERR_BACKEND")
 
 
@@ -208,12 +205,10 @@ class CountingAgent(NamedAgent):
     polls = 0
 
     def receive(self) -> None:
-        """Count it."""
         CountingAgent.polls += 1
         super().receive()
 
     def covers_any(self, bases: list[int]) -> bool:
-        """Know them."""
         return True
 
 
