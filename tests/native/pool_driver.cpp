@@ -315,19 +315,12 @@ void between_processes(int rounds) {
     });
 }
 
-void alone(int rounds) {
-    Random random(1);
-    Memory dst(2), src(2);
-    for (int i = 0; i < rounds; ++i) one_copy(random, dst, src, nullptr, i % 2 == 0, i % 3 == 0);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
     end_if_it_hangs();
     watch_forks();
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
-    alone(rounds);
     quick_tasks(rounds);
     callers_share_a_pool(rounds);
     closed_during_work(rounds / 4 + 1);
