@@ -31,7 +31,6 @@ from faults.lane_ends import (
     Target,
     Wire,
     deadline,
-    encode_plan,
     events_of,
     joined,
     next_event,
@@ -401,16 +400,3 @@ def test_a_payload_that_is_dropped_ends_although_all_of_it_is_in_hand(engine: La
         assert next_event(engine, ReadAsked).id == 2
         engine.refuse(asked.lane, 2, 4, "no")
         assert wire.result() == (2, 4, "no")
-
-
-def test_what_waits_for_the_kernel_goes_out_later(engine: LaneEngine) -> None:
-    """A small socket buffer, a peer that reads late: every byte comes, in order, with the trailer."""
-    memory = twin.noise(8, 1, 3 * MIB)[0]
-    with Wire(engine, buffer=4096) as wire:
-        for id in (1, 2, 3):
-            wire.send(READ, id, encode_plan(one_row(memory.size)))
-            asked = next_event(engine, ReadAsked)
-            engine.serve_read(asked.lane, id, one_row(memory.size), tensors(memory), [], 0)
-        for id in (1, 2, 3):
-            assert wire.header() == (DATA, id, 0, memory.size)
-            assert wire.receive(memory.size + 8) == memory.tobytes() + bytes(8)
