@@ -525,13 +525,6 @@ def test_a_forked_child_copies_alone_and_ends() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
 
 
-def test_a_generation_is_loaded_and_advanced() -> None:
-    slot = np.array([41, 7], dtype=np.uint64)
-    address = slot.ctypes.data
-    assert (load_generation(address), advance_generation(address), load_generation(address)) == (41, 42, 42)
-    assert slot.tolist() == [42, 7]
-
-
 def test_two_processes_advance_one_generation() -> None:
     slot = np.frombuffer(mmap.mmap(-1, PAGESIZE), np.uint64, count=1)
 
