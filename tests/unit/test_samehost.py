@@ -81,6 +81,14 @@ class Stage:
         self.loop.call_soon_threadsafe(lambda: done.set_result(call()))
         done.result(10)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the loop's thread waiting for the length of the block."""
+        gate = threading.Event()
+        self.loop.call_soon_threadsafe(gate.wait, 10)
+        yield
+        gate.set()
+
     def pending(self, count: int) -> None:
         """Return when so many peers are accepted and silent."""
         while f"{count} pending" not in repr(self.listener):
@@ -410,10 +418,8 @@ def test_deadlines_of_a_dialer(stage: Stage) -> None:
         with liar(lambda sock: gate.wait(10)) as name:
             late(name, 30)
             gate.set()
-        gate.clear()
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
-        late(stage.listener.name, 30)  # it has not admitted us
-        gate.set()
+        with stage.held():
+            late(stage.listener.name, 30)  # it has not admitted us
         stage.on_loop()
         kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
         with socket.socket(*kind) as server, socket.socket(*kind) as first:
@@ -511,14 +517,12 @@ def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: 
     with staged() as stage, lingering() as (fd, receiver):
         with stage.raw() as sock, monkeypatch.context() as strange:
             strange.setattr(samehost, "peer_credentials", partial(refuse, "a stranger"))
-            gate = threading.Event()
-            stage.loop.call_soon_threadsafe(gate.wait, 10)
-            try:
-                socket.send_fds(sock, [b"x"], [fd])
-            except PermissionError:
-                receiver.close()  # nobody has it: this close waits for nothing
-            os.close(fd)
-            gate.set()
+            with stage.held():
+                try:
+                    socket.send_fds(sock, [b"x"], [fd])
+                except PermissionError:
+                    receiver.close()  # nobody has it: this close waits for nothing
+                os.close(fd)
             stage.on_loop()
             stage.on_loop()
         stage.expect()
@@ -547,10 +551,8 @@ def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
     with staged() as stage, lingering() as (fd, _), stage.raw() as sock:
         stage.pending(1)
         stage.expect()
-        gate = threading.Event()
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
-        send_all(sock, TOKEN)
-        gate.set()
+        with stage.held():
+            send_all(sock, TOKEN)
         for _ in range(3):
             stage.on_loop()
         if at == "in a second packet":
@@ -577,14 +579,12 @@ def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
 
 
 def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -> None:
-    gate = threading.Event()
     with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
         stage.pending(2)
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
-        stage.loop.call_soon_threadsafe(stage.listener.close)
-        socket.send_fds(first, [b"x"], [fd])
-        os.close(fd)
-        gate.set()
+        with stage.held():
+            stage.loop.call_soon_threadsafe(stage.listener.close)
+            socket.send_fds(first, [b"x"], [fd])
+            os.close(fd)
         assert second.recv(100) == b""
 
 
@@ -597,11 +597,9 @@ def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_c
     with staged() as stage:
         with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
             stage.pending(2)
-            gate = threading.Event()
-            stage.loop.call_soon_threadsafe(gate.wait, 10)
-            socket.send_fds(first, [b"x"], [0, 0, 0, 0, fd])
-            os.close(fd)
-            gate.set()
+            with stage.held():
+                socket.send_fds(first, [b"x"], [0, 0, 0, 0, fd])
+                os.close(fd)
             stage.pending(1)
             stage.expect()
             send(second, stage.hello(), stage.fds)

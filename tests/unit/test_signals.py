@@ -203,15 +203,8 @@ def test_what_is_put_off_is_done_once_after_the_outermost_call_and_its_error_is_
     assert not put_off(work, 0), "no call at all"
     with pytest.raises(Raised):
         outer()
-    assert done == [
-        "1 put off: True",
-        "2 put off: True",
-        "outer ends",
-        (1, []),
-        "4 put off: True",
-        (2, []),
-        (4, []),
-    ]
+    assert done[:3] == ["1 put off: True", "2 put off: True", "outer ends"]
+    assert done[3:] == [(1, []), "4 put off: True", (2, []), (4, [])]
     assert list(map(repr, reported)) == ["ValueError(1)"]
 
 
