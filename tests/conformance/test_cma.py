@@ -9,39 +9,25 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._native import Plan, plan_row
 from llm_datadist._transport.cma import CmaConnection
-from llm_datadist.errors import PeerLost, ProtocolError, TransferFailed
-from llm_datadist.testing import PeerProcess, TransportConformance
-from llm_datadist.testing.scene import beginning_of, tensors_over
+from llm_datadist.errors import ProtocolError, TransferFailed
+from llm_datadist.testing import PeerProcess
+from llm_datadist.testing.conformance import ProcessConformance, one_row
+from llm_datadist.testing.scene import tensors_over
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from llm_datadist._transport.connection import Connection
     from llm_datadist._transport.peer_memory import PeerMemory
-    from llm_datadist.testing import Peer
-
-PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
 def connect(memory: PeerMemory) -> CmaConnection:
     return CmaConnection(memory, writable=all(region.writable for region in memory.regions.values()))
 
 
-class TestCma(TransportConformance):
-    process: PeerProcess
-
-    @classmethod
-    def setup_class(cls) -> None:
-        cls.process = PeerProcess(connect, private=True)
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        cls.process.close()
-
-    def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
-        return self.process.serving(writable=writable)
+class TestCma(ProcessConformance):
+    @staticmethod
+    def start() -> PeerProcess:
+        return PeerProcess(connect, private=True)
 
     @pytest.mark.parametrize(("address", "extent"), [(2**63 - 64, 64), (2**63, 1), (2**64 - 1, 64), (0, 2**63)])
     def test_no_tensor_ends_outside_the_address_space(self, connection: Connection, address: int, extent: int) -> None:
@@ -52,19 +38,5 @@ class TestCma(TransportConformance):
         remote = connection.map(np.array([PRIVATE], np.uint32), np.array([8], np.uint64), 64, writable=True)
         for verb in (connection.read, connection.write):
             with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
-                verb(PLAN, tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))
+                verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))
         assert connection.bytes_read == connection.bytes_written == 0
-
-
-def test_the_memory_of_a_killed_peer_is_gone() -> None:
-    data = np.ones(64, np.uint8)
-    with PeerProcess(connect, private=True) as process, process.serving(writable=True), process.connect() as connection:
-        remote = beginning_of(process, connection, 1, 64, writable=True)
-        connection.write(PLAN, tensors_over(data), remote, None, Deadline(1000))
-        assert not connection.peer_ended()
-        process.kill()
-        assert connection.peer_ended()
-        for verb in (connection.read, connection.write):
-            with pytest.raises(PeerLost, match=f"process {process.pid} has ended"):
-                verb(PLAN, tensors_over(data), remote, None, Deadline(1000))
-        assert (connection.bytes_read, connection.bytes_written) == (0, 64)

@@ -289,64 +289,6 @@ void drops() {
     far->close();
 }
 
-// Sends bytes as the peer at end 0 does; one in four times with a bit changed after that, or without the end.
-void send_sealed(int fd, std::string& bytes, std::mt19937& random) {
-    const auto [ours, theirs] = new_pair();
-    RecordCipher cipher(keys_of(0).send, true);
-    SealingSpace space;
-    SealedOutput output(cipher, space);
-    iovec whole{bytes.data(), bytes.size()};
-    output.send(ours, Pieces(&whole, 1), random() % 100, true);
-    output.flush(ours);
-    std::string records(bytes.size() + 4096, '\0');
-    const auto got = ::recv(theirs, records.data(), records.size(), MSG_DONTWAIT);
-    ::close(ours);
-    ::close(theirs);
-    if (got <= 0) return;
-    auto count = static_cast<std::size_t>(got);
-    if (random() % 8 == 0) records[random() % count] ^= static_cast<char>(1 << random() % 8);
-    if (random() % 8 == 0) count = random() % count;
-    [[maybe_unused]] const auto sent = ::send(fd, records.data(), count, MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
-// Bytes that are no frames, and frames with some bytes wrong, cost their lane and nothing else.
-void fuzz() {
-    LaneEngine engine(1);
-    Target target(engine);
-    std::mt19937 random(6);
-    for (int i = 0; i < 1500; ++i) {
-        const auto [a, b] = new_pair();
-        add(engine, a, 1);
-        std::string bytes;
-        for (int frame = 0; frame < 3; ++frame) {
-            const auto runs = random_runs(random, random() % 4);
-            std::uint64_t total = 0;
-            for (const Run& run : runs) total += run.bytes;
-            const bool write = random() % 2 != 0;
-            bytes += encode_request(write ? Kind::write : Kind::read, random() % 3, encode(runs), write ? total : 0);
-            if (write) bytes.append(total, 'x');
-        }
-        // Only headers: what meta means is the owner's to check.
-        for (int flips = static_cast<int>(random() % 3); flips > 0; --flips) bytes[random() % 40] ^= static_cast<char>(random());
-        for (int k = 0; k < 8; ++k) bytes[random() % 4 == 0 ? 4 : 5] ^= static_cast<char>(random() % 50 == 0);
-        if (sealed) {
-            send_sealed(b, bytes, random);
-        } else {
-            [[maybe_unused]] const auto sent = ::send(b, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-        }
-        if (i % 3 == 0) std::this_thread::yield();
-        ::close(b);
-    }
-    const auto [a, b] = new_pair();
-    LaneEngine other(1);
-    const std::uint64_t lane = add(other, b, 0);
-    add(engine, a, 1);
-    Memory local;
-    const auto runs = random_runs(random, 10);
-    CHECK(finish(other, other.start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), false), 20 * second_ns).ending ==
-          Ending::good);
-}
-
 template <typename Error, typename Call>
 std::string text_of_error(Call&& call) {
     try {
@@ -395,7 +337,6 @@ int main() {
         give_ups();
         quiesces();
         drops();
-        fuzz();
     }
     std::puts("all is well");
 }

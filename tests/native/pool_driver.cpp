@@ -124,67 +124,6 @@ void one_copy(Random& random, Memory& dst, Memory& src, CopyPool* pool, bool ali
     CHECK(src.bytes == unchanged);
 }
 
-// Runs whose ends overlap each other: one memmove each, whatever the size and the pool.
-void overlapping_rows(CopyPool* pool) {
-    for (const std::int64_t shift : {std::int64_t{1}, block, 3 * block + 5}) {
-        for (const bool forward : {true, false}) {
-            Memory memory(2);
-            memory.fill(static_cast<std::uint64_t>(shift));
-            const RunList plan = plan_row(forward ? shift : 0, forward ? 0 : shift, extent - shift);
-            Tensors expected = memory.bytes;
-            for (auto& tensor : expected) {
-                char* first = tensor.data() + Memory::margin;
-                std::memmove(first + plan.runs[0].dst, first + plan.runs[0].src, plan.runs[0].bytes);
-            }
-            CHECK(move(plan, memory, memory, pool, never) == static_cast<std::uint64_t>(bytes_of(plan, memory)));
-            CHECK(memory.bytes == expected);
-        }
-    }
-}
-
-void random_pieces(Random& random, CopyPool* pool) {
-    Memory dst(2), src(2);
-    dst.fill(random());
-    src.fill(random());
-    const auto to = some_blocks(random, random() % blocks, random() % 2 == 0);
-    const auto room = static_cast<std::int64_t>(to.size()) * block;
-    const std::int64_t cut = room > 0 ? static_cast<std::int64_t>(random() % block) : 0;
-    const Row row{static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(extent - room + cut + 1)), room - cut};
-    const RunList plan = plan_pieces(named(to, "dst"), row, block);
-    Tensors expected = dst.bytes;
-    for (std::size_t tensor = 0; tensor < 2; ++tensor)
-        for (std::size_t i = 0; i < to.size(); ++i) {
-            const std::int64_t start = static_cast<std::int64_t>(i) * block;
-            std::memcpy(expected[tensor].data() + Memory::margin + to[i] * block,
-                        src.bytes[tensor].data() + Memory::margin + row.offset + start,
-                        static_cast<std::size_t>(std::min(block, row.bytes - start)));
-        }
-    move(plan, dst, src, pool, never);
-    CHECK(dst.bytes == expected);
-}
-
-// Plans that address what is not there are refused before the first byte.
-void refusals() {
-    Memory memory(2), other(2);
-    const std::vector<std::vector<Run>> wrong = {{{0, 0, extent + 1}},
-                                                 {{0, 0, 8}, {extent, 0, 1}},
-                                                 {{0, extent - 7, 8}},
-                                                 {{UINT64_MAX, 0, 1}},
-                                                 {{0, 0, UINT64_MAX}, {0, 0, UINT64_MAX}}};
-    const Tensors before = memory.bytes;
-    for (const auto& runs : wrong) {
-        const RunList plan{runs, false};
-        bool refused = false;
-        try {
-            move(plan, memory, other, nullptr, never);
-        } catch (const RuleError&) {
-            refused = true;
-        }
-        CHECK(refused);
-        CHECK(memory.bytes == before);
-    }
-}
-
 // Pieces that cost nothing, so that the pool itself is all there is to do.
 class Counting final : public Task {
 public:
@@ -219,7 +158,6 @@ void callers_share_a_pool(int rounds) {
         for (int i = 0; i < (n == 0 ? rounds / 4 + 1 : rounds); ++i)
             one_copy(random, dst, src, &pool, random() % 3 == 0, random() % 3 == 0);
     });
-    overlapping_rows(&pool);
 }
 
 // Tasks on the stacks of their callers, gone as soon as share() returns.
@@ -377,24 +315,12 @@ void between_processes(int rounds) {
     });
 }
 
-void alone(int rounds) {
-    Random random(1);
-    Memory dst(2), src(2);
-    for (int i = 0; i < rounds; ++i) {
-        one_copy(random, dst, src, nullptr, i % 2 == 0, i % 3 == 0);
-        random_pieces(random, nullptr);
-    }
-    overlapping_rows(nullptr);
-    refusals();
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
     end_if_it_hangs();
     watch_forks();
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
-    alone(rounds);
     quick_tasks(rounds);
     callers_share_a_pool(rounds);
     closed_during_work(rounds / 4 + 1);

@@ -13,71 +13,29 @@ import pytest
 
 from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import Plan, plan_row
 from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, Refused, _encode
 from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress
-from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferAborted, TransferFailed
-from llm_datadist.testing import TransportConformance
+from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
+from llm_datadist.testing.conformance import ServedConformance, one_row
 from llm_datadist.testing.peers import REGION_BYTES
-from llm_datadist.testing.scene import BUDGET_MS, Scene, beginning_of, read_beginning, tensors_over
+from llm_datadist.testing.scene import BUDGET_MS, beginning_of, read_beginning, tensors_over
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport.connection import Connection
     from llm_datadist.testing import Peer
 
-PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
-
-class TestNixl(TransportConformance):
+class TestNixl(ServedConformance):
     process: NixlPeerProcess
+    lost = PeerLost, TransferFailed
 
-    @classmethod
-    def setup_class(cls) -> None:
-        cls.process = NixlPeerProcess()
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        cls.process.close()
-
-    def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
-        return self.process.serving(writable=writable)
-
-    def test_the_owner_checks_its_guards(self, peer: NixlPeerProcess, connection: Connection) -> None:
-        slot, generation = peer.guard()
-        peer.hold(slot, generation)
-        data = np.ones(64, np.uint8)
-        remote = beginning_of(peer, connection, 1, 64, writable=True)
-        connection.write(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))
-        peer.advance(slot)
-        for verb in (connection.read, connection.write):
-            with pytest.raises(TransferFailed, match="guard has changed"):
-                verb(PLAN, tensors_over(data * 2), remote, None, Deadline(BUDGET_MS))
-        assert (peer.peek(1)[:64] == 1).all()
-
-    def test_a_deadline_leaves_local_memory_alone(self, peer: Peer, connection: Connection) -> None:
-        nbytes = REGION_BYTES[1]
-        remote = beginning_of(peer, connection, 1, nbytes, writable=True)
-        plan, data = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes), np.ones(nbytes, np.uint8)
-        given_up = 0
-        for budget_ms in (1, 2, 3) * 10:
-            for verb in (connection.read, connection.write):
-                try:
-                    verb(plan, tensors_over(data), remote, None, Deadline(budget_ms))
-                except DeadlineExceeded:
-                    given_up += 1
-                data[:] = 7
-                assert (data == 7).all()
-        assert given_up
-        received = np.zeros(64, np.uint8)
-        peer.poke(1, np.full(64, 9, np.uint8))
-        read_beginning(peer, connection, received)
-        assert (received == 9).all()
+    @staticmethod
+    def start() -> NixlPeerProcess:
+        return NixlPeerProcess()
 
     @pytest.mark.parametrize("seed", range(3))
     def test_a_read_by_this_end_moves_exactly_the_addressed_bytes(
@@ -86,32 +44,6 @@ class TestNixl(TransportConformance):
         """As over RDMA: UCX over tcp emulates it."""
         connection.reads = True
         self.test_read_moves_exactly_the_addressed_bytes(peer, connection, seed)
-
-    def test_many_threads_share_the_agents(self, peer: Peer, connection: Connection) -> None:
-        scene = Scene.build(5, peer)
-        remote = scene.remote(connection, writable=False)
-        plan = scene.plan((0, 0), 5, list(range(16)), list(range(16))[::-1])
-        failures: list[BaseException] = []
-
-        def read() -> None:
-            memory = np.zeros_like(scene.memory)
-            own = Scene(scene.block_bytes, scene.extent, memory, scene.images, scene.starts, scene.places, peer)
-            try:
-                for _ in range(10):
-                    memory[:] = 0
-                    connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
-                    for tensor in range(5):
-                        for block in range(16):
-                            assert np.array_equal(own.local_block(tensor, block), own.image_block(tensor, 15 - block))
-            except BaseException as error:  # noqa: BLE001 (raised by the test's thread)
-                failures.append(error)
-
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
 
     def test_quiesce_ends_what_is_held_for_a_push(self, peer: NixlPeerProcess, connection: SocketConnection) -> None:
         """The owner takes its memory back from an initiator that was told where it is, before that has written."""
@@ -128,10 +60,10 @@ class TestNixl(TransportConformance):
 
         wire.ask = stops_after_the_grant  # type: ignore[method-assign]
         with pytest.raises((TransferFailed, LinkError)):
-            connection.write(PLAN, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+            connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
         wire.ask = ask  # type: ignore[method-assign]
         assert told.is_set()
-        connection.write(PLAN, tensors_over(np.full(64, 3, np.uint8)), remote, None, Deadline(BUDGET_MS))
+        connection.write(one_row(64), tensors_over(np.full(64, 3, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert (peer.peek(1)[:64] == 3).all()
 
     @pytest.mark.parametrize("verb", ["read", "write"])
@@ -142,7 +74,8 @@ class TestNixl(TransportConformance):
         data, end = np.full(64, 3, np.uint8), connection.receiver if verb == "read" else connection.sender
         remote = beginning_of(peer, connection, 1, 64, writable=True)
         move = getattr(connection, verb)
-        move(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))  # so that either end knows the other's agent
+        # So that either end knows the other's agent.
+        move(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
         peer.poke(1, np.full(64, 5, np.uint8))
         wire, ask, asked = connection.nixl.wire, connection.nixl.wire.ask, []
 
@@ -155,36 +88,19 @@ class TestNixl(TransportConformance):
             return answer
 
         wire.ask = ends_an_agent  # type: ignore[method-assign]
-        move(PLAN, tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        move(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
         assert len(asked) > 1
         assert (data == (5 if verb == "read" else 3)).all()
         assert (peer.peek(1)[:64] == data).all()
         assert not peer.peek(1)[64:].any()
 
 
-@pytest.fixture
-def process() -> Iterator[NixlPeerProcess]:
-    with NixlPeerProcess() as process:
-        yield process
-
-
-def test_a_killed_peer_is_lost(process: NixlPeerProcess) -> None:
-    with process.serving(writable=True), process.connect() as connection:
-        remote = beginning_of(process, connection, 1, 64, writable=True)
-        read_beginning(process, connection, np.zeros(64, np.uint8))
-        process.kill()
-        for verb in (connection.read, connection.write):
-            with pytest.raises((PeerLost, TransferFailed)):
-                verb(PLAN, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
-        assert (connection.bytes_read, connection.bytes_written) == (64, 0)
-
-
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_no_byte_comes_late_from_a_peer_that_was_stopped(process: NixlPeerProcess, verb: str) -> None:
+def test_no_byte_comes_late_from_a_peer_that_was_stopped(verb: str) -> None:
     """What was given up under a stopped peer changes no memory when the peer goes on."""
     nbytes = REGION_BYTES[1]
-    plan, data = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes), np.zeros(nbytes, np.uint8)
-    with process.serving(writable=True), process.connect() as connection:
+    plan, data = one_row(nbytes), np.zeros(nbytes, np.uint8)
+    with NixlPeerProcess() as process, process.serving(writable=True), process.connect() as connection:
         remote = beginning_of(process, connection, 1, nbytes, writable=True)
         getattr(connection, verb)(plan, tensors_over(data), remote, None, Deadline(BUDGET_MS))
         process.poke(1, np.full(nbytes, 5, np.uint8))
@@ -201,21 +117,6 @@ def test_no_byte_comes_late_from_a_peer_that_was_stopped(process: NixlPeerProces
             read_beginning(process, connection, received)  # everything before it was served, or dropped
             assert (data == 9).all()
             assert set(received.tolist()) <= {0, 5, 9}
-
-
-def test_abort_wakes_a_transfer_that_waits(process: NixlPeerProcess) -> None:
-    with process.serving(writable=True), process.connect() as connection:
-        remote = beginning_of(process, connection, 1, 64, writable=False)
-        os.kill(process.pid, signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-        timer = threading.Timer(0.05, connection.abort)
-        timer.start()
-        try:
-            with pytest.raises(TransferAborted):
-                connection.read(PLAN, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
-        finally:
-            os.kill(process.pid, signal.SIGCONT)
-            timer.join()
 
 
 def test_a_sender_forgets_the_receivers_of_long_ago() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes
 from tests.support.users import USER, become
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from llm_datadist._transport.nixl import NixlConnection
@@ -38,6 +40,12 @@ def start(pair: Pair, prompt: dict[str, str], decoder: dict[str, str], **setting
     pair.decoder.start("DECODER", 2, extra=decoder, **settings)
 
 
+def caches(pair: Pair) -> tuple[Any, Any]:
+    """Return the contents of a new cache of blocks at each end: what a pull finds, and what it overwrites."""
+    source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
+    return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+
+
 def linked_over(end: End, peer: int) -> str:
     name: str = end.do(explain, peer).transport
     return name
@@ -46,15 +54,28 @@ def linked_over(end: End, peer: int) -> str:
 # Done at an end
 
 
-def lose_nixl(world: World) -> None:
-    """Behave as where NIXL is not installed."""
-    world.memory["installed"] = nixl_agent.installed
-    nixl_agent.installed = lambda: False
+def patch(world: World) -> pytest.MonkeyPatch:
+    kept: pytest.MonkeyPatch = world.memory.setdefault("patch", pytest.MonkeyPatch())
+    return kept
+
+
+def undo(world: World) -> None:
+    world.memory.pop("patch").undo()
     nixl_agent.fabric.cache_clear()
 
 
-def find_nixl(world: World) -> None:
-    nixl_agent.installed = world.memory.pop("installed")
+@contextmanager
+def harmed(end: End, harm: Callable[[World], None]) -> Iterator[None]:
+    end.do(harm)
+    try:
+        yield
+    finally:
+        end.do(undo)
+
+
+def lose_nixl(world: World) -> None:
+    """Behave as where NIXL is not installed."""
+    patch(world).setattr(nixl_agent, "installed", lambda: False)
     nixl_agent.fabric.cache_clear()
 
 
@@ -66,12 +87,10 @@ def spoil_metadata(world: World) -> None:
         address = whole(self, "")
         return nixl_agent.Address(address.name, address.version, b"not metadata", "0.0.1")
 
-    world.memory["whole"] = whole
-    nixl_agent.Agent.address = spoilt  # type: ignore[method-assign]
+    patch(world).setattr(nixl_agent.Agent, "address", spoilt)
 
 
-def mend_metadata(world: World) -> None:
-    nixl_agent.Agent.address = world.memory.pop("whole")  # type: ignore[method-assign]
+def end_receiver(world: World) -> None:
     link_of(world, 2).connection.shared.receiver.end()
 
 
@@ -81,30 +100,21 @@ def fail_transfers(world: World) -> None:
     def failing(self: nixl_agent.Agent, *_: object) -> None:
         raise nixl_agent.NixlFailed("NIXL_ERR_BACKEND")
 
-    world.memory["move"] = nixl_agent.Agent.move
-    nixl_agent.Agent.move = failing  # type: ignore[assignment]
+    patch(world).setattr(nixl_agent.Agent, "move", failing)
 
 
 def hurry_owner(world: World) -> None:
     """Let the time of each request be over at the owner first, while its bytes move."""
-    world.memory["grant"], world.memory["move"] = grant, _ = Server._grant, nixl_agent.Agent.move
-    Server._grant = lambda self, ask, reply: grant(  # type: ignore[method-assign]
-        self, msgspec.structs.replace(ask, budget_ms=50), reply
-    )
+    grant = Server._grant
+
+    def hurried(self: Server, ask: Any, reply: Any) -> Any:
+        return grant(self, msgspec.structs.replace(ask, budget_ms=50), reply)
 
     def waiting(self: nixl_agent.Agent, *arguments: Any) -> None:
         wait_until(lambda: not arguments[4]())  # which raises once it is to stop
 
-    nixl_agent.Agent.move = waiting  # type: ignore[assignment]
-
-
-def leave_owner_alone(world: World) -> None:
-    Server._grant = world.memory.pop("grant")  # type: ignore[method-assign]
-    mend_transfers(world)
-
-
-def mend_transfers(world: World) -> None:
-    nixl_agent.Agent.move = world.memory.pop("move")  # type: ignore[method-assign]
+    patch(world).setattr(Server, "_grant", hurried)
+    patch(world).setattr(nixl_agent.Agent, "move", waiting)
 
 
 def load_nixl(world: World) -> None:
@@ -186,15 +196,12 @@ def test_auto_takes_tcp_where_there_is_no_rdma_and_no_shared_memory(tcp_pair: Pa
 def test_a_peer_without_nixl_is_refused_and_both_ends_say_why(tcp_pair: Pair) -> None:
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     failed = LLMStatusCode.LLM_LINK_FAILED
-    prompt.do(lose_nixl)
-    try:
+    with harmed(prompt, lose_nixl):
         with pytest.raises(LLMException, match="pip install") as caught:
             prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
         assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         start(tcp_pair, {}, OVER_NIXL)
         assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
-    finally:
-        prompt.do(find_nixl)
 
 
 @pytest.mark.parametrize("secret", [True, False], ids=["credentials", "policy"])
@@ -238,18 +245,15 @@ def _set_ucx(world: World, value: str | None) -> None:
 def test_metadata_of_another_version_fail_the_transfer_and_the_link_goes_on(tcp_pair: Pair) -> None:
     start(tcp_pair, OVER_NIXL, OVER_NIXL, enable_remote_cache_accessible=True)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    prompt.do(spoil_metadata)
-    try:
+    with harmed(prompt, spoil_metadata):
         tcp_pair.link()
-        source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-        target = decoder.do(make, "kv", Spec(blocks=True), 2)
+        source, target = caches(tcp_pair)
         with pytest.raises(TransferFailed):
             decoder.do(call, "push_blocks", *PULL[1:])
         same_bytes(prompt.do(show, "kv"), source)
         decoder.do(call, *PULL)  # which needs nothing of the prompt's receiver
         same_bytes(decoder.do(show, "kv"), target := moved(target, source, MOVED))
-    finally:
-        prompt.do(mend_metadata)
+    prompt.do(end_receiver)
     decoder.do(call, "push_blocks", *PULL[1:])
     same_bytes(prompt.do(show, "kv"), moved(source, target, MOVED))
 
@@ -260,10 +264,8 @@ def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pai
     start(tcp_pair, OVER_NIXL, extra)
     tcp_pair.link()
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    target = decoder.do(make, "kv", Spec(blocks=True), 2)
-    prompt.do(fail_transfers)  # it is the owner that writes
-    try:
+    source, target = caches(tcp_pair)
+    with harmed(prompt, fail_transfers):  # it is the owner that writes
         if fallback:
             decoder.do(call, *PULL)
             same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
@@ -272,8 +274,6 @@ def test_what_nixl_fails_goes_over_tcp_where_that_is_allowed_and_is_said(tcp_pai
             with pytest.raises(TransferFailed):
                 decoder.do(call, *PULL)
             assert "because" not in decoder.do(explain, 1).reason
-    finally:
-        prompt.do(mend_transfers)
     decoder.do(call, *PULL)
     same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
     # A link that is made anew begins with NIXL again.
@@ -287,14 +287,9 @@ def test_a_timeout_that_the_owner_notices_costs_one_call_and_not_the_link(tcp_pa
     start(tcp_pair, OVER_NIXL, OVER_NIXL | {"llm.NixlFallback": "1", "llm.SyncKvCacheWaitTime": "60000"})
     tcp_pair.link()
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    source = prompt.do(make, "kv", Spec(blocks=True, blocks_key=KEY), 1)
-    target = decoder.do(make, "kv", Spec(blocks=True), 2)
-    prompt.do(hurry_owner)
-    try:
-        with pytest.raises(DeadlineExceeded):
-            decoder.do(call, *PULL)
-    finally:
-        prompt.do(leave_owner_alone)
+    source, target = caches(tcp_pair)
+    with harmed(prompt, hurry_owner), pytest.raises(DeadlineExceeded):
+        decoder.do(call, *PULL)
     decoder.do(call, *PULL)
     same_bytes(decoder.do(show, "kv"), moved(target, source, MOVED))
     assert "because" not in decoder.do(explain, 1).reason
@@ -320,8 +315,8 @@ def _registered(world: World, peer: int) -> bool:
     return any(end._agent is not None and bool(end._agent._others) for end in (connection.sender, connection.receiver))
 
 
-def test_the_programs_logging_stays_as_it_was(tmp_path: Path) -> None:
-    """NIXL's package configures logging when it is imported, which closes every handler of the program."""
+def test_the_programs_logging_and_output_stay_as_they_were(tmp_path: Path) -> None:
+    """NIXL's package configures logging when it is imported, which closes every handler; UCX writes to the output."""
     script = """
 import logging, sys
 logging.basicConfig(filename=sys.argv[1], filemode="w", level="INFO")
@@ -329,29 +324,18 @@ from llm_datadist._transport.nixl_agent import fabric, usable
 assert usable(fabric()) == ""
 logging.warning("still here")
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=True, timeout=60)
-    assert "still here" in (tmp_path / "log").read_text()
-
-
-def test_ucx_does_not_write_to_the_programs_output() -> None:
-    script = """
-from llm_datadist._transport.nixl_agent import fabric, usable
-assert usable(fabric()) == ""
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        check=True,
-        capture_output=True,
-        timeout=60,
-        env={key: value for key, value in os.environ.items() if key != "UCX_LOG_FILE"} | {"UCX_LOG_LEVEL": "info"},
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "UCX_LOG_FILE"} | {"UCX_LOG_LEVEL": "info"}
+    command = [sys.executable, "-c", script, str(tmp_path / "log")]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=60, env=environment)
     assert (done.stdout, b"UCX" in done.stderr) == (b"", True)
+    assert "still here" in (tmp_path / "log").read_text()
 
 
 # Exits
 
 EXITS = """
-import json, os, sys, threading
+import faulthandler, json, os, sys, threading
+faulthandler.dump_traceback_later(45, exit=True)  # one that hangs says where
 import numpy as np
 from llm_datadist import *
 from llm_datadist.views import tensor_views
@@ -398,9 +382,7 @@ WAYS = ("finalized", "prompt first", "forgotten", "sys.exit", "while it pulls")
 def test_processes_end_cleanly(way: str) -> None:
     """Ten processes for each way to end; what NIXL's own destructors do at exit must not crash any."""
     for _ in range(5):
-        two = [
-            subprocess.Popen([sys.executable, "-c", EXITS, way], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            for _ in range(2)
-        ]
+        command = [sys.executable, "-c", EXITS, way]
+        two = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
         said = [each.communicate(timeout=60)[1] for each in two]
         assert [each.returncode for each in two] == [0, 0], said

@@ -9,10 +9,19 @@ import pytest
 
 from faults import lane_ends
 from llm_datadist._links.loop import ControlLoop
+from llm_datadist._native import CopyPool, LaneEngine
 from llm_datadist.testing.scene import residue, settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[CopyPool]:
+    """Three threads that copy, the caller one of them."""
+    shared = CopyPool(3)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
@@ -27,6 +36,14 @@ def nothing_left() -> Iterator[None]:
 def kind_of_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs over plain lanes, then over sealed ones."""
     monkeypatch.setattr(lane_ends.Kind, "sealed", request.param == "sealed")
+
+
+@pytest.fixture
+def engine() -> Iterator[LaneEngine]:
+    """One thread, which soon gives up a payload that nobody wants."""
+    engine = LaneEngine(1, drain_ms=300)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture

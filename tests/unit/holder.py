@@ -1,23 +1,42 @@
-"""Another process with private memory, for the tests of copies by the kernel's hand."""
+"""Other processes: one with private memory, for the tests of copies by the kernel's hand; and forked children."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import warnings
 from mmap import PAGESIZE, mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist._native import Canary, Tensors
+from llm_datadist._native import Canary, Tensors, peek_process
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support import twin
     from tests.support.world import World
 
 MEMORY = 24 << 20  # private memory of the other process
 COOKIE = b"cookie of holder"
+
+
+def in_a_forked_child(check: Callable[[], object]) -> None:
+    """Run a check in a forked child, which must end well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: fork beside threads
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(20)  # no child outlives a failed test
+                check()
+                os._exit(0)
+            finally:
+                os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Holder(ChildEnd):
@@ -35,6 +54,11 @@ class Holder(ChildEnd):
 
     def show(self, nbytes: int) -> Any:
         return self.do(_show, nbytes)
+
+    def peek(self, other: Holder) -> bytes:
+        """Return the first bytes of another one's memory, as this one sees them."""
+        seen: bytes = self.do(_peek, other.pid, other.address)
+        return seen
 
     def hide(self) -> None:
         self.do(_hide)
@@ -70,6 +94,10 @@ def _fill(world: World, data: twin.Bytes) -> None:
 
 def _show(world: World, nbytes: int) -> Any:
     return world.memory["private"][:nbytes]
+
+
+def _peek(_: World, pid: int, address: int) -> bytes:
+    return peek_process(pid, address, 16)
 
 
 def _hide(world: World) -> None:

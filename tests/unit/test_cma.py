@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,13 +19,13 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._native import Plan, plan_row
-from llm_datadist._transport import cma
+from llm_datadist._transport import cma, peer_memory
 from llm_datadist._transport.cma import CmaConnection, probe
-from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.peer_memory import PeerMemory, peer_credentials
 from llm_datadist._transport.shm import ShmConnection
-from llm_datadist.errors import PeerLost, StateError
+from llm_datadist.errors import LinkRefused, PeerLost, StateError
 from llm_datadist.testing import PeerProcess
+from llm_datadist.testing.conformance import one_row
 from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist._transport.connection import Connection
-
-PLAN = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
 
 
 @contextmanager
@@ -74,7 +73,7 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
 def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_scope(
     met: tuple[PeerProcess, PeerMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it refuses: test_native_process.py."""
+    """That it refuses: test_native_movers.py."""
     peer, scope = met[1], tmp_path / "ptrace_scope"
     monkeypatch.setattr(cma, "_YAMA", scope)
     monkeypatch.setattr(cma, "peek_process", Mock(side_effect=PermissionError(errno.EPERM, "no")))
@@ -87,24 +86,45 @@ def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_sc
     assert probe(peer, 4096, peer.cookie) == f"{refused}it runs as uid {peer.uid}, this process as uid 12345"
 
 
-def test_a_recycled_pid_is_a_lost_peer_and_is_not_written() -> None:
-    """The pid is that of a living process with the same user, as after a recycling; only the pidfd knows."""
+@pytest.mark.parametrize("ended", [True, False], ids=["a recycled pid", "another program"])
+def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_written(ended: bool) -> None:
+    """The pid is that of a living process with the same user, without the cookie at its address.
+
+    After a recycling only the pidfd knows; after exec the pid and the pidfd are the same, and only the cookie knows.
+    """
     mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     with meeting() as (process, peer):
-        os.kill(process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not peer.alive(), "an ended process that is not reaped yet"
-        process.kill()
-        peer.share().pid = os.getpid()
+        if ended:
+            os.kill(process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert not peer.alive(), "an ended process that is not reaped yet"
+            process.kill()
+        peer.share().pid, pid = os.getpid(), peer.pid
         stranger = CmaConnection(peer, writable=True)
         at = np.array([mine.ctypes.data], np.uint64)
         remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
         for verb in (stranger.read, stranger.write):
-            with pytest.raises(PeerLost, match="has ended"):
-                verb(PLAN, tensors_over(local), remote, None, Deadline(1000))
+            with pytest.raises(PeerLost, match="has ended" if ended else "it is another process"):
+                verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
         assert mine.tolist() == list(range(64))
-        assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
+        if ended:
+            assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
         stranger.close()
+        peer.pid = pid
+
+
+@pytest.mark.parametrize("same_namespace", [True, False])
+def test_the_number_of_unknown_users_is_no_user(monkeypatch: pytest.MonkeyPatch, same_namespace: bool) -> None:
+    monkeypatch.setattr(peer_memory, "_overflow_uid", os.geteuid)
+    if not same_namespace:
+        monkeypatch.setattr(peer_memory, "_shares_users", lambda pid: False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        if same_namespace:
+            assert peer_credentials(ours) == (os.getpid(), os.geteuid())
+        else:
+            with pytest.raises(LinkRefused, match="another user namespace"):
+                peer_credentials(ours)
 
 
 def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:

@@ -14,6 +14,7 @@ from llm_datadist._memory.guards import SLOT_BYTES, Guard, GuardTable, read_cook
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
 from llm_datadist._native import GuardSet, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
+from tests.unit.holder import in_a_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,7 +178,6 @@ def test_promises_hold_until_one_of_them_is_void_and_none_is_outside_the_table(t
             unchanged((slot, 1))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_changes_no_generation_even_where_the_fork_found_the_lock_held(table: GuardTable) -> None:
     guard, before = table.allocate(), table.segment.view().copy()
     changes = (
@@ -188,16 +188,13 @@ def test_a_forked_child_changes_no_generation_even_where_the_fork_found_the_lock
         lambda: table.release(guard.slot),
         table.close,
     )
+
+    def change() -> None:
+        for call in changes:
+            with pytest.raises(StateError, match="fork"):
+                call()
+
     with table._lock:
-        child = os.fork()
-        if child == 0:
-            try:
-                for change in changes:
-                    with pytest.raises(StateError, match="fork"):
-                        change()
-                os._exit(0)
-            finally:
-                os._exit(3)
-        assert os.waitpid(child, 0)[1] == 0
+        in_a_forked_child(change)
     assert (table.segment.view() == before).all()
     assert table.allocate().slot != guard.slot

@@ -14,13 +14,10 @@ from llm_datadist._memory import huge_pages
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError
 from llm_datadist.testing.scene import residue
-from tests.support.ends import ChildEnd
-from tests.support.huge import HUGE, given, mapped_huge, without_huge_pages
+from tests.support.huge import HUGE, given, mapped_huge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.support.world import World
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 GIVEN = pytest.mark.skipif(not given(), reason="this host gives no huge pages to shared memory")
@@ -59,28 +56,6 @@ def test_a_size_that_is_no_multiple_is_refused_before_anything_is_made() -> None
             new(nbytes)
 
 
-def _refused_here(world: World) -> str:
-    without_huge_pages()
-    before = residue()
-    with pytest.raises(ParamError, match="huge_pages is true, but this host gives no huge pages") as refused:
-        new(4 * HUGE)
-    text = str(refused.value)
-    del refused
-    assert residue() == before
-    with SharedSegment.create("large", 4 * HUGE, peers_may_write=False, prefault=True) as segment:
-        assert segment.address % HUGE == 0
-        assert mapped_huge("large") == 0
-    return text
-
-
-def test_a_process_that_gets_none_is_told_so_and_nothing_is_left() -> None:
-    end = ChildEnd("without huge pages")  # of its own: the setting stays with the process
-    text = end.do(_refused_here)
-    end.close()
-    assert "shmem_enabled" in text
-    assert "leave huge_pages out" in text
-
-
 class _Libc:
     """madvise of a kernel that answers as told, from the second call on."""
 
@@ -97,16 +72,23 @@ class _Libc:
         return self._madvise(*args)
 
 
+NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
+
+
 @GIVEN
-@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EBUSY])
-def test_too_little_memory_in_one_piece_is_out_of_memory_and_nothing_is_left(
-    monkeypatch: pytest.MonkeyPatch, code: int
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOMEM, OutOfMemory), (errno.EBUSY, OutOfMemory), (errno.EPERM, ParamError)]
+)
+def test_what_the_kernel_refuses_is_an_error_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
+    """Too little memory in one piece, or no right to any."""
     monkeypatch.setattr(huge_pages, "_libc", _Libc([code]))
-    before = residue()
-    with pytest.raises(OutOfMemory, match=rf"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes") as short:
+    before, short = residue(), rf"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes"
+    with pytest.raises(kind, match=short if kind is OutOfMemory else NONE) as refused:
         new(40 * HUGE)
-    assert (short.value.pool, short.value.requested, short.value.free) == ("large", 40 * HUGE, 32 * HUGE)
+    if isinstance(error := refused.value, OutOfMemory):
+        assert (error.pool, error.requested, error.free) == ("large", 40 * HUGE, 32 * HUGE)
     assert residue() == before  # while the error is still there
 
 

@@ -68,22 +68,18 @@ LLMDataDist(LLMRole.DECODER, 1).init({"ge.exec.deviceId": "0", "llm.EnableCacheM
 """
 
 
-@pytest.mark.parametrize(
-    ("value", "application", "lines", "first"),
-    [
-        (None, "", 0, ""),
-        ("error", "", 0, ""),
-        ("info", "", 2, r"[\d-]+ [\d:,]+ \d+ INFO <LLMDataDist.*> initialised"),
-        ("debug", "", 2, ".* initialised"),
-        ("loud", "", 1, "LLM_DATADIST_LOG='loud' ignored: debug, info, warning or error"),
-        (
-            "info",
-            "import logging; logging.basicConfig(format='own %(message)s')",
-            2,
-            r"own <LLMDataDist.*> initialised",
-        ),
-    ],
-)
+OWN = "import logging; logging.basicConfig(format='own %(message)s')"
+SAID = [
+    (None, "", 0, ""),
+    ("error", "", 0, ""),
+    ("info", "", 2, r"[\d-]+ [\d:,]+ \d+ INFO <LLMDataDist.*> initialised"),
+    ("debug", "", 2, ".* initialised"),
+    ("loud", "", 1, "LLM_DATADIST_LOG='loud' ignored: debug, info, warning or error"),
+    ("info", OWN, 2, r"own <LLMDataDist.*> initialised"),
+]
+
+
+@pytest.mark.parametrize(("value", "application", "lines", "first"), SAID)
 def test_the_log_variable_has_the_log_written_to_standard_error_once(
     value: str | None, application: str, lines: int, first: str
 ) -> None:

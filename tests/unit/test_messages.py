@@ -58,27 +58,15 @@ def test_all_kinds_are_decoded_and_every_field_up_to_its_limit() -> None:
         assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        msgspec.msgpack.encode(["nothing", 1]),
-        msgspec.msgpack.encode([]),
-        msgspec.msgpack.encode(["beat"]),
-        msgspec.msgpack.encode({"type": "beat", "count": 1}),
-        msgspec.msgpack.encode(["release", -1, 0, 0]),
-        msgspec.msgpack.encode(["release", 2**63, 0, 0]),
-        msgspec.msgpack.encode(["failed", 1, 2, "x" * 4097]),
-        msgspec.msgpack.encode(["failed", 1, 2, b"x"]),
-        msgspec.msgpack.encode(["beat", True]),
-        msgspec.msgpack.encode(["resolve", 1, False, [0, -1, 0], 1, 0, 0]),
-        b"\x92\xa4beat\xc7\xff\x01",
-        b"\x91" * 200_000,
-        b"\x99\xa8resolved\x01\x01" + b"\x91" * 200_000,
-        pickle.dumps(Beat),
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    ],
-)
+VALUES = [["nothing", 1], [], ["beat"], {"type": "beat", "count": 1}, ["beat", True], ["failed", 1, 2, b"x"]]
+VALUES += [["release", -1, 0, 0], ["release", 2**63, 0, 0], ["failed", 1, 2, "x" * 4097]]
+VALUES += [["resolve", 1, False, [0, -1, 0], 1, 0, 0]]
+DEEP = b"\x91" * 200_000
+BYTES = [b"", b"\x92\xa4beat\xc7\xff\x01", DEEP, b"\x99\xa8resolved\x01\x01" + DEEP, pickle.dumps(Beat)]
+BYTES += [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+
+
+@pytest.mark.parametrize("payload", [*BYTES, *map(msgspec.msgpack.encode, VALUES)], ids=lambda value: repr(value[:30]))
 def test_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(payload)

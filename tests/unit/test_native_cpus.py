@@ -23,6 +23,9 @@ def tree(root: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path
     return root / "cgroup", root / "membership"
 
 
+QUOTA, PERIOD = "cpu,cpuacct/cpu.cfs_quota_us", "cpu,cpuacct/cpu.cfs_period_us"
+
+
 @pytest.mark.parametrize(
     ("membership", "files", "quota"),
     [
@@ -32,11 +35,7 @@ def tree(root: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path
         ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5),
         ("0::/a\n", {"a/cpu.max": "max 100000\n"}, None),
         ("0::/gone\n", {}, None),
-        (
-            "5:memory:/x\n4:cpu,cpuacct:/docker/7\n",
-            {"cpu,cpuacct/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
-            2.5,
-        ),
+        ("5:memory:/x\n4:cpu,cpuacct:/docker/7\n", {QUOTA: "250000\n", PERIOD: "100000\n"}, 2.5),
         ("4:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1\n", "cpu/x/cpu.cfs_period_us": "100000\n"}, None),
         ("4:cpuset:/x\n", {"cpuset/x/cpu.max": "100000 100000\n"}, None),
         ("nonsense\n\n", {}, None),
@@ -48,9 +47,6 @@ def test_the_lowest_quota_on_the_way_up_counts(
     assert cpu_quota(*tree(tmp_path, membership, files)) == quota
 
 
-def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
+def test_without_cgroups_there_is_no_quota_and_this_process_may_use_a_cpu_of_its_affinity(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none", tmp_path / "neither") is None
-
-
-def test_this_process_has_at_least_one_and_no_more_than_its_affinity() -> None:
     assert 1 <= usable_cpus() <= len(os.sched_getaffinity(0))

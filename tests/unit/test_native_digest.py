@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,27 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
+from llm_datadist._native import NO_DEADLINE, Plan, Tensors
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist.errors import ParamError
 from tests.support import twin
 from tests.unit import digest_twin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from llm_datadist._native import CopyPool
 
 NONCE = bytes(range(NONCE_BYTES))
 MIB = 1 << 20
 Run = tuple[int, int, int]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[CopyPool]:
-    shared = CopyPool(3)
-    yield shared
-    shared.close()
 
 
 def plan_of(runs: Sequence[Run] | NDArray[Any], count: int = 1, first: int = 0, *, ordered: bool = False) -> Plan:
@@ -63,8 +57,8 @@ def of_bytes(data: twin.Bytes, nonce: bytes = NONCE) -> tuple[int, int]:
 
 
 def test_every_size_and_alignment_is_as_in_the_twin() -> None:
-    (data,) = twin.noise(1, 1, 4200)
-    sizes = [*range(301), *range(1008, 1042), 2047, 2048, 2049, 4096, 4100]
+    (data,) = twin.noise(1, 1, 600_100)
+    sizes = [*range(301), *range(1008, 1042), 2047, 2048, 2049, 4096, 4100, 600_001]
     for size in sizes:
         at = size % 64  # every alignment
         expected = digest_twin.digest(data[at : at + size].tobytes(), NONCE)
@@ -101,21 +95,6 @@ def test_runs_of_several_tensors_are_as_in_the_twin(
         assert [tuple(d) for d in each[i].tolist()] == [digest_twin.digest(piece, nonce) for piece in pieces]
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 9000), max_size=20))
-def test_where_runs_are_cut_does_not_matter(cuts: list[int]) -> None:
-    (data,) = twin.noise(3, 1, 9000)
-    edges = sorted({0, 9000, *cuts})
-    runs = [(0, a, b - a) for a, b in pairwise(edges)]
-    assert (found(plan_of(runs), [data]) == found(plan_of([(0, 0, 9000)]), [data])).all()
-
-
-def test_where_the_bytes_lie_does_not_matter() -> None:
-    (data,) = twin.noise(4, 1, 3000)
-    moved = np.concatenate([np.zeros(13, np.uint8), data, np.zeros(5, np.uint8)])
-    assert (found(plan_of([(0, 13, 3000)]), [moved]) == found(plan_of([(0, 0, 3000)]), [data])).all()
-
-
 @pytest.mark.parametrize(
     "runs", [[(0, 0, 9 * MIB + 77)], [(0, at, 70_001) for at in range(0, 9 * MIB - 70_003, 70_003)]]
 )
@@ -132,17 +111,12 @@ def test_several_callers_share_the_threads(pool: CopyPool) -> None:
     tensors = twin.noise(6, 2, 3 * MIB)
     plan = plan_of([(0, 0, 3 * MIB)], 2)
     expected = found(plan, tensors)
-    wrong: list[int] = []
 
-    def work(number: int) -> None:
-        wrong.extend(number for _ in range(20) if not (found(plan, tensors, pool=pool) == expected).all())
+    def work(_: int) -> bool:
+        return all((found(plan, tensors, pool=pool) == expected).all() for _ in range(20))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(work, range(4)))
 
 
 # --- what it must see -------------------------------------------------------------------------------------------------
@@ -159,40 +133,6 @@ def test_every_single_bit_is_seen_and_changes_half_of_the_digest() -> None:
         flips.append([(x ^ y).bit_count() for x, y in zip(before, after, strict=True)])
     assert min(map(min, flips)) > 5  # of 64, where 32 are expected
     assert 31 < np.mean(flips) < 33
-
-
-def test_no_two_of_many_similar_inputs_agree() -> None:
-    seen: set[int] = set()
-    data = np.zeros(1600, np.uint8)
-    inputs = 0
-    for at in range(0, 1600, 3):  # sparse: one or two bytes that are not zero
-        for value in (1, 128):
-            data[at] = value
-            seen.update(of_bytes(data))
-            data[(at + 1024) % 1600] ^= value
-            seen.update(of_bytes(data))
-            data[:] = 0
-            inputs += 2
-    for size in range(1500):  # zeros of every length
-        seen.update(of_bytes(data[:size]))
-        inputs += 1
-    assert len(seen) == 2 * inputs
-
-
-@pytest.mark.parametrize("block", [8, 16, 48, 512, 1024, 4096, 65536])
-def test_swapped_repeated_and_zeroed_blocks_are_seen(block: int) -> None:
-    (data,) = twin.noise(8, 1, 8 * block)
-    blocks = [(0, i * block, block) for i in range(8)]
-    right = found(plan_of(blocks), [data])
-    for a, b in ((0, 1), (0, 7), (3, 4)):
-        swapped = blocks.copy()
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-        assert (found(plan_of(swapped), [data]) != right).all()
-        assert (found(plan_of([*blocks[:a], blocks[b], *blocks[a + 1 :]]), [data]) != right).all()
-    for at in range(8):
-        zeroed = data.copy()
-        zeroed[at * block : (at + 1) * block] = 0
-        assert (found(plan_of(blocks), [zeroed]) != right).all()
 
 
 def test_swapped_words_lanes_and_tensors_are_seen() -> None:
@@ -246,26 +186,17 @@ def test_more_bytes_than_can_be_counted_are_refused() -> None:
         digest(PlanEnd(plan_of([(0, 0, 2**62)] * 5), huge, is_dst=False), None, NO_DEADLINE, NONCE)
 
 
-def test_a_deadline_that_has_passed_gives_no_digest(pool: CopyPool) -> None:
-    tensors = twin.noise(13, 1, 8 * MIB)
-    for helpers in (None, pool):
-        end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
-        assert digest(end, helpers, 0, NONCE) is None
-    assert found(plan_of([]), tensors).shape == (1, 1, 2)
-
-
 def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
+    """Nor what is too late."""
     tensors = twin.noise(15, 1, 8 * MIB)
     end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
     for helpers in (None, pool):
+        assert digest(end, helpers, 0, NONCE) is None
         assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(b"\1")) is None
-        assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(1)) is not None
-
-
-def test_two_halves_of_eight_bytes() -> None:
-    (data,) = twin.noise(14, 1, 10)
-    digests = found(plan_of([(0, 0, 10)]), [data])
-    assert (digests.itemsize, digests.nbytes) == (8, DIGEST_BYTES)
+        whole = digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(1))
+        assert whole is not None
+        assert (whole.itemsize, whole.nbytes) == (8, DIGEST_BYTES), "two halves"
+    assert found(plan_of([]), tensors).shape == (1, 1, 2)
 
 
 # --- what of an ordered plan can be compared --------------------------------------------------------------------------

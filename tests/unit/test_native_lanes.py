@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
 import socket
 import threading
 import time
-import warnings
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import product
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,7 @@ import pytest
 from faults.lane_ends import (
     DATA,
     READ,
+    WRITE,
     Ends,
     Target,
     Wire,
@@ -39,22 +42,27 @@ from llm_datadist._native import (
     Tensors,
     WriteAsked,
     check_plan,
+    plan_blocks,
     plan_row,
 )
-from llm_datadist._native.lanes import LOST
+from llm_datadist._native.lanes import LOST, TORN
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import kernel_threads
+from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
+from tests.support.moves import wait_until
+from tests.unit.holder import in_a_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIB = 1 << 20
+SMALL = 5000  # bytes of a block: no multiple of anything
 
 pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 
-def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
+def random_plan(seed: int, tensors: int, extent: int, runs: int) -> Plan:
     """Return disjoint runs of random lengths, some of none, over a random range of tensors."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, tensors + 1))
@@ -67,57 +75,68 @@ def random_plan(seed: int, *, tensors: int, extent: int, runs: int) -> Plan:
     return twin.make_plan(table, dst_first=firsts[0], src_first=firsts[1], count=count)
 
 
-def check_moves(ends: Ends, plan: Plan, seed: int, *, tensors: int, extent: int, write: bool) -> None:
-    ours, theirs = twin.noise(seed, tensors, extent), twin.noise(seed + 1, tensors, extent)
+def scattered(block: int, count: int, tensors: int = 1) -> Plan:
+    """Return a plan of half of the blocks of each tensor, in random order, none adjacent."""
+    rng = np.random.default_rng(block)
+    dst, src = (rng.permutation(count // 2) * 2 + first for first in (1, 0))
+    plan = plan_blocks(dst, src, block_bytes=block, dst_count=count, src_count=count, alias=False)
+    return twin.make_plan(plan.runs, count=tensors)
+
+
+def mapped(arrays: list[twin.Bytes]) -> Tensors:
+    """Return the arrays as memory that nobody can take away."""
+    one = twin.tensors_of(arrays)
+    return Tensors(one.bases, one.extent, mapped=True)
+
+
+# Payloads below and above what is coalesced, of few and of thousands of runs.
+SHAPES = [(1, 64, 1), (3, 5000, 7), (5, 70_000, 40), (4, 600_000, 5000), (2, 3 * MIB, 3)]
+PLANS: dict[str, tuple[Plan, int, int]] = {  # with the number and the size of the tensors
+    f"{runs} runs of {tensors} x {extent}": (random_plan(seed, tensors, extent, runs), tensors, extent)
+    for seed, (tensors, extent, runs) in enumerate(SHAPES)
+}
+PLANS["no bytes"] = twin.make_plan(np.array([[3, 3, 0]], np.uint64)), 1, 8
+ORDERED = [[10, 0, 6], [12, 20, 6], [10, 30, 3], [0, 40, 2], [10, 50, 1]]
+PLANS["in their order"] = twin.make_plan(np.array(ORDERED, np.uint64), ordered=True), 1, 64
+# Small blocks, which the engine itself puts into memory that nobody can take away, and large ones, left to the kernel.
+BLOCKS = [(4096, 1000, 2), (SMALL, 1200, 1), (7, 40_000, 1), (16 << 10, 64, 3), (24 << 10, 64, 1), (4096, 34, 1)]
+MAPPED = {
+    f"mapped, {count // 2} blocks of {block} x {tensors}": (scattered(block, count, tensors), tensors, block * count)
+    for block, count, tensors in BLOCKS
+}
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize(
+    ("name", "make"), [*product(PLANS, (socket.socketpair, tcp_pair)), *product(MAPPED, (socket.socketpair,))]
+)
+def test_exactly_the_planned_bytes_move(
+    name: str, make: Callable[[], tuple[socket.socket, socket.socket]], write: bool
+) -> None:
+    plan, tensors, extent = (PLANS | MAPPED)[name]
+    ends_of = mapped if name in MAPPED else twin.tensors_of
+    ours, theirs = twin.noise(1, tensors, extent), twin.noise(2, tensors, extent)
     expected_ours, expected_theirs = [a.copy() for a in ours], [a.copy() for a in theirs]
-    if write:
-        twin.execute(plan, expected_theirs, expected_ours)
-    else:
-        twin.execute(plan, expected_ours, expected_theirs)
-    with Target(ends.far, twin.tensors_of(theirs)):
-        outcome = ends.move(ends.lanes[seed % len(ends.lanes)], plan, twin.tensors_of(ours), write=write)
-    assert outcome == (Ending.GOOD, 0, plan.nbytes, "")
-    assert all(np.array_equal(a, b) for a, b in zip(ours, expected_ours, strict=True))
-    assert all(np.array_equal(a, b) for a, b in zip(theirs, expected_theirs, strict=True))
-
-
-@pytest.mark.parametrize("write", [False, True])
-@pytest.mark.parametrize("make", [socket.socketpair, tcp_pair])
-def test_exactly_the_planned_bytes_move(make: Callable[[], tuple[socket.socket, socket.socket]], write: bool) -> None:
-    """Payloads below and above what is coalesced, of few and of thousands of runs."""
-    shapes = [(1, 64, 1), (3, 5000, 7), (5, 70_000, 40), (4, 600_000, 5000), (2, 3 * MIB, 3)]
+    twin.execute(plan, *((expected_theirs, expected_ours) if write else (expected_ours, expected_theirs)))
     with joined(lanes=0, threads=2) as ends:
-        for _ in range(3):
-            ends.join(make)
-        for seed, (tensors, extent, runs) in enumerate(shapes):
-            plan = random_plan(seed, tensors=tensors, extent=extent, runs=runs)
-            check_moves(ends, plan, seed, tensors=tensors, extent=extent, write=write)
-
-
-@pytest.mark.parametrize("write", [False, True])
-def test_jobs_of_no_bytes_end_well(write: bool) -> None:
-    nothing = twin.make_plan(np.array([[3, 3, 0]], np.uint64))
-    with joined() as ends:
-        check_moves(ends, nothing, 0, tensors=1, extent=8, write=write)
-
-
-@pytest.mark.parametrize("write", [False, True])
-def test_ordered_runs_take_effect_in_their_order(write: bool) -> None:
-    table = np.array([[10, 0, 6], [12, 20, 6], [10, 30, 3], [0, 40, 2], [10, 50, 1]], np.uint64)
-    with joined() as ends:
-        check_moves(ends, twin.make_plan(table, ordered=True), 3, tensors=1, extent=64, write=write)
+        lane = [ends.join(make) for _ in range(3)][-1]
+        with Target(ends.far, ends_of(theirs)):
+            outcome = ends.move(lane, plan, ends_of(ours), write=write)
+    assert outcome == (Ending.GOOD, 0, plan.nbytes, "")
+    for got, wanted in zip([*ours, *theirs], [*expected_ours, *expected_theirs], strict=True):
+        assert np.array_equal(got, wanted)
 
 
 def test_both_directions_of_one_lane_at_once() -> None:
     nbytes, rounds = 5 * MIB, 5
     near, far, inbox, outbox = twin.noise(1, 4, nbytes)
-    with joined() as ends, Target(ends.far, twin.tensors_of([far])), Target(ends.near, twin.tensors_of([near])):
+    with joined() as ends, Target(ends.far, tensors(far)), Target(ends.near, tensors(near)):
         other = Ends(ends.far, ends.near)
 
         def pull(ends: Ends, lane: int, into: twin.Bytes, source: twin.Bytes) -> None:
             for _ in range(rounds):
                 into[:] = 0
-                assert ends.move(lane, one_row(nbytes), twin.tensors_of([into])).ending is Ending.GOOD
+                assert ends.move(lane, one_row(nbytes), tensors(into)).ending is Ending.GOOD
                 assert np.array_equal(into, source)
 
         thread = threading.Thread(target=pull, args=(other, ends.far_lanes[0], outbox, near))
@@ -132,9 +151,9 @@ def test_many_jobs_on_many_lanes() -> None:
     source = twin.noise(5, 1, 256 << 10)[0]
     plan = twin.make_plan(np.array([[0, 1000, 3000], [3000, 9000, 200]], np.uint64))
     wanted = np.concatenate([source[1000:4000], source[9000:9200]])
-    with joined(lanes=40, threads=3) as ends, Target(ends.far, twin.tensors_of([source])):
+    with joined(lanes=40, threads=3) as ends, Target(ends.far, tensors(source)):
         results = [np.zeros(3200, np.uint8) for _ in range(2000)]
-        jobs = [ends.start(ends.lanes[i % 40], plan, twin.tensors_of([r])) for i, r in enumerate(results)]
+        jobs = [ends.start(ends.lanes[i % 40], plan, tensors(r)) for i, r in enumerate(results)]
         assert {ends.near.wait(job, deadline()).ending for job in jobs} == {Ending.GOOD}
         assert all(np.array_equal(result, wanted) for result in results)
 
@@ -142,7 +161,7 @@ def test_many_jobs_on_many_lanes() -> None:
 def test_one_lane_asks_for_no_more_than_its_window() -> None:
     with joined() as ends:
         results = [np.zeros(4096, np.uint8) for _ in range(100)]
-        jobs = [ends.start(ends.lanes[0], one_row(4096), twin.tensors_of([result])) for result in results]
+        jobs = [ends.start(ends.lanes[0], one_row(4096), tensors(result)) for result in results]
         asked: list[object] = []
         while len(asked) < 32:
             asked += events_of(ends.far)
@@ -159,12 +178,12 @@ def test_one_lane_asks_for_no_more_than_its_window() -> None:
 def test_a_peer_that_does_not_read_holds_up_nobody_else() -> None:
     source = twin.noise(5, 1, 64 * MIB)[0]
     into = np.zeros(MIB, np.uint8)
-    with joined() as ends, Wire(ends.far) as stopped, Target(ends.far, twin.tensors_of([source])):
+    with joined() as ends, Wire(ends.far) as stopped, Target(ends.far, tensors(source)):
         plan = one_row(source.size)
         stopped.send(READ, 7, encode_plan(plan))
         assert stopped.header() == (DATA, 7, 0, source.size)
         for _ in range(20):
-            assert ends.move(ends.lanes[0], one_row(MIB), twin.tensors_of([into])).ending is Ending.GOOD
+            assert ends.move(ends.lanes[0], one_row(MIB), tensors(into)).ending is Ending.GOOD
         rest = stopped.receive(source.size)
         assert np.array_equal(np.frombuffer(rest, np.uint8), source)
         assert stopped.receive(8) == bytes(8)
@@ -174,13 +193,13 @@ def test_a_write_that_waits_for_its_grant_holds_up_only_its_lane() -> None:
     data, memory = twin.noise(6, 2, 8 * MIB)
     small = np.zeros(4096, np.uint8)
     with joined(lanes=2) as ends:
-        job = ends.start(ends.lanes[0], one_row(data.size), twin.tensors_of([data]), write=True)
+        job = ends.start(ends.lanes[0], one_row(data.size), tensors(data), write=True)
         asked = next_event(ends.far, WriteAsked)
         assert asked.nbytes == data.size
-        later = ends.start(ends.lanes[0], one_row(4096), twin.tensors_of([small]))
-        target = Target(ends.far, twin.tensors_of([memory]))
+        later = ends.start(ends.lanes[0], one_row(4096), tensors(small))
+        target = Target(ends.far, tensors(memory))
         with target:
-            assert ends.move(ends.lanes[1], one_row(4096), twin.tensors_of([small])).ending is Ending.GOOD
+            assert ends.move(ends.lanes[1], one_row(4096), tensors(small)).ending is Ending.GOOD
             assert ends.near.wait(later, deadline(0.05)).ending is Ending.TIMEOUT
             target.answer(asked)
             assert ends.near.wait(job, deadline()).ending is Ending.GOOD
@@ -190,92 +209,91 @@ def test_a_write_that_waits_for_its_grant_holds_up_only_its_lane() -> None:
 # Ends
 
 
-def test_a_read_that_timed_out_writes_nothing_more() -> None:
-    """Its bytes come later, are dropped, and the lane goes on."""
+@pytest.mark.parametrize("by", ["time", "a flag before", "a flag meanwhile"])
+def test_a_wait_that_is_cancelled_gives_its_job_up(by: str) -> None:
+    """Or whose time is over. Its bytes come later, are dropped, and the lane goes on."""
     source = twin.noise(8, 1, 3 * MIB)[0]
-    into = np.zeros(source.size, np.uint8)
+    into, again, flag = np.zeros(source.size, np.uint8), np.zeros(100, np.uint8), bytearray(1)
     with joined() as ends:
-        job = ends.start(ends.lanes[0], one_row(source.size), twin.tensors_of([into]))
+        job = ends.start(ends.lanes[0], one_row(source.size), tensors(into))
         asked = next_event(ends.far, ReadAsked)
-        assert ends.near.wait(job, deadline(0.01)) == (Ending.TIMEOUT, 0, 0, "")
-        with Target(ends.far, twin.tensors_of([source])) as target:
+        cancel = threading.Timer(0.05, flag.__setitem__, (0, 1))
+        if by == "a flag before":
+            flag[0] = 1
+        elif by == "a flag meanwhile":
+            cancel.start()
+        until = deadline(0.01) if by == "time" else NO_DEADLINE
+        assert ends.near.wait(job, until, flag) == (Ending.TIMEOUT, 0, 0, "")
+        if by == "a flag meanwhile":
+            cancel.join()
+        with Target(ends.far, tensors(source)) as target:
             target.answer(asked)
-            again = np.zeros(100, np.uint8)
-            assert ends.move(ends.lanes[0], one_row(100), twin.tensors_of([again])).ending is Ending.GOOD
+            assert ends.move(ends.lanes[0], one_row(100), tensors(again)).ending is Ending.GOOD
         assert not into.any()
         assert np.array_equal(again, source[:100])
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_wait_that_is_cancelled_gives_its_job_up(early: bool) -> None:
-    """Before it begins, or meanwhile; the clock has no part in it."""
-    source, into = np.ones(100, np.uint8), np.zeros(100, np.uint8)
-    flag = bytearray(1)
-    with joined() as ends:
-        job = ends.start(ends.lanes[0], one_row(into.size), twin.tensors_of([into]))
-        asked = next_event(ends.far, ReadAsked)
-        cancel = threading.Timer(0 if early else 0.05, flag.__setitem__, (0, 1))
-        cancel.start()
-        if early:
-            cancel.join()
-        assert ends.near.wait(job, NO_DEADLINE, flag) == (Ending.TIMEOUT, 0, 0, "")
-        cancel.join()
-        with Target(ends.far, twin.tensors_of([source])) as target:
-            target.answer(asked)
-            again = np.zeros(100, np.uint8)
-            assert ends.move(ends.lanes[0], one_row(100), twin.tensors_of([again])).ending is Ending.GOOD
-        assert not into.any()
-        assert again.all()
-
-
 def test_a_job_that_has_ended_is_told_to_whoever_was_cancelled_too() -> None:
     source, into = twin.noise(9, 1, 100)[0], np.zeros(100, np.uint8)
-    with joined() as ends, Target(ends.far, twin.tensors_of([source])):
-        job = ends.start(ends.lanes[0], one_row(100), twin.tensors_of([into]))
-        later = ends.move(ends.lanes[0], one_row(100), twin.tensors_of([into.copy()]))  # they go one after the other
+    with joined() as ends, Target(ends.far, tensors(source)):
+        job = ends.start(ends.lanes[0], one_row(100), tensors(into))
+        later = ends.move(ends.lanes[0], one_row(100), tensors(into.copy()))  # they go one after the other
         assert later.ending is Ending.GOOD
         assert ends.near.wait(job, NO_DEADLINE, bytearray(b"\1")) == (Ending.GOOD, 0, 100, "")
         assert np.array_equal(into, source)
 
 
-@pytest.mark.parametrize("size", [0, 2])
-def test_a_flag_of_a_wait_is_one_byte(size: int) -> None:
-    into = np.zeros(100, np.uint8)
-    with joined() as ends:
-        job = ends.start(ends.lanes[0], one_row(into.size), twin.tensors_of([into]))
-        with pytest.raises(ParamError, match=f"^cancelled has {size} bytes: must be one"):
-            ends.near.wait(job, NO_DEADLINE, bytearray(size))
-        assert ends.near.give_up(job).ending is Ending.TIMEOUT
+HALF_WAY = [(one_row(3 * MIB), 3 * MIB, False), (scattered(SMALL, 1200), SMALL * 1200, True)]
 
 
-def test_a_read_that_timed_out_half_way_writes_nothing_more() -> None:
-    nbytes = 3 * MIB
-    into = np.zeros(nbytes, np.uint8)
-    engine = LaneEngine(1)
+@pytest.mark.parametrize(("plan", "extent", "small"), HALF_WAY, ids=["one row", "small blocks"])
+def test_a_read_given_up_half_way_writes_nothing_more(plan: Plan, extent: int, small: bool, engine: LaneEngine) -> None:
+    into, again = np.zeros(extent, np.uint8), np.zeros(8, np.uint8)
+    first = int(plan.runs[0, 0])
     with Wire(engine) as wire:
-        job = engine.start_read(wire.lane, b"", one_row(nbytes), twin.tensors_of([into]))
+        job = engine.start_read(wire.lane, b"", plan, mapped([into]) if small else tensors(into))
         kind, id, _, _ = wire.header()
         assert kind == READ
-        wire.send(DATA, id, payload=bytes([9]) * MIB, declared=nbytes)
-        outcome = engine.wait(job, deadline(0.2))
-        assert outcome.ending is Ending.TIMEOUT
-        assert 0 < outcome.nbytes <= MIB
-        into[:] = 0
-        wire.sendall(bytes([9]) * (nbytes - MIB) + bytes(8))
-        again = engine.start_read(wire.lane, b"", one_row(4), twin.tensors_of([into]))
-        _, id, _, _ = wire.header()
-        wire.send(DATA, id, payload=b"good" + bytes(8), declared=4)
-        assert engine.wait(again, deadline()).ending is Ending.GOOD
-        assert into[:4].tobytes() == b"good"
-        assert not into[4:].any()
-    engine.close()
+        wire.send(DATA, id, payload=bytes([9]), declared=plan.nbytes)
+        wait_until(lambda: into[first] == 9)
+        assert engine.give_up(job) == (Ending.TIMEOUT, 0, 1, "")
+        wire.sendall(bytes([9]) * (plan.nbytes - 1) + bytes(8))
+        later = engine.start_read(wire.lane, b"", one_row(8), tensors(again))
+        wire.send(DATA, wire.header()[1], payload=b"good" * 2 + bytes(8), declared=8)
+        assert engine.wait(later, deadline()).ending is Ending.GOOD  # so that what was dropped has come, too
+        assert again.tobytes() == b"good" * 2
+        assert np.flatnonzero(into).tolist() == [first]
 
 
-def test_a_write_given_up_half_way_costs_its_lane() -> None:
-    data = twin.noise(8, 1, 16 * MIB)[0]
-    engine = LaneEngine(1)
+@pytest.mark.parametrize(("plan", "extent", "small"), HALF_WAY, ids=["one row", "small blocks"])
+def test_quiesce_takes_memory_from_under_a_running_write(
+    plan: Plan, extent: int, small: bool, engine: LaneEngine
+) -> None:
+    memory, other = np.zeros(extent, np.uint8), np.zeros(1000, np.uint8)
+    first = int(plan.runs[0, 0])
     with Wire(engine) as wire:
-        queued = [engine.start_write(wire.lane, b"", one_row(data.size), twin.tensors_of([data])) for _ in range(2)]
+        wire.send(WRITE, 5, b"", bytes([9]), declared=plan.nbytes)
+        asked = next_event(engine, WriteAsked)
+        engine.accept_write(asked.lane, asked.id, plan, mapped([memory]) if small else tensors(memory), [], 4)
+        wait_until(lambda: memory[first] == 9)
+        engine.quiesce(3)
+        wire.sendall(bytes([9]))
+        wait_until(lambda: memory[first + 1] == 9)
+        engine.quiesce(4)
+        wire.sendall(bytes([9]) * (plan.nbytes - 2))
+        assert wire.result()[:2] == (5, TORN)
+        assert np.flatnonzero(memory).tolist() == [first, first + 1]
+        wire.send(WRITE, 6, b"", b"x" * 1000)
+        asked = next_event(engine, WriteAsked)
+        engine.accept_write(asked.lane, 6, one_row(1000), tensors(other), [], 0)
+        assert wire.result() == (6, 0, "")
+        assert other.tobytes() == b"x" * 1000
+
+
+def test_a_write_given_up_half_way_costs_its_lane(engine: LaneEngine) -> None:
+    data = twin.noise(8, 1, 16 * MIB)[0]
+    with Wire(engine) as wire:
+        queued = [engine.start_write(wire.lane, b"", one_row(data.size), tensors(data)) for _ in range(2)]
         wire.header()
         assert engine.wait(queued[1], deadline(0.01)) == (Ending.TIMEOUT, 0, 0, "")
         assert events_of(engine, 0) == []  # nothing of it was sent: the lane is as it was
@@ -284,17 +302,16 @@ def test_a_write_given_up_half_way_costs_its_lane() -> None:
         assert 0 < outcome.nbytes < data.size
         lost = next_event(engine, LaneLost)
         assert (lost.lane, lost.reason) == (wire.lane, "a WRITE was given up half way")
-        assert engine.wait(
-            engine.start_write(wire.lane, b"", one_row(8), twin.tensors_of([data])), deadline()
-        ).text.endswith("is not there any more")
-    engine.close()
+        assert engine.wait(engine.start_write(wire.lane, b"", one_row(8), tensors(data)), deadline()).text.endswith(
+            "is not there any more"
+        )
 
 
 def test_a_lost_lane_fails_its_jobs_only() -> None:
     source = twin.noise(8, 1, 4096)[0]
     into = np.zeros(4096, np.uint8)
     with joined() as ends, Wire(ends.near) as wire:
-        jobs = [ends.near.start_read(wire.lane, b"", one_row(8), twin.tensors_of([into])) for _ in range(40)]
+        jobs = [ends.near.start_read(wire.lane, b"", one_row(8), tensors(into)) for _ in range(40)]
         wire.receive(40 * 32)
         wire.sock.close()
         for job in jobs:
@@ -302,26 +319,32 @@ def test_a_lost_lane_fails_its_jobs_only() -> None:
             assert outcome.ending is Ending.LOST
             assert outcome.text == f"lane {wire.lane}: the peer closed the connection"
         assert next_event(ends.near, LaneLost).reason == "the peer closed the connection"
-        with Target(ends.far, twin.tensors_of([source])):
-            assert ends.move(ends.lanes[0], one_row(4096), twin.tensors_of([into])).ending is Ending.GOOD
+        with Target(ends.far, tensors(source)):
+            assert ends.move(ends.lanes[0], one_row(4096), tensors(into)).ending is Ending.GOOD
 
 
 def test_close_ends_what_waits() -> None:
     into = np.zeros(4096, np.uint8)
     with joined(threads=2) as ends:
-        job = ends.start(ends.lanes[0], one_row(4096), twin.tensors_of([into]))
+        job = ends.start(ends.lanes[0], one_row(4096), tensors(into))
         timer = threading.Timer(0.05, ends.near.close)
         timer.start()
         assert ends.near.wait(job, deadline()).ending is Ending.LOST
         timer.join()
         ends.near.close()
         assert ends.near.closed
-        after = ends.start(ends.lanes[0], one_row(4096), twin.tensors_of([into]))
+        after = ends.start(ends.lanes[0], one_row(4096), tensors(into))
         assert ends.near.wait(after, deadline()).ending is Ending.LOST
         ends.near.drop_lane(ends.lanes[0])
         ends.near.quiesce(0)
 
 
+def interrupted_wait(ends: Ends, job: int) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    ends.near.wait(job, deadline())
+
+
+@pytest.mark.timeout(60)
 def test_a_signal_ends_a_wait_and_its_job() -> None:
     class Interrupted(Exception):
         pass
@@ -333,31 +356,54 @@ def test_a_signal_ends_a_wait_and_its_job() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with joined() as ends:
-            job = ends.start(ends.lanes[0], one_row(4096), twin.tensors_of([into]))
-            asked = next_event(ends.far, ReadAsked)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupted):
-                ends.near.wait(job, deadline())
-            with pytest.raises(ParamError, match="never started"):
-                ends.near.wait(job, deadline())
-            with Target(ends.far, twin.tensors_of([source])) as target:
+            begun = False
+            while not begun:  # a signal that comes before the wait ends nothing of the engine's
+                job = ends.start(ends.lanes[0], one_row(4096), tensors(into))
+                asked = next_event(ends.far, ReadAsked)
+                with pytest.raises(Interrupted):
+                    interrupted_wait(ends, job)
+                try:
+                    ends.near.give_up(job)
+                except ParamError as error:
+                    begun = "never started" in str(error)
+            with Target(ends.far, tensors(source)) as target:
                 target.answer(asked)
-                assert ends.move(ends.lanes[0], one_row(1), twin.tensors_of([np.zeros(1, np.uint8)])).nbytes == 1
+                assert ends.move(ends.lanes[0], one_row(1), tensors(np.zeros(1, np.uint8))).nbytes == 1
             assert not into.any()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize("memory", ["gone", "read-only"])
+def test_memory_of_the_user_that_cannot_be_used_costs_the_lane_only(memory: str, write: bool) -> None:
+    """The kernel says so; a copy or a cipher of ours would end the process."""
+    nbytes, other = SMALL * 1200, np.zeros(SMALL * 1200, np.uint8)
+    with TemporaryFile() as file:
+        file.truncate(nbytes)
+        if memory == "gone":
+            bad = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+            file.truncate(0)
+            ours, theirs = (bad, other) if write else (other, bad)  # at the end that sends
+        else:
+            bad = np.frombuffer(mmap.mmap(-1, nbytes, prot=mmap.PROT_READ), np.uint8)
+            ours, theirs = (other, bad) if write else (bad, other)
+        for plan in (scattered(SMALL, 1200), one_row(nbytes)):
+            with joined(2) as ends, Target(ends.far, tensors(theirs)):
+                assert ends.move(ends.lanes[0], plan, tensors(ours), write=write).ending is Ending.LOST
+                good = np.zeros(8, np.uint8)
+                with Target(ends.near, tensors(good)):
+                    back = Ends(ends.far, ends.near)
+                    assert back.move(ends.far_lanes[1], one_row(8), tensors(good)).ending is Ending.GOOD
+        assert not other.any()
 
 
 def test_threads_are_named_and_take_no_signals() -> None:
     before = kernel_threads()
     with joined(threads=2) as ends:
         names = [name for number, name in kernel_threads().items() if number not in before]
-        assert sorted(name for name in names if name.startswith("lldd-")) == [
-            "lldd-data-0",
-            "lldd-data-0",
-            "lldd-data-1",
-            "lldd-data-1",
-        ]
+        ours = sorted(name for name in names if name.startswith("lldd-"))
+        assert ours == ["lldd-data-0", "lldd-data-0", "lldd-data-1", "lldd-data-1"]  # of either engine
         assert repr(ends.near) == "<LaneEngine 2 threads>"
 
 
@@ -365,43 +411,28 @@ def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
     source, into = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8)
     others = set(os.listdir("/proc/self/fd"))
     with joined(lanes=3, threads=2) as ends:
-        with Target(ends.far, twin.tensors_of([source])):  # so that there is all that lanes make when it is needed
-            assert ends.move(ends.lanes[0], one_row(4096), twin.tensors_of([into])).ending is Ending.GOOD
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-            if pid == 0:
-                os._exit(_child_of_fork(ends, others))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        with Target(ends.far, twin.tensors_of([source])):
+        with Target(ends.far, tensors(source)):  # so that there is all that lanes make when it is needed
+            assert ends.move(ends.lanes[0], one_row(4096), tensors(into)).ending is Ending.GOOD
+
+        def close() -> None:
+            for call in (ends.near.poll_events, lambda: ends.near.quiesce(0), lambda: ends.near.drop_lane(1)):
+                with pytest.raises(ParamError):
+                    call()
+            ends.close()
+            ends.close()
+            assert not [fd for fd in os.listdir("/proc/self/fd") if fd not in others and _is_ours(fd)]
+
+        in_a_forked_child(close)
+        with Target(ends.far, tensors(source)):
             for lane in ends.lanes:
-                assert ends.move(lane, one_row(4096), twin.tensors_of([into])).ending is Ending.GOOD
-
-
-def _child_of_fork(ends: Ends, others: set[str]) -> int:
-    signal.alarm(20)
-    try:
-        for call in (ends.near.poll_events, lambda: ends.near.quiesce(0), lambda: ends.near.drop_lane(1)):
-            try:
-                call()
-            except ParamError:
-                continue
-            return 1
-        ends.close()
-        ends.close()
-        left = [fd for fd in os.listdir("/proc/self/fd") if fd not in others and _is_ours(fd)]
-        return 0 if not left else 4
-    except BaseException:  # noqa: BLE001 - whatever it is, the child must leave through _exit
-        return 2
+                assert ends.move(lane, one_row(4096), tensors(into)).ending is Ending.GOOD
 
 
 def _is_ours(fd: str) -> bool:
-    try:
-        return any(
-            kind in os.readlink(f"/proc/self/fd/{fd}") for kind in ("eventpoll", "eventfd", "socket:", "memfd:lldd")
-        )
-    except FileNotFoundError:
-        return False
+    with suppress(FileNotFoundError):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        return any(kind in path for kind in ("eventpoll", "eventfd", "socket:", "memfd:lldd"))
+    return False
 
 
 # Arguments
@@ -409,7 +440,7 @@ def _is_ours(fd: str) -> bool:
 
 def test_plans_outside_the_local_tensors_start_nothing() -> None:
     memory = np.zeros(64, np.uint8)
-    tensors = twin.tensors_of([memory])
+    local = tensors(memory)
     beyond = twin.make_plan(plan_row(60, 60, 5))
     wrapping = Plan(0, 0, 1, np.array([[2**64 - 1, 2**64 - 1, 2]], np.uint64), False, 2)
     missing = twin.make_plan(plan_row(0, 0, 1), dst_first=1, src_first=1)
@@ -418,19 +449,24 @@ def test_plans_outside_the_local_tensors_start_nothing() -> None:
         for plan in (beyond, wrapping, missing, lying):
             for write in (False, True):
                 with pytest.raises(ParamError):
-                    ends.start(ends.lanes[0], plan, tensors, write=write)
+                    ends.start(ends.lanes[0], plan, local, write=write)
             for verb in (ends.far.serve_read, ends.far.accept_write):
                 with pytest.raises(ParamError):
-                    verb(ends.far_lanes[0], 1, plan, tensors, [], 0)
+                    verb(ends.far_lanes[0], 1, plan, local, [], 0)
             with pytest.raises(ParamError):
-                check_plan(plan, tensors, tensors)
+                check_plan(plan, local, local)
         with pytest.raises(ParamError, match="meta has 1048577 bytes"):
-            ends.near.start_read(ends.lanes[0], bytes(MIB + 1), one_row(8), tensors)
+            ends.near.start_read(ends.lanes[0], bytes(MIB + 1), one_row(8), local)
         with pytest.raises(ParamError, match="divisible by 8"):
-            ends.far.serve_read(ends.far_lanes[0], 1, one_row(8), tensors, [(12, 1)], 0)
+            ends.far.serve_read(ends.far_lanes[0], 1, one_row(8), local, [(12, 1)], 0)
         with pytest.raises(ParamError, match="success"):
             ends.far.refuse(ends.far_lanes[0], 1, 0, "")
         assert events_of(ends.far, 0) == []
+        job = ends.start(ends.lanes[0], one_row(8), local)
+        for size in (0, 2):
+            with pytest.raises(ParamError, match=f"^cancelled has {size} bytes: must be one"):
+                ends.near.wait(job, NO_DEADLINE, bytearray(size))
+        assert ends.near.give_up(job).ending is Ending.TIMEOUT
 
 
 def test_impossible_engines_and_lanes() -> None:
@@ -468,8 +504,8 @@ def test_an_engine_takes_the_lanes_of_a_thousand_links_and_refuses_what_is_beyon
 
 def test_a_started_job_is_forgotten_once_its_end_is_told() -> None:
     source, into = twin.noise(8, 1, 64)[0], np.zeros(64, np.uint8)
-    with joined() as ends, Target(ends.far, twin.tensors_of([source])):
-        job = ends.start(ends.lanes[0], one_row(64), Tensors(np.array([into.ctypes.data], np.uint64), 64))
+    with joined() as ends, Target(ends.far, tensors(source)):
+        job = ends.start(ends.lanes[0], one_row(64), tensors(into))
         time.sleep(0.01)
         assert ends.near.give_up(job) in ((Ending.GOOD, 0, 64, ""), (Ending.TIMEOUT, 0, 0, ""))
         with pytest.raises(ParamError, match="told before"):

@@ -1,8 +1,11 @@
-"""What a peer may send over a lane, and what it may not: a breach costs that lane and nothing else."""
+"""The lanes against a peer that speaks the wire by hand: a breach costs that lane and nothing else; guards, refusals,
+memory that is taken back."""
 
 from __future__ import annotations
 
 import random
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,9 +27,15 @@ from faults.lane_ends import (
     next_event,
     one_row,
 )
-from llm_datadist._native import Ending, LaneEngine, LaneLost
+from llm_datadist._memory.guards import GuardTable
+from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, WriteAsked
+from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
+from tests.support.moves import wait_until as wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIB = 1 << 20
 
@@ -47,91 +56,71 @@ def header(
     return HEADER.pack(magic, kind, flags, zero, id, meta, size, last)
 
 
+UNASKED = [
+    (header(READ, magic=1), "not of this protocol"),
+    (b"GET / HTTP/1.1\r\nHost: somewhere\r\nAccept: */*\r\n\r\n", "not of this protocol"),
+    (header(0), "unknown kind 0"),
+    (header(5), "unknown kind 5"),
+    (header(255), "unknown kind 255"),
+    (header(READ, flags=1), "reserved bits"),
+    (header(READ, zero=256), "reserved bits"),
+    (header(READ, last=1 << 63), "reserved bits"),
+    (header(READ, meta=MIB + 1), "1048577 bytes of meta"),
+    (header(READ, meta=2**64 - 1), "bytes of meta"),
+    (header(READ, size=1), "1 bytes of payload"),
+    (header(WRITE, size=(1 << 48) + 1), "bytes of payload"),
+    (header(WRITE, size=2**64 - 1), "bytes of payload"),
+    (header(DATA, meta=1), "1 bytes of meta"),
+    (header(DATA, id=77, size=8), "unknown id 77"),
+    (header(RESULT, meta=3), "3 bytes of meta"),
+    (header(RESULT, meta=4005), "4005 bytes of meta"),
+    (header(RESULT, meta=4, size=1), "1 bytes of payload"),
+    (header(RESULT, id=2**64 - 1, meta=4), "unknown id 18446744073709551615"),
+    (header(READ) + header(READ), "is of an unanswered request"),
+    (b"".join(header(READ, id=id) for id in range(33)), "more than 32 requests"),
+    (
+        b"".join(header(READ, id=id, meta=MIB) + bytes(MIB) for id in range(4)) + header(READ, id=9, meta=1),
+        "4194304",
+    ),
+]
+TO_A_READ = [  # of 16 bytes
+    (header(DATA, size=24) + bytes(24), "DATA of 24 bytes answers a READ of 16"),
+    (header(DATA, size=8) + bytes(8), "DATA of 8 bytes answers a READ of 16"),
+    (header(RESULT, meta=4) + bytes(4), "whose bytes have not moved"),
+]
+TO_A_WRITE = [  # that is still on its way, and cannot be done already
+    (header(DATA, size=BIG), "answers a WRITE"),
+    (header(RESULT, meta=4) + bytes(4), "have not moved"),
+]
+
+
 @pytest.mark.parametrize(
-    ("frame", "reason"),
-    [
-        (header(READ, magic=1), "not of this protocol"),
-        (b"GET / HTTP/1.1\r\nHost: somewhere\r\nAccept: */*\r\n\r\n", "not of this protocol"),
-        (header(0), "unknown kind 0"),
-        (header(5), "unknown kind 5"),
-        (header(255), "unknown kind 255"),
-        (header(READ, flags=1), "reserved bits"),
-        (header(READ, zero=256), "reserved bits"),
-        (header(READ, last=1 << 63), "reserved bits"),
-        (header(READ, meta=MIB + 1), "1048577 bytes of meta"),
-        (header(READ, meta=2**64 - 1), "bytes of meta"),
-        (header(READ, size=1), "1 bytes of payload"),
-        (header(WRITE, size=(1 << 48) + 1), "bytes of payload"),
-        (header(WRITE, size=2**64 - 1), "bytes of payload"),
-        (header(DATA, meta=1), "1 bytes of meta"),
-        (header(DATA, id=77, size=8), "unknown id 77"),
-        (header(RESULT, meta=3), "3 bytes of meta"),
-        (header(RESULT, meta=4005), "4005 bytes of meta"),
-        (header(RESULT, meta=4, size=1), "1 bytes of payload"),
-        (header(RESULT, id=2**64 - 1, meta=4), "unknown id 18446744073709551615"),
-        (header(READ) + header(READ), "is of an unanswered request"),
-        (b"".join(header(READ, id=id) for id in range(33)), "more than 32 requests"),
-        (
-            b"".join(header(READ, id=id, meta=MIB) + bytes(MIB) for id in range(4)) + header(READ, id=9, meta=1),
-            "4194304",
-        ),
-    ],
+    ("job", "frame", "reason"),
+    [(job, *row) for job, rows in (("", UNASKED), ("read", TO_A_READ), ("write", TO_A_WRITE)) for row in rows],
 )
-def test_a_breach_costs_the_lane_and_nothing_else(frame: bytes, reason: str) -> None:
-    source, into = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8)
-    with joined() as ends, Wire(ends.far) as wire:
+def test_a_breach_costs_the_lane_and_nothing_else(job: str, frame: bytes, reason: str) -> None:
+    source, into, ours = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8), np.full(BIG, 5, np.uint8)
+    with joined() as ends, Wire(ends.near) as wire:
+        if job:
+            nbytes, start = (16, ends.near.start_read) if job == "read" else (BIG, ends.near.start_write)
+            assert start(wire.lane, b"", one_row(nbytes), tensors(ours[:nbytes])) == 1
+            wire.header()
         wire.sendall(frame)
-        assert wire.is_closed()
-        lost = [event for event in events_of(ends.far) if isinstance(event, LaneLost)]
+        if job:
+            outcome = ends.near.wait(1, deadline())
+            assert outcome.ending is Ending.LOST
+            assert reason in outcome.text
+        if job != "write":  # much of it lies in the socket
+            assert wire.is_closed()
+        lost: list[LaneLost] = []
         while not lost:
-            lost = [event for event in events_of(ends.far) if isinstance(event, LaneLost)]
+            lost = [event for event in events_of(ends.near) if isinstance(event, LaneLost)]
         assert lost[0].lane == wire.lane
         assert reason in lost[0].reason
         with Target(ends.far, tensors(source)):
             assert ends.move(ends.lanes[0], one_row(4096), tensors(into)).ending is Ending.GOOD
         assert np.array_equal(into, source)
-
-
-@pytest.mark.parametrize(
-    ("kind", "meta", "payload", "reason"),
-    [
-        (DATA, b"", bytes(24), "DATA of 24 bytes answers a READ of 16"),
-        (DATA, b"", bytes(8), "DATA of 8 bytes answers a READ of 16"),
-        (RESULT, bytes(4), b"", "whose bytes have not moved"),
-    ],
-)
-def test_answers_that_do_not_fit_their_read(kind: int, meta: bytes, payload: bytes, reason: str) -> None:
-    into = np.full(16, 5, np.uint8)
-    engine = LaneEngine(1)
-    with Wire(engine) as wire:
-        job = engine.start_read(wire.lane, b"", one_row(16), tensors(into))
-        wire.header()
-        wire.send(kind, job, meta, payload)
-        outcome = engine.wait(job, deadline())
-        assert outcome.ending is Ending.LOST
-        assert reason in outcome.text
-        assert (into == 5).all()
-        assert reason in next_event(engine, LaneLost).reason
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("frame", "reason"),
-    [(header(DATA, id=1, size=BIG), "answers a WRITE"), (header(RESULT, id=1, meta=4) + bytes(4), "have not moved")],
-)
-def test_answers_that_do_not_fit_their_write(frame: bytes, reason: str) -> None:
-    """A write that is still on its way cannot be done already."""
-    data = np.zeros(BIG, np.uint8)
-    engine = LaneEngine(1)
-    with Wire(engine) as wire:
-        job = engine.start_write(wire.lane, b"", one_row(BIG), tensors(data))
-        assert job == 1
-        wire.header()
-        wire.sendall(frame)
-        outcome = engine.wait(job, deadline())
-        assert outcome.ending is Ending.LOST
-        assert reason in outcome.text
-    engine.close()
+        assert (ours == 5).all()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -153,3 +142,181 @@ def test_random_bytes(seed: int) -> None:
                     frames[rng.randrange(min(len(frames), 120))] ^= 1 << rng.randrange(8)
                 wire.sendall(frames[: rng.randrange(len(frames) + 1)])
         assert ends.move(ends.lanes[0], one_row(4096), tensors(into)).ending is Ending.GOOD
+
+
+# What the target answers
+
+
+@pytest.fixture
+def guards() -> Iterator[GuardTable]:
+    with closing(GuardTable(16)) as table:
+        yield table
+
+
+def ask_read(engine: LaneEngine, wire: Wire, id: int, nbytes: int) -> ReadAsked:
+    wire.send(READ, id, encode_plan(one_row(nbytes)))
+    return next_event(engine, ReadAsked)
+
+
+# Guards
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "change"), [(100, "before"), (BIG, "before"), (BIG, "on its way"), (100, "never"), (BIG, "never")]
+)
+def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardTable, nbytes: int, change: str) -> None:
+    memory, kept = np.full(nbytes, 3, np.uint8), [guards.allocate() for _ in range(3)]
+    with Wire(engine) as wire:
+        asked = ask_read(engine, wire, 5, nbytes)
+        pairs = [(guards.address_of(guard.slot), guard.generation) for guard in kept]
+        if change == "before":
+            guards.advance(kept[2].slot)
+        engine.serve_read(asked.lane, asked.id, one_row(nbytes), tensors(memory), pairs, 0)
+        if change == "before":
+            id, code, text = wire.result()
+            assert (id, code) == (5, CHANGED)
+            assert "guard has changed" in text
+            return
+        assert wire.header() == (DATA, 5, 0, nbytes)
+        if change == "on its way":
+            guards.advance(kept[0].slot)
+        assert wire.receive(nbytes) == bytes([3]) * nbytes
+        assert int.from_bytes(wire.receive(8), "little") == (CHANGED if change == "on its way" else 0)
+
+
+def test_the_initiator_learns_of_the_trailer(engine: LaneEngine) -> None:
+    into = np.zeros(16, np.uint8)
+    with Wire(engine) as wire:
+        job = engine.start_read(wire.lane, b"what", one_row(16), tensors(into))
+        _, id, meta, _ = wire.header()
+        assert wire.receive(meta) == b"what"
+        wire.send(DATA, id, payload=bytes(16) + CHANGED.to_bytes(8, "little"), declared=16)
+        ending, code, nbytes, text = engine.wait(job, deadline())
+        assert (ending, code, nbytes) == (Ending.TRAILER, CHANGED, 16)
+        assert "guard has changed" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"), [("guard before", CHANGED), ("guard on its way", TORN), ("size of the grant", MISFIT)]
+)
+def test_a_write_whose_guard_changes_on_its_way_is_not_good(
+    engine: LaneEngine, guards: GuardTable, wrong: str, code: int
+) -> None:
+    """Where it has changed before, or the grant has another size than the payload, nothing is touched."""
+    memory, guard = np.zeros(BIG + 1, np.uint8), guards.allocate()
+    with Wire(engine) as wire:
+        wire.send(WRITE, 5, b"m", bytes([9]), declared=BIG)
+        asked = next_event(engine, WriteAsked)
+        pair = (guards.address_of(guard.slot), guard.generation)
+        if wrong == "guard before":
+            guards.advance(guard.slot)
+        plan = one_row(BIG + (wrong == "size of the grant"))
+        engine.accept_write(asked.lane, asked.id, plan, tensors(memory), [pair], 0)
+        if wrong == "guard on its way":
+            wait_for(lambda: memory[0] == 9)
+            guards.advance(guard.slot)
+        wire.sendall(bytes([9]) * (BIG - 1))
+        assert wire.result()[:2] == (5, code)
+        write_is_good(engine, wire, 6)
+    assert memory.any() == (wrong == "guard on its way")
+
+
+def write_is_good(engine: LaneEngine, wire: Wire, id: int) -> None:
+    memory = np.zeros(1000, np.uint8)
+    wire.send(WRITE, id, b"", b"x" * 1000)
+    asked = next_event(engine, WriteAsked)
+    assert (asked.id, asked.nbytes) == (id, 1000)
+    engine.accept_write(asked.lane, id, one_row(1000), tensors(memory), [], 0)
+    assert wire.result() == (id, 0, "")
+    assert memory.tobytes() == b"x" * 1000
+
+
+# Refusals
+
+
+def test_refusals_reach_the_initiator_with_code_and_text() -> None:
+    data = np.zeros(BIG, np.uint8)
+    with joined() as ends:
+        for write in (False, True):
+            job = ends.start(ends.lanes[0], one_row(BIG), tensors(data), write=write)
+            asked: ReadAsked | WriteAsked
+            asked = next_event(ends.far, WriteAsked) if write else next_event(ends.far, ReadAsked)
+            ends.far.refuse(asked.lane, asked.id, 0xFFFFFFFF, "no, thänk you")
+            assert ends.near.wait(job, deadline()) == (Ending.REFUSED, 0xFFFFFFFF, 0, "no, thänk you")
+        with Target(ends.far, tensors(data)):
+            assert ends.move(ends.lanes[0], one_row(8), tensors(data)).ending is Ending.GOOD
+
+
+def test_a_refused_write_reads_nothing_more_of_local_memory(engine: LaneEngine) -> None:
+    """What is left of its frame is zeros, and the lane goes on."""
+    data = np.full(BIG, 9, np.uint8)
+    with Wire(engine) as wire:
+        job = engine.start_write(wire.lane, b"", one_row(BIG), tensors(data))
+        kind, id, _, nbytes = wire.header()
+        assert (kind, nbytes) == (WRITE, BIG)
+        wire.send(RESULT, id, (77).to_bytes(4, "little") + b"no")
+        assert engine.wait(job, deadline()) == (Ending.REFUSED, 77, 0, "no")
+        data[:] = 5
+        payload = np.frombuffer(wire.receive(BIG), np.uint8)
+        assert not (payload == 5).any()
+        assert payload[0] == 9
+        assert payload[-1] == 0
+        assert events_of(engine, 0) == []
+        later = engine.start_read(wire.lane, b"", one_row(8), tensors(data))
+        wire.send(DATA, wire.header()[1], payload=b"x" * 8 + bytes(8), declared=8)
+        assert engine.wait(later, deadline()).ending is Ending.GOOD
+
+
+def test_a_refused_payload_that_does_not_end_costs_the_lane(engine: LaneEngine) -> None:
+    with Wire(engine) as wire:
+        wire.send(WRITE, 5, declared=1 << 48)
+        asked = next_event(engine, WriteAsked)
+        engine.refuse(asked.lane, asked.id, 1, "x" * 5000)
+        assert wire.result() == (5, 1, "x" * 4000), "long texts are cut"
+        assert wire.is_closed()
+        assert next_event(engine, LaneLost).reason == "a payload that nobody wants did not end in time"
+
+
+def test_answers_to_what_is_gone_or_was_answered(engine: LaneEngine) -> None:
+    memory = np.zeros(100, np.uint8)
+    with Wire(engine) as wire:
+        asked = ask_read(engine, wire, 5, 8)
+        engine.refuse(asked.lane, asked.id, 1, "no")
+        engine.refuse(asked.lane, asked.id, 1, "no")
+        for lane, id in ((asked.lane, asked.id), (asked.lane, 99), (12345, 1)):
+            engine.serve_read(lane, id, one_row(8), tensors(memory), [], 0)
+            engine.accept_write(lane, id, one_row(8), tensors(memory), [], 0)
+        assert wire.result() == (5, 1, "no")
+        write_is_good(engine, wire, 6)
+
+
+# Memory that is taken back
+
+
+def test_quiesce_takes_memory_from_under_a_running_read(engine: LaneEngine) -> None:
+    memory = np.full(BIG, 3, np.uint8)
+    with Wire(engine) as wire:
+        first, second, other = (ask_read(engine, wire, id, BIG) for id in (5, 6, 7))
+        for asked, tag in ((first, 1), (second, 1), (other, 2)):
+            engine.serve_read(asked.lane, asked.id, one_row(BIG), tensors(memory), [], tag)
+        assert wire.header() == (DATA, 5, 0, BIG)
+        engine.quiesce(1)
+        memory[:] = 7
+        got = np.frombuffer(wire.receive(BIG), np.uint8)
+        assert not (got == 7).any()
+        assert got[-1] == 0
+        assert int.from_bytes(wire.receive(8), "little") == ABORTED
+        assert wire.result()[:2] == (6, ABORTED)
+        assert wire.header() == (DATA, 7, 0, BIG)
+        assert wire.receive(BIG + 8) == bytes([7]) * BIG + bytes(8)
+
+
+def test_a_lane_that_is_lost_with_grants_on_it_is_told_of_once(engine: LaneEngine) -> None:
+    memory = np.full(BIG, 3, np.uint8)
+    with Wire(engine) as wire:
+        for id in (5, 6):
+            asked = ask_read(engine, wire, id, BIG)
+            engine.serve_read(asked.lane, asked.id, one_row(BIG), tensors(memory), [], 0)
+        wire.header()
+    next_event(engine, LaneLost)
+    assert events_of(engine, 0) == []

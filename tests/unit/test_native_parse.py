@@ -65,11 +65,32 @@ def test_r01_none_among_the_elements_is_a_none_argument(values: list[int]) -> No
     assert str(caught.value) == f"src_blocks[{len(values)}] is None: must be a block number"
 
 
-def test_bools_numpy_scalars_and_index_objects_are_ints() -> None:
-    values = [True, np.int64(7), np.uint8(9), Index(11), 13]
-    assert parse_indices("blocks", values).tolist() == [1, 7, 9, 11, 13]
-    with pytest.raises(ParamError, match=r"^blocks\[1\] is -3: "):
-        parse_indices("blocks", [0, Index(-3)])
+ODD: list[tuple[Any, list[int]]] = [
+    ([True, np.int64(7), np.uint8(9), Index(11), 13], [1, 7, 9, 11, 13]),
+    *((np.arange(20, dtype=dtype)[::-3], [19, 16, 13, 10, 7, 4, 1]) for dtype in ("u1", "i2", "<i4", ">i8", "u8")),
+    ([], []),
+    ((), []),
+    (np.empty(0, np.int32), []),
+]
+NO_CONTAINER = [range(3), {1}, {1: 2}, "12", 5, np.zeros((1, 1), np.int64), np.array(1), np.array([True]), np.ones(1)]
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    ([0, Index(-3)], ParamError, r"\[1\] is -3: "),
+    (np.array([3, -5, -6], dtype=np.int16), ParamError, r"\[1\] is -5: "),
+    (np.array([2**63], dtype=np.uint64), ParamError, rf"\[0\] is {2**63}: "),
+    (None, NoneArgument, " is None"),
+    *((values, TypeError, " is ") for values in NO_CONTAINER),
+]
+
+
+@pytest.mark.parametrize(("values", "parsed"), ODD, ids=repr)
+def test_numbers_of_any_kind_in_arrays_of_any_stride_are_ints(values: Any, parsed: list[int]) -> None:
+    assert parse_indices("blocks", values).tolist() == parsed
+
+
+@pytest.mark.parametrize(("values", "kind", "text"), REFUSED, ids=repr)
+def test_another_container_or_number_is_refused_and_named(values: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^blocks{text}"):
+        parse_indices("blocks", values)
 
 
 def test_an_index_method_may_change_the_list_or_raise() -> None:
@@ -83,40 +104,6 @@ def test_an_index_method_may_change_the_list_or_raise() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         parse_indices("blocks", [1, Index(2, fail)])
-
-
-@pytest.mark.parametrize(
-    "values",
-    [range(3), {1}, {1: 2}, "12", 5, np.zeros((1, 1), np.int64), np.array(1), np.array([True]), np.array([1.0])],
-    ids=repr,
-)
-def test_another_container_is_a_type_error(values: object) -> None:
-    with pytest.raises(TypeError, match=r"^blocks is "):
-        parse_indices("blocks", values)
-
-
-def test_none_has_its_own_error() -> None:
-    with pytest.raises(NoneArgument, match=r"^blocks is None"):
-        parse_indices("blocks", None)
-
-
-@pytest.mark.parametrize("dtype", ["u1", "i2", "<i4", ">i8", "u8"])
-def test_arrays_of_any_integer_type_and_stride(dtype: str) -> None:
-    values = np.arange(20, dtype=dtype)[::-3]
-    assert parse_indices("blocks", values).tolist() == values.tolist()
-
-
-def test_array_elements_out_of_range_are_named() -> None:
-    with pytest.raises(ParamError, match=r"^blocks\[1\] is -5: "):
-        parse_indices("blocks", np.array([3, -5, -6], dtype=np.int16))
-    with pytest.raises(ParamError, match=rf"^blocks\[0\] is {2**63}: "):
-        parse_indices("blocks", np.array([2**63], dtype=np.uint64))
-
-
-def test_empty() -> None:
-    empties: list[object] = [[], (), np.empty(0, dtype=np.int32)]
-    for empty in empties:
-        assert parse_indices("blocks", empty).shape == (0,)
 
 
 SMALL = st.integers(0, MAX)

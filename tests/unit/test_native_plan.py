@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,9 @@ from llm_datadist._native import parse_blocks, parse_indices, plan_blocks, plan_
 from llm_datadist.errors import ParamError
 from tests.support import twin
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 BLOCKS = 24
 # A small range makes neighbours, duplicates and chains common.
 PAIRS = st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1)), max_size=40)
@@ -20,13 +23,6 @@ PAIRS = st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1
 
 def blocks(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return parse_indices("blocks", values)
-
-
-def plan(dst: list[int], src: list[int], *, alias: bool = False, count: int = BLOCKS) -> tuple[list[list[int]], bool]:
-    runs, ordered = twin.parts_of(
-        plan_blocks(blocks(*dst), blocks(*src), block_bytes=16, dst_count=count, src_count=count, alias=alias)
-    )
-    return runs.tolist(), ordered
 
 
 @given(PAIRS, st.booleans(), st.integers(1, 70_000), st.sampled_from([BLOCKS, 10**6, 10**14]))
@@ -58,71 +54,6 @@ def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
     np.testing.assert_array_equal(runs, expected)
 
 
-@pytest.mark.parametrize("alias", [False, True])
-def test_duplicate_destinations_are_ordered_and_unmerged(alias: bool) -> None:
-    """interface R26: {1: 5, 2: 5}."""
-    assert plan([5, 5], [1, 2], alias=alias) == ([[80, 16, 16], [80, 32, 16]], True)
-    assert plan([5, 6, 5], [1, 2, 1], alias=alias) == ([[80, 16, 16], [96, 32, 16], [80, 16, 16]], True)
-
-
-def test_chains_are_ordered_only_where_the_ends_are_one_memory() -> None:
-    """interface R26: {1: [2], 2: [3]}, in either order."""
-    assert plan([2, 3], [1, 2], alias=True) == ([[32, 16, 16], [48, 32, 16]], True)
-    assert plan([3, 2], [2, 1], alias=True) == ([[48, 32, 16], [32, 16, 16]], True)
-    assert plan([2, 3], [1, 2], alias=False) == ([[32, 16, 32]], False)
-
-
-def test_a_block_onto_itself_moves_nothing_and_hides_nothing() -> None:
-    assert plan([4], [4], alias=True) == ([], False)
-    assert plan([4, 4, 7], [4, 2, 4], alias=True) == ([[64, 32, 16], [112, 64, 16]], True)
-    assert plan([4, 5, 6], [1, 5, 3], alias=True) == ([[64, 16, 16], [96, 48, 16]], False)
-    assert plan([4], [4], alias=False) == ([[64, 64, 16]], False)
-
-
-def test_runs_cannot_be_written() -> None:
-    runs, _ = twin.parts_of(plan_blocks(blocks(1), blocks(2), block_bytes=8, dst_count=4, src_count=4, alias=False))
-    assert runs.dtype == np.uint64
-    assert (runs.shape, runs.flags.c_contiguous, runs.flags.writeable) == ((1, 3), True, False)
-
-
-@pytest.mark.parametrize("count", [8, 10**12])
-def test_an_index_at_the_limit_is_named(count: int) -> None:
-    with pytest.raises(ParamError) as caught:
-        plan([0, count], [0, 1], count=count)
-    assert str(caught.value) == f"dst_blocks[1] is {count}: must be in [0, {count}), the blocks of the cache"
-    with pytest.raises(ParamError, match=r"^from\[2\] is 9: must be in \[0, 9\)"):
-        plan_blocks(
-            blocks(0, 1, 2), blocks(0, 8, 9), block_bytes=8, dst_count=9, src_count=9, alias=False, src_name="from"
-        )
-
-
-def test_a_negative_index_is_refused_although_parsing_would_have_caught_it() -> None:
-    bad = np.array([-1], dtype=np.int64)
-    with pytest.raises(ParamError, match=r"^src_blocks\[0\] is -1: "):
-        plan_blocks(blocks(0), bad, block_bytes=8, dst_count=4, src_count=4, alias=False)
-
-
-def test_unequal_lengths_name_both_lists() -> None:
-    with pytest.raises(ParamError, match=r"^dst_blocks has 2 blocks and src_blocks has 1: "):
-        plan([0, 1], [0])
-
-
-@pytest.mark.parametrize(
-    ("block_bytes", "count", "text"),
-    [
-        (0, 4, "block_bytes is 0: must be positive"),
-        (-8, 4, "block_bytes is -8: must be positive"),
-        (8, -1, "dst_count is -1: must not be negative"),
-        (2**40, 2**40, f"dst_count is {2**40} of {2**40} bytes each: more than"),
-    ],
-)
-def test_impossible_geometry(block_bytes: int, count: int, text: str) -> None:
-    with pytest.raises(ParamError, match=f"^{text.replace('*', '[*]')}"):
-        plan_blocks(blocks(), blocks(), block_bytes=block_bytes, dst_count=count, src_count=4, alias=False)
-    with pytest.raises(ParamError, match=f"^{text.replace('*', '[*]')}"):
-        plan_pieces(blocks(), block_bytes=block_bytes, dst_count=count, src_offset=0, src_bytes=0)
-
-
 @given(st.data(), st.integers(1, 200), st.integers(0, 4000), st.integers(0, 10**6))
 def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes: int, src_offset: int) -> None:
     pieces = -(-src_bytes // block_bytes)
@@ -135,29 +66,50 @@ def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes:
     np.testing.assert_array_equal(runs, expected)
 
 
-def test_the_last_piece_may_be_short() -> None:
-    runs, ordered = twin.parts_of(
-        plan_pieces(blocks(2, 3, 0), block_bytes=16, dst_count=4, src_offset=100, src_bytes=40)
-    )
-    assert (runs.tolist(), ordered) == ([[32, 100, 32], [0, 132, 8]], False)
+SIZES = {"block_bytes": 8, "dst_count": 4, "src_count": 4, "alias": False}
+ROW_OF = {"block_bytes": 16, "dst_count": 4, "src_offset": 0, "src_bytes": 16}
+BYTES = "the plan has more than 2**63 - 1 bytes"
+ROW = {"dst_offset": 0, "src_offset": 0, "length": 0}
+EACH = "bytes each: more than"
+REFUSED: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
+    *(
+        (plan_blocks, [blocks(0, n), blocks(0, 1)], {"dst_count": n}, f"dst_blocks[1] is {n}: must be in [0, {n}), the")
+        for n in (8, 10**12)
+    ),
+    (plan_blocks, [blocks(0, 1), blocks(3, 4)], {"src_name": "from"}, "from[1] is 4: must be in [0, 4)"),
+    (plan_blocks, [blocks(0), np.array([-1])], {}, "src_blocks[0] is -1: "),  # which parsing would have caught
+    (plan_blocks, [blocks(0, 1), blocks(0)], {}, "dst_blocks has 2 blocks and src_blocks has 1: "),
+    (plan_blocks, [blocks(0)] * 2, {"block_bytes": 2**61, "dst_count": 1, "src_count": 1, "tensors": (0, 0, 4)}, BYTES),
+    *(
+        (plan, lists, {"block_bytes": nbytes, "dst_count": count}, text)
+        for plan, lists in ((plan_blocks, [blocks()] * 2), (plan_pieces, [blocks()]))
+        for nbytes, count, text in (
+            (0, 4, "block_bytes is 0: must be positive"),
+            (-8, 4, "block_bytes is -8: must be positive"),
+            (8, -1, "dst_count is -1: must not be negative"),
+            (2**40, 2**40, f"dst_count is {2**40} of {2**40} {EACH}"),
+        )
+    ),
+    *(
+        (plan_pieces, [blocks(0, 1, 2)], {"src_bytes": 16 * n}, f"dst_blocks has 3 blocks: dst_blocks[{n}] would start")
+        for n in range(3)
+    ),
+    (plan_pieces, [blocks()], {"src_offset": -1}, "src_offset is -1"),
+    (plan_pieces, [blocks()], {"src_bytes": -8}, "src_bytes is -8"),
+    (plan_pieces, [blocks()], {"src_offset": 2**62, "src_bytes": 2**62}, "src_offset is"),
+    (plan_pieces, [blocks(4)], {"dst_name": "to"}, "to[0] is 4: must be in [0, 4)"),
+    *((plan_row, [], {name: -1}, f"{name} is -1: must not be negative") for name in ROW),
+]
 
 
-@pytest.mark.parametrize("src_bytes", [0, 16, 32])
-def test_a_piece_beyond_the_row_is_refused(src_bytes: int) -> None:
-    with pytest.raises(ParamError, match=rf"^dst_blocks has 3 blocks: dst_blocks\[{src_bytes // 16}\] would start"):
-        plan_pieces(blocks(0, 1, 2), block_bytes=16, dst_count=4, src_offset=0, src_bytes=src_bytes)
-
-
-def test_pieces_refuse_what_cannot_be() -> None:
-    for offset, size, text in (
-        (-1, 8, "src_offset is -1"),
-        (0, -8, "src_bytes is -8"),
-        (2**62, 2**62, "src_offset is"),
-    ):
-        with pytest.raises(ParamError, match=f"^{text}"):
-            plan_pieces(blocks(), block_bytes=16, dst_count=4, src_offset=offset, src_bytes=size)
-    with pytest.raises(ParamError, match=r"^to\[0\] is 4: must be in \[0, 4\)"):
-        plan_pieces(blocks(4), block_bytes=16, dst_count=4, src_offset=0, src_bytes=16, dst_name="to")
+@pytest.mark.parametrize(("plan", "lists", "change", "text"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_planned_is_refused_and_named(
+    plan: Callable[..., Any], lists: list[Any], change: dict[str, Any], text: str
+) -> None:
+    good = {plan_blocks: SIZES, plan_pieces: ROW_OF, plan_row: ROW}
+    with pytest.raises(ParamError) as caught:
+        plan(*lists, **good[plan] | change)
+    assert str(caught.value).startswith(text)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
@@ -166,12 +118,6 @@ def test_a_row_is_one_run(dst_offset: int, src_offset: int, length: int) -> None
     runs = plan_row(dst_offset, src_offset, length)
     assert runs.dtype == np.uint64
     assert runs.tolist() == [[dst_offset, src_offset, length]]
-
-
-@pytest.mark.parametrize("name", ["dst_offset", "src_offset", "length"])
-def test_a_row_has_no_negative_part(name: str) -> None:
-    with pytest.raises(ParamError, match=f"^{name} is -1: must not be negative"):
-        plan_row(**{"dst_offset": 0, "src_offset": 0, "length": 0, name: -1})
 
 
 def test_a_plan_can_be_changed_field_by_field() -> None:
@@ -184,18 +130,14 @@ def test_a_plan_can_be_changed_field_by_field() -> None:
         plan.replace(runs=np.zeros((4, 3), np.uint64)[::2])  # native code would read between the rows
 
 
-def test_the_bytes_of_a_plan_are_a_number() -> None:
-    with pytest.raises(ParamError, match="more than"):
-        plan_blocks(blocks(0), blocks(0), block_bytes=2**62, dst_count=1, src_count=1, alias=False, tensors=(0, 0, 2))
-
-
 def test_the_runs_outlive_their_plan() -> None:
     plan = plan_blocks(
         blocks(*range(1, 400, 2)), blocks(*range(200)), block_bytes=8, dst_count=400, src_count=200, alias=False
     )
     runs = plan.runs
     assert plan.runs is runs
-    assert not runs.flags.writeable
+    assert runs.dtype == np.uint64
+    assert (runs.shape, runs.flags.c_contiguous, runs.flags.writeable) == ((200, 3), True, False)
     del plan
     assert runs[:, 0].tolist() == [8 * block for block in range(1, 400, 2)]
 

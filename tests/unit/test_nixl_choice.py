@@ -86,23 +86,18 @@ def test_a_peer_reads_by_itself_only_where_rdma_keys_hold_it() -> None:
         server(writable=True).on_request(ask(write=False), lambda answer: None)
 
 
-def test_without_remote_access_nothing_is_pushed_and_no_receiver_for_it_is_made() -> None:
-    owner = server(writable=False)
-    answers: list[bytes] = []
+def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_its_link_holds_no_memory() -> None:
+    """Nor is a receiver for it made: there is no NIXL here."""
+    owner, late, answers = server(writable=False), server(writable=True), list[bytes]()
     owner.on_request(ask(write=True), answers.append)
     (answer,) = map(_answer_of, answers)
     assert isinstance(answer, Refused)
-    assert answer.code == int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF
-    assert not answer.touched
+    assert (answer.code, answer.touched) == (int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF, False)
     owner.stop()
     owner.join()
-
-
-def test_a_request_that_comes_after_the_end_of_its_link_holds_no_memory() -> None:
-    owner = server(writable=True)
-    owner.stop()
-    owner.on_request(ask(write=True), lambda answer: None)
-    waiting = threading.Thread(target=owner.quiesce, args=(7,), daemon=True)
+    late.stop()
+    late.on_request(ask(write=True), lambda answer: None)
+    waiting = threading.Thread(target=late.quiesce, args=(7,), daemon=True)
     waiting.start()
     waiting.join(30)
     assert not waiting.is_alive()

@@ -194,3 +194,11 @@ def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_by_the_host_and_leave
     memory.allocate_many(5, PAGE).free()
     memory.close()
     assert settled(before) == before
+
+
+def test_a_pool_that_cannot_be_backed_is_out_of_memory_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "available_memory", lambda: (65536, "MemAvailable"))
+    create(65536, 12).close()
+    with pytest.raises(OutOfMemory, match=r"131072 bytes, of which 65536 can be had now \(MemAvailable\)") as caught:
+        create(131072, 12)
+    assert (caught.value.requested, caught.value.free) == (131072, 65536)

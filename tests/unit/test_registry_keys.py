@@ -16,7 +16,7 @@ from llm_datadist._cache import registry as rules
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import Binding, Entry, Event, Key, Namespace, Registry, State, key_of
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, ParamError, StateError
-from tests.unit.registry_model import Ledger, geometry
+from tests.unit.registry_model import geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,21 +121,6 @@ def test_the_integrity_check_sees_damage(break_it: Callable[[Entry, Binding], ob
     break_it(entry, entry.bindings[req(1)])
     with pytest.raises(AssertionError, match=seen):
         registry.check_integrity()
-
-
-def test_a_cache_whose_owner_is_gone_is_freed_by_the_last_of_the_pulls_that_consume_its_key_part_by_part() -> None:
-    registry, done = Registry(), Ledger()
-    entry = add(registry, "a", req(1))
-    pins = [registry.pin(peer, LATER, key=req(1)).pin_id for peer in ("p", "p", "q")]
-    done.apply(registry.drop_owner(entry.cache_id))
-    for pin, peer, first, count, left, state in (
-        (0, "p", 0, 1, [3 * 8], State.DEFERRED),
-        (1, "p", 1, 3, [], State.DRAINING),
-        (2, "q", 0, 4, [], State.FREED),
-    ):
-        done.apply(registry.release(peer, pins[pin], first, count, consume=True))
-        assert ([key.unconsumed_bytes for key in registry.statistics()[1]], entry.life.state) == (left, state)
-    assert (done.freed, done.retired, done.advanced) == ({"a"}, {"a", "a row 0"}, set())
 
 
 def test_a_peer_that_never_releases_is_bounded_and_others_are_not_touched() -> None:
@@ -243,11 +228,7 @@ def test_a_pair_of_state_and_event_leads_where_the_table_says_or_raises_with_the
             assert (life.state, life.story()) == (state, story)
 
 
-def test_the_state_follows_from_what_is_left_and_a_story_keeps_the_last_events_in_order() -> None:
-    for owner, keys, pins in itertools.product((True, False), (0, 2), (0, 3)):
-        expected = State.LIVE if owner else State.DEFERRED if keys else State.DRAINING if pins else State.FREED
-        event = Event.BIND if owner else Event.DROP_OWNER
-        assert rules.Lifecycle("c").settle(event, owner=owner, keys=keys, pins=pins) is expected
+def test_a_story_keeps_the_last_events_in_order() -> None:
     life = rules.Lifecycle("cache 1")
     assert life.story() == "added"
     for pins in range(1, 40):

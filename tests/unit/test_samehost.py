@@ -40,6 +40,7 @@ from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
+from tests.unit.holder import in_a_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +80,14 @@ class Stage:
         done: Future[Any] = Future()
         self.loop.call_soon_threadsafe(lambda: done.set_result(call()))
         done.result(10)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the loop's thread waiting for the length of the block."""
+        gate = threading.Event()
+        self.loop.call_soon_threadsafe(gate.wait, 10)
+        yield
+        gate.set()
 
     def pending(self, count: int) -> None:
         """Return when so many peers are accepted and silent."""
@@ -409,10 +418,8 @@ def test_deadlines_of_a_dialer(stage: Stage) -> None:
         with liar(lambda sock: gate.wait(10)) as name:
             late(name, 30)
             gate.set()
-        gate.clear()
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
-        late(stage.listener.name, 30)  # it has not admitted us
-        gate.set()
+        with stage.held():
+            late(stage.listener.name, 30)  # it has not admitted us
         stage.on_loop()
         kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
         with socket.socket(*kind) as server, socket.socket(*kind) as first:
@@ -443,16 +450,15 @@ def test_close_with_a_silent_peer_on_the_loop_outside_or_after_it(socket_folder:
     assert list(socket_folder.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(socket_folder: Path) -> None:
     with staged(str(socket_folder)) as stage:
-        if (pid := os.fork()) == 0:
-            with suppress(BaseException):  # whatever it is, the child must leave through _exit
-                stage.listener.close()
-                stage.listener.close()
-                os._exit(stage.listener._socket.fileno() != -1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def close() -> None:
+            stage.listener.close()
+            stage.listener.close()
+            assert stage.listener._socket.fileno() == -1
+
+        in_a_forked_child(close)
         assert Path(stage.listener.name).exists()
         stage.expect()
         stage.links()
@@ -511,14 +517,12 @@ def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: 
     with staged() as stage, lingering() as (fd, receiver):
         with stage.raw() as sock, monkeypatch.context() as strange:
             strange.setattr(samehost, "peer_credentials", partial(refuse, "a stranger"))
-            gate = threading.Event()
-            stage.loop.call_soon_threadsafe(gate.wait, 10)
-            try:
-                socket.send_fds(sock, [b"x"], [fd])
-            except PermissionError:
-                receiver.close()  # nobody has it: this close waits for nothing
-            os.close(fd)
-            gate.set()
+            with stage.held():
+                try:
+                    socket.send_fds(sock, [b"x"], [fd])
+                except PermissionError:
+                    receiver.close()  # nobody has it: this close waits for nothing
+                os.close(fd)
             stage.on_loop()
             stage.on_loop()
         stage.expect()
@@ -547,10 +551,8 @@ def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
     with staged() as stage, lingering() as (fd, _), stage.raw() as sock:
         stage.pending(1)
         stage.expect()
-        gate = threading.Event()
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
-        send_all(sock, TOKEN)
-        gate.set()
+        with stage.held():
+            send_all(sock, TOKEN)
         for _ in range(3):
             stage.on_loop()
         if at == "in a second packet":
@@ -577,14 +579,12 @@ def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
 
 
 def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -> None:
-    gate = threading.Event()
     with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
         stage.pending(2)
-        stage.loop.call_soon_threadsafe(gate.wait, 10)
-        stage.loop.call_soon_threadsafe(stage.listener.close)
-        socket.send_fds(first, [b"x"], [fd])
-        os.close(fd)
-        gate.set()
+        with stage.held():
+            stage.loop.call_soon_threadsafe(stage.listener.close)
+            socket.send_fds(first, [b"x"], [fd])
+            os.close(fd)
         assert second.recv(100) == b""
 
 
@@ -597,11 +597,9 @@ def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_c
     with staged() as stage:
         with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
             stage.pending(2)
-            gate = threading.Event()
-            stage.loop.call_soon_threadsafe(gate.wait, 10)
-            socket.send_fds(first, [b"x"], [0, 0, 0, 0, fd])
-            os.close(fd)
-            gate.set()
+            with stage.held():
+                socket.send_fds(first, [b"x"], [0, 0, 0, 0, fd])
+                os.close(fd)
             stage.pending(1)
             stage.expect()
             send(second, stage.hello(), stage.fds)
@@ -610,35 +608,33 @@ def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_c
         stage.links()
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
-def test_a_folder_that_others_can_write_is_refused_unless_sticky(mode: int, socket_folder: Path) -> None:
-    exports = new_exports(writable=False)
-    socket_folder.chmod(mode)
-    with pytest.raises(ParamError, match=r"llm\.ShmSocketDir.*sticky"):
-        SameHostListener(exports, str(socket_folder))
-    socket_folder.chmod(mode | stat.S_ISVTX)
-    with closing(SameHostListener(exports, str(socket_folder))) as listener:
-        assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
-    close_exports(exports)
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user, and become one")
+FOLDERS: list[Any] = [
+    *((mode, None, None, "sticky") for mode in (0o770, 0o777, 0o702)),
+    *((mode | stat.S_ISVTX, None, None, "") for mode in (0o770, 0o777, 0o702)),
+    pytest.param(0o1777, 1234, 0, "belongs to uid 1234", marks=ROOT),
+    pytest.param(0o1777, 4321, 1234, "belongs to uid 4321", marks=ROOT),
+    pytest.param(0o1777, 1234, 1234, "", marks=ROOT),
+    pytest.param(0o1777, 0, 1234, "", marks=ROOT),
+]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user, and become one")
-@pytest.mark.parametrize(
-    ("owner", "user", "refused"), [(1234, 0, True), (4321, 1234, True), (1234, 1234, False), (0, 1234, False)]
-)
-def test_a_folder_of_another_user_is_refused_unless_it_is_roots(
-    owner: int, user: int, refused: bool, socket_folder: Path
+@pytest.mark.parametrize(("mode", "owner", "user", "why"), FOLDERS)
+def test_a_folder_that_others_can_write_is_refused_unless_sticky_and_one_of_another_user_unless_it_is_roots(
+    mode: int, owner: int | None, user: int | None, why: str, socket_folder: Path
 ) -> None:
     exports = new_exports(writable=False)
-    socket_folder.chmod(0o1777)
-    os.chown(socket_folder, owner, owner)
-    os.seteuid(user)
+    refused = pytest.raises(ParamError, match=rf"llm\.ShmSocketDir.*{why}") if why else nullcontext()
+    if owner is not None:
+        os.chown(socket_folder, owner, owner)
+    socket_folder.chmod(mode)
+    if user is not None:
+        os.seteuid(user)
     try:
-        with (
-            pytest.raises(ParamError, match=rf"llm\.ShmSocketDir.*belongs to uid {owner}") if refused else nullcontext()
-        ):
-            SameHostListener(exports, str(socket_folder)).close()
+        with refused, closing(SameHostListener(exports, str(socket_folder))) as listener:
+            assert stat.S_IMODE(Path(listener.name).lstat().st_mode) == 0o600
     finally:
-        os.seteuid(0)
+        if user is not None:
+            os.seteuid(0)
     assert list(socket_folder.iterdir()) == []
     close_exports(exports)

@@ -1,4 +1,4 @@
-"""The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual time."""
+"""The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual time, and to a link."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -87,16 +88,14 @@ def test_what_is_tampered_with_never_comes_out(credentials: Credentials) -> None
     assert min(found.values()) > 0, found
 
 
-def test_after_tampering_nothing_more_is_sealed(credentials: Credentials) -> None:
+def test_after_tampering_nothing_more_is_sealed_and_what_an_end_has_sent_is_not_believed_when_it_comes_back(
+    credentials: Credentials,
+) -> None:
     ours, theirs = shaken(credentials)
     with pytest.raises(AuthFailed):
         theirs.open(ours.seal(b"an order")[:-1] + b"\0")
     with pytest.raises(AuthFailed):
         theirs.seal(b"an answer, of another thread")
-
-
-def test_what_an_end_has_sent_is_not_believed_when_it_comes_back(credentials: Credentials) -> None:
-    ours, _ = shaken(credentials)
     with pytest.raises(AuthFailed):
         ours.open(ours.seal(b"an order"))
 
@@ -168,16 +167,11 @@ def test_a_listener_believes_no_end_of_a_handshake_that_was_tampered_with(creden
     assert not theirs.authenticated
 
 
-def test_a_stranger_may_not_send_more_than_a_handshake(credentials: Credentials) -> None:
+def test_a_stranger_may_not_send_more_than_a_handshake_nor_an_older_tls(credentials: Credentials) -> None:
     end = credentials.session(server_side=True)
     end.shake(b"\x16\x03\x01\x40\x00" + bytes(MAX_HANDSHAKE_BYTES - 5))
     with pytest.raises(AuthFailed, match=f"more than {MAX_HANDSHAKE_BYTES} bytes"):
         end.shake(b"\x00")
-
-
-def test_an_older_tls_is_refused(credentials: Credentials) -> None:
-    import ssl
-
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2

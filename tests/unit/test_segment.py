@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from llm_datadist._memory import huge_pages
+from llm_datadist._memory import segment as segments
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._memory.host import host_memory_limit
+from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
 from llm_datadist.testing.scene import residue
@@ -177,6 +179,7 @@ def test_prefault_takes_the_memory_at_once_and_untouched_pages_take_none() -> No
         assert resident_bytes(segment) == 16 * MIB
         assert not segment.view().any()
     with new(1 << 30) as segment:
+        assert segment.address % huge_pages.ALIGNMENT == 0
         segment.view()[0] = 1
         assert 0 < resident_bytes(segment) <= 2 * MIB
 
@@ -213,6 +216,23 @@ def test_a_forgotten_one_is_a_resource_warning_and_is_closed_all_the_same() -> N
     with pytest.warns(ResourceWarning, match="unclosed segment <SharedSegment 'pool'"):
         del segment
     assert held() == before
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_memory_that_is_shared_is_not_executable(monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+    real, asked = os.memfd_create, []
+
+    def memfd_create(name: str, flags: int) -> int:
+        asked.append(flags & segments._MFD_NOEXEC_SEAL)
+        if old_kernel and asked[-1]:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(name, flags & ~segments._MFD_NOEXEC_SEAL if old_kernel else flags)
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    with SharedSegment.create("x", 4096, peers_may_write=True) as made:
+        assert asked == ([8, 0] if old_kernel else [8])
+        assert fcntl.fcntl(made.fd, fcntl.F_GET_SEALS) & SIZE_SEALS == SIZE_SEALS
+        assert old_kernel or os.fstat(made.fd).st_mode & 0o111 == 0
 
 
 # --- memory of the user, devices --------------------------------------------------------------------------------------
@@ -315,3 +335,45 @@ def test_the_real_limit_is_no_more_than_physical_memory(tmp_path: Path) -> None:
     nbytes, source = host_memory_limit()
     assert 0 < nbytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert source
+
+
+MEMINFO = """MemTotal:       1000 kB
+MemAvailable:    600 kB
+SwapFree:        100 kB
+CommitLimit:     800 kB
+Committed_AS:    300 kB
+"""
+
+
+def _proc(tmp_path: Path, *, overcommit: str = "0", cgroup: dict[str, str] | None = None) -> Path:
+    (tmp_path / "sys/vm").mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    (tmp_path / "sys/vm/overcommit_memory").write_text(f"{overcommit}\n")
+    (tmp_path / "self/cgroup").write_text("0::/job\n")
+    (tmp_path / "self/mountinfo").write_text(f"30 20 0:26 / {tmp_path}/cg rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "cg/job").mkdir(parents=True)
+    for name, text in (cgroup or {}).items():
+        (tmp_path / "cg/job" / name).write_text(f"{text}\n")
+    return tmp_path
+
+
+LIMITED = {"memory.max": "500000", "memory.current": "400000", "memory.stat": "anon 1\ninactive_file 50000"}
+
+
+@pytest.mark.parametrize(
+    ("overcommit", "cgroup", "free", "source"),
+    [
+        ("0", {}, 700 * 1024, "MemAvailable"),
+        ("2", {}, 500 * 1024, "CommitLimit"),
+        ("0", LIMITED, 150_000, "cgroup limit"),
+        ("0", LIMITED | {"memory.stat": ""}, 100_000, "cgroup limit"),
+        ("0", LIMITED | {"memory.current": "700000"}, 0, "cgroup limit"),
+        ("0", {"memory.max": "max"}, 700 * 1024, "MemAvailable"),
+    ],
+)
+def test_the_tightest_bound_is_what_can_still_be_had(
+    tmp_path: Path, overcommit: str, cgroup: dict[str, str], free: int, source: str
+) -> None:
+    found, bound = available_memory(_proc(tmp_path, overcommit=overcommit, cgroup=cgroup))
+    assert (found, bound.startswith(source)) == (free, True)

@@ -48,24 +48,17 @@ def test_shared_work_is_done_by_the_caller_where_no_thread_can_be_started(thread
     assert threads.share(threading.current_thread).result(10) is not threading.current_thread()
 
 
-def test_work_that_a_busy_thread_takes_is_not_refused(threads: Threads) -> None:
+def test_a_shutdown_cancels_what_a_busy_thread_has_not_begun_and_refuses_what_comes(threads: Threads) -> None:
     busy, go_on = threading.Event(), threading.Event()
     threads.submit(busy.set)
-    first = threads.submit(go_on.wait, 10)
+    first, taken = threads.submit(go_on.wait, 10), threads.submit(threading.current_thread)
     assert busy.wait(10)
-    second = threads.submit(threading.current_thread)
-    assert not second.done()
+    assert not taken.done()
     go_on.set()
     first.result(10)
-    assert second.result(10).name.startswith("tested")
-
-
-def test_a_shutdown_cancels_what_has_not_begun_and_refuses_what_comes(threads: Threads) -> None:
-    busy, go_on = threading.Event(), threading.Event()
-    threads.submit(busy.set)
-    threads.submit(go_on.wait, 10)
-    assert busy.wait(10)
-    waiting, dropped = threads.submit(int), threads.submit(int)
+    assert taken.result(10).name.startswith("tested")
+    go_on.clear()
+    last, waiting, dropped = threads.submit(go_on.wait, 10), threads.submit(int), threads.submit(int)
     assert dropped.cancel()
     threads.shutdown(wait=False, cancel_futures=True)
     go_on.set()
@@ -74,3 +67,4 @@ def test_a_shutdown_cancels_what_has_not_begun_and_refuses_what_comes(threads: T
     with pytest.raises(RuntimeError, match="after shutdown") as caught:
         threads.submit(int)
     assert not isinstance(caught.value, LLMException)
+    assert last.done() or last.result(10)

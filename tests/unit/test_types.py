@@ -329,20 +329,7 @@ def test_r28_cluster_info_is_empty_at_first_and_collects_endpoints_with_the_firs
 def test_r01_cluster_info_refuses() -> None:
     info = LLMClusterInfo()
     no_ips = ("1.2.3", "300.1.1.1", "::g", "", "1.2.3.4\0", -1, 2**32)
-    no_names = (
-        "-a",
-        "a-.b",
-        "a..b",
-        ".a",
-        "a b",
-        "a\n",
-        "\u00e4",
-        "a.7",
-        "7",
-        f"{'a' * 64}.b",
-        "a." * 127 + "a",
-        "a:1",
-    )
+    no_names = (*["-a", "a-.b", "a..b", ".a", "a.7", "7", "a:1", "ä"], "a b", "a\n", f"{'a' * 64}.b", "a." * 127 + "a")
     for append, wrong in (
         (info.append_local_ip_info, (*no_ips, "localhost")),
         (info.append_remote_ip_info, (*no_ips, *no_names)),

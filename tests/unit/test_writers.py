@@ -24,6 +24,7 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteIntents, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, StateError
+from tests.unit.holder import in_a_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -230,23 +231,20 @@ def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_link
     announced.end()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
 def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: WriterPage) -> None:
     shared = writers.open()
     intent_writer = mapped(shared)
     announced = announce(intent_writer)
-    if (child := os.fork()) == 0:
-        try:
-            for write in (lambda: announce(intent_writer), writers.shut, writers.close):
-                with pytest.raises(StateError, match="fork"):
-                    write()
-            shared.retire()
-            announced.end()  # as where a handler of a signal forks inside of a push
-            announced.__del__()
-            os._exit(0)
-        finally:
-            os._exit(3)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def give_up() -> None:
+        for write in (lambda: announce(intent_writer), writers.shut, writers.close):
+            with pytest.raises(StateError, match="fork"):
+                write()
+        shared.retire()
+        announced.end()  # as where a handler of a signal forks inside of a push
+        announced.__del__()
+
+    in_a_forked_child(give_up)
     assert len(writers.busy(GUARD)) == 1
     announce(intent_writer).end()
     announced.end()

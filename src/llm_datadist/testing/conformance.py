@@ -1,5 +1,8 @@
 """The suite that every transport passes: subclass :class:`TransportConformance`, say how a peer is opened, run pytest.
 
+A peer in a process of its own: :class:`ProcessConformance`; one that takes part in every transfer:
+:class:`ServedConformance`.
+
 What the far end holds is written and read by its owner, never through the transport under test, and every byte inside
 and outside of what a plan addresses is compared.
 """
@@ -7,9 +10,13 @@ and outside of what a plan addresses is compared.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pytest
@@ -22,12 +29,14 @@ from llm_datadist.errors import (
     LinkError,
     LLMException,
     ParamError,
+    PeerLost,
     ProtocolError,
     TransferAborted,
     TransferFailed,
 )
-from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer
+from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer, PeerProcess
 from llm_datadist.testing.scene import (
+    BLOCKS,
     BUDGET_MS,
     TENSORS,
     TRIES,
@@ -51,7 +60,12 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection
 
-__all__ = ["TransportConformance"]
+__all__ = ["ProcessConformance", "ServedConformance", "TransportConformance", "one_row"]
+
+
+def one_row(nbytes: int) -> Plan:
+    """Return a plan of one run, from the beginning of a tensor to the beginning of another."""
+    return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
 
 
 class TransportConformance:
@@ -130,7 +144,7 @@ class TransportConformance:
         sent = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         received = np.zeros_like(sent)
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
-        plan = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+        plan = one_row(nbytes)
         pool = CopyPool(2)
         try:
             connection.write(plan, tensors_over(sent), remote, pool, Deadline(BUDGET_MS))
@@ -216,27 +230,24 @@ class TransportConformance:
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
         """A write through a mapping that may be read-only is refused, not a segmentation fault."""
         remote = beginning_of(peer, connection, 1, 64, writable=False)
-        plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         with pytest.raises(ParamError, match="writable"):
-            connection.write(plan, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+            connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
         """Addresses are used by the connection that knows them to be mapped, and by no other."""
         with peer.connect() as other:
             remote = beginning_of(peer, other, 1, 64, writable=True)
-        plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         for verb in (connection.read, connection.write):
             with pytest.raises(ParamError, match="another connection"):
-                verb(plan, tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+                verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
 
     @pytest.mark.parametrize("verb", ["read", "write"])
     def test_a_passed_deadline(self, peer: Peer, connection: Connection, verb: str) -> None:
         """No time left is ``DeadlineExceeded`` in phase copy, and nothing is counted as moved."""
         remote = beginning_of(peer, connection, 1, 64, writable=True)
-        plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         with pytest.raises(DeadlineExceeded) as caught:
-            getattr(connection, verb)(plan, tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(0))
+            getattr(connection, verb)(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(0))
         assert caught.value.phase == "copy"
         assert connection.bytes_read == connection.bytes_written == 0
         assert not peer.peek(1).any()
@@ -244,12 +255,31 @@ class TransportConformance:
     def test_a_deadline_that_passes_during_the_copy(self, peer: Peer, connection: Connection) -> None:
         """A transfer that was stopped on its way is ``DeadlineExceeded`` in phase copy too, with the bytes done."""
         nbytes = REGION_BYTES[1]
-        plan = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+        plan = one_row(nbytes)
         remote = beginning_of(peer, connection, 1, nbytes, writable=False)
         with pytest.raises(DeadlineExceeded, match=rf"\d+ of {nbytes} bytes done") as caught:
             connection.read(plan, tensors_over(np.zeros(nbytes, np.uint8)), remote, None, PassesLater(1))
         assert caught.value.phase == "copy"
         assert connection.bytes_read == 0
+
+    def test_a_deadline_leaves_local_memory_alone(self, peer: Peer, connection: Connection) -> None:
+        """No byte arrives, or is looked at, after a transfer was given up; the next one is a good one."""
+        nbytes = REGION_BYTES[1]
+        remote = beginning_of(peer, connection, 1, nbytes, writable=True)
+        data, given_up = np.ones(nbytes, np.uint8), 0
+        for make, budget_ms in [*product([Deadline], (1, 2, 3) * 10), (PassesLater, 1)]:
+            for verb in (connection.read, connection.write):
+                try:
+                    verb(one_row(nbytes), tensors_over(data), remote, None, make(budget_ms))
+                except DeadlineExceeded:
+                    given_up += 1
+                data[:] = 7
+                assert (data == 7).all()
+        assert given_up
+        received = np.zeros(64, np.uint8)
+        peer.poke(1, np.full(64, 9, np.uint8))
+        read_beginning(peer, connection, received)
+        assert (received == 9).all()
 
     # Guards
 
@@ -272,7 +302,7 @@ class TransportConformance:
         """The owner advances the guard and uses the memory again: a read has the bytes of before, or is no success."""
         nbytes, old, new = REGION_BYTES[1], 7, 9
         remote = beginning_of(peer, connection, 1, nbytes, writable=False)
-        plan, into = Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes), np.zeros(nbytes, np.uint8)
+        plan, into = one_row(nbytes), np.zeros(nbytes, np.uint8)
 
         def read(slot: int, generation: int) -> bool:
             """Return True for a success."""
@@ -321,6 +351,32 @@ class TransportConformance:
 
     # Ends
 
+    def test_many_threads_share_a_connection(self, peer: Peer, connection: Connection) -> None:
+        """Each has its own bytes and no other's."""
+        scene = Scene.build(5, peer)
+        remote = scene.remote(connection, writable=False)
+        plan = scene.plan((0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1])
+        failures: list[BaseException] = []
+
+        def read() -> None:
+            own = replace(scene, memory=np.zeros_like(scene.memory))
+            try:
+                for _ in range(10):
+                    own.memory[:] = 0
+                    connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
+                    for tensor, block in product(range(TENSORS), range(BLOCKS)):
+                        expected = own.image_block(tensor, BLOCKS - 1 - block)
+                        assert np.array_equal(own.local_block(tensor, block), expected)
+            except BaseException as error:  # noqa: BLE001 (raised by the test's thread)
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+
     def test_closed_connections_raise(self, peer: Peer) -> None:
         """Every verb of a closed connection is a ``LinkError``; closing again is nothing."""
         for end in ("close", "abort"):
@@ -328,12 +384,11 @@ class TransportConformance:
             remote = beginning_of(peer, connection, 1, 64, writable=True)
             getattr(connection, end)()
             assert connection.closed
-            plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
             local = tensors_over(np.zeros(64, np.uint8))
             with pytest.raises(LinkError, match="closed"):
-                connection.read(plan, local, remote, None, Deadline(BUDGET_MS))
+                connection.read(one_row(64), local, remote, None, Deadline(BUDGET_MS))
             with pytest.raises(LinkError, match="closed"):
-                connection.write(plan, local, remote, None, Deadline(BUDGET_MS))
+                connection.write(one_row(64), local, remote, None, Deadline(BUDGET_MS))
             with pytest.raises(LinkError, match="closed"):
                 unchanged(connection, 1, 0)
             with pytest.raises(LinkError, match="closed"):
@@ -414,3 +469,87 @@ class TransportConformance:
         assert repr(connection) == f"<{type(connection).__name__} open: 0 in use, 64 bytes read, 0 written>"
         connection.close()
         assert "closed" in repr(connection)
+
+
+class ProcessConformance(TransportConformance):
+    """The same where the peer is another process, which can be killed. Provide :meth:`start`."""
+
+    process: PeerProcess
+    lost: ClassVar[tuple[type[LLMException], ...]] = (PeerLost,)
+    """Raised by transfers after the peer's process was killed."""
+
+    @staticmethod
+    def start() -> PeerProcess:
+        """Return a peer in a process of its own."""
+        raise NotImplementedError
+
+    @classmethod
+    def setup_class(cls) -> None:
+        """Start the process that all tests share."""
+        cls.process = cls.start()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """End it."""
+        cls.process.close()
+
+    def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
+        """Serve fresh memory."""
+        return self.process.serving(writable=writable)
+
+    def test_a_killed_peer_is_lost(self) -> None:
+        """Nothing is reported done; what stays mapped can be read."""
+        data = np.arange(64, dtype=np.uint8)
+        with self.start() as process, process.serving(writable=True), process.connect() as connection:
+            mapped = connection.capabilities.shared_regions and not connection.capabilities.remote_guards
+            remote = beginning_of(process, connection, 1, 64, writable=True)
+            connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+            read_beginning(process, connection, np.zeros(64, np.uint8))
+            assert not connection.peer_ended()
+            process.kill()
+            text = None if connection.capabilities.remote_guards else f"process {process.pid} has ended"
+            assert connection.peer_ended() or text is None
+            received = np.zeros(64, np.uint8)
+            with nullcontext() if mapped else pytest.raises(self.lost, match=text):
+                connection.read(one_row(64), tensors_over(received), remote, None, Deadline(BUDGET_MS))
+            assert np.array_equal(received, data if mapped else np.zeros(64, np.uint8))
+            with pytest.raises(self.lost, match=text):
+                connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+            assert (connection.bytes_read, connection.bytes_written) == (128 if mapped else 64, 64)
+
+
+class ServedConformance(ProcessConformance):
+    """The same where the owner takes part in every transfer, so that it checks its guards and can be waited for."""
+
+    def test_the_owner_checks_its_guards(self, peer: Peer, connection: Connection) -> None:
+        """A guard that has advanced fails the transfer, and nothing moves."""
+        slot, generation = peer.guard()
+        peer.hold(slot, generation)
+        data = np.ones(64, np.uint8)
+        remote = beginning_of(peer, connection, 1, 64, writable=True)
+        connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        peer.advance(slot)
+        for verb in (connection.read, connection.write):
+            with pytest.raises(TransferFailed, match="guard has changed"):
+                verb(one_row(64), tensors_over(data * 2), remote, None, Deadline(BUDGET_MS))
+        assert (peer.peek(1)[:64] == 1).all()
+
+    def test_abort_wakes_a_transfer_that_waits(self) -> None:
+        """The peer is stopped, and the transfer would wait for it."""
+        with self.start() as process, process.serving(writable=True), process.connect() as connection:
+            remote, into = beginning_of(process, connection, 1, 64, writable=False), np.ones(64, np.uint8)
+            os.kill(process.pid, signal.SIGSTOP)
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+
+            def abort_once_it_is_used() -> None:
+                Deadline(BUDGET_MS).poll(lambda: "1 in use" in repr(connection))
+                connection.abort()
+
+            aborter = threading.Thread(target=abort_once_it_is_used)
+            aborter.start()
+            try:
+                with pytest.raises(TransferAborted):
+                    connection.read(one_row(64), tensors_over(into), remote, None, Deadline(BUDGET_MS))
+            finally:
+                os.kill(process.pid, signal.SIGCONT)
+                aborter.join()
