@@ -11,10 +11,21 @@ import pytest
 from llm_datadist import LLMRole, LLMStatusCode
 from llm_datadist._links.handshake import bind
 from llm_datadist._links.table import LinkTable
-from llm_datadist.errors import LinkError, LLMException, StateError
+from llm_datadist.errors import LinkError, LLMException, ParamError, StateError
 from tests.support import linking
 from tests.support.background import begin_there, result_there
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, reachable, unlink
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    bytes_move_both_ways,
+    info,
+    link,
+    links,
+    links_of,
+    reachable,
+    switch,
+    unlink,
+)
 from tests.support.moves import refused, wait_until
 from tests.support.ranks import drop, host, join, new_name, table
 from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, refuse
@@ -30,12 +41,6 @@ pytestmark = pytest.mark.covers("LLMDataDist.switch_role")
 
 LISTEN = "llm.listenIpInfo"
 EXIST_LINK = LLMStatusCode.LLM_EXIST_LINK
-
-
-def switch(world: World, role: str, options: dict[str, Any] | None = None) -> int | None:
-    """Switch the role; return the port it listens on now."""
-    world.dd.switch_role(LLMRole[role], options)
-    return world.dd.listen_port
 
 
 def now(world: World) -> tuple[str, tuple[str, int] | None]:
@@ -235,6 +240,17 @@ def test_with_the_hixl_backend_the_address_cannot_change_and_a_missing_one_leave
         assert end.do(now)[0] == role
 
 
-def test_in_v1_mode_a_decoder_may_listen(end: LocalEnd) -> None:
-    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", enable_cache_manager=False, enable_switch_role=True)
+def test_v1_mode_has_rules_of_its_own_which_leave_role_and_listener_and_a_decoder_may_listen(end: LocalEnd) -> None:
+    v1 = {"listen_ip_info": "127.0.0.1:0", "enable_cache_manager": False}
+    end.start("PROMPT", 1, **v1)
+    disabled = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    refused([end], [], LLMException, ["EnableSwitchRole"], switch, "DECODER", status=disabled)
+    end.stop()
+    end.start("PROMPT", 1, **v1, enable_switch_role=True)
+    refused([end], [], ParamError, ["PROMPT already"], switch, "PROMPT", at(0))
+    assert end.do(now) == ("PROMPT", ("127.0.0.1", end.port))
+    assert end.do(switch, "DECODER") is None
+    refused([end], [], ParamError, [LISTEN, "PROMPT"], switch, "PROMPT")
+    assert end.do(switch, "PROMPT", at(end.port)) == end.port
     assert end.do(switch, "DECODER", at(end.port)) == end.port
+    assert end.do(switch, "MIX") is None

@@ -1,7 +1,5 @@
 """v1 between two ends: links of all or none, roles, keys that are consumed, offsets, memory without a pool, and
-transfers to addresses (interface §3.6, §3.7, §6.14, §8, B2.4, R5, R6, R12, R18, R22).
-
-Equal cluster ids: vllm-ascend's first connectors in tests/clients."""
+transfers to addresses (interface §3.6, §3.7, §6.14, §8, B2.4, R5, R6, R12, R18, R22)."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     LLMException,
-    LLMRole,
     LLMStatusCode,
     TransferConfig,
     TransferWithCacheKeyConfig,
@@ -36,7 +33,7 @@ from llm_datadist.errors import (
 from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
 from tests.support.layers import Always, Gated, addresses
-from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, unlink
+from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, switch, unlink
 from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
@@ -221,11 +218,6 @@ def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_a
 # --- switch_role ------------------------------------------------------------------------------------------------------
 
 
-def switch(world: World, role: str, options: dict[str, Any] | None = None) -> int | None:
-    world.dd.switch_role(LLMRole[role], options)
-    return world.dd.listen_port
-
-
 def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now(shm_pair: Pair) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start(**POOL, enable_switch_role=True)
@@ -248,22 +240,6 @@ def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now
     with pytest.raises(ParamError, match="PROMPT"):
         decoder.do(kv_call, "pull_cache", CacheKey(1, 7), Use("late"), 0)
     assert decoder.do(link, [info(1, 1)])[0] is INVALID
-
-
-def test_the_rules_of_switch_role_leave_role_and_listener_as_they_are(end: LocalEnd) -> None:
-    """All of them: test_switch_role.py."""
-    disabled = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-    start_end(end, "PROMPT", 1, **DIRECT)
-    refused([end], [], LLMException, ["EnableSwitchRole"], switch, "DECODER", status=disabled)
-    end.stop()
-    start_end(end, "PROMPT", 1, **DIRECT, enable_switch_role=True)
-    refused([end], [], ParamError, ["PROMPT already"], switch, "PROMPT", LISTENING)
-    assert end.world.dd.listen_port == end.port
-    assert "PROMPT" in repr(end.world.dd)
-    assert end.do(switch, "DECODER") is None
-    refused([end], [], ParamError, ["llm.listenIpInfo", "PROMPT"], switch, "PROMPT")
-    assert end.do(switch, "PROMPT", LISTENING)
-    assert end.do(switch, "MIX") is None
 
 
 # --- pulls ------------------------------------------------------------------------------------------------------------
@@ -304,6 +280,33 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memo
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (7, 7)]))
     same_bytes(prompt.do(show, "kv"), src)
     consumed(pair, 0)
+
+
+@pytest.mark.parametrize(("transport", "by_id"), [("auto", False), ("tcp", True)])
+def test_r05_r12_r28_both_ends_have_the_id_0_and_what_is_deallocated_at_once_waits_for_its_pull(
+    shm_pair: Pair, transport: str, by_id: bool
+) -> None:
+    """As vllm-ascend's first connectors do it, with one cache for each model id."""
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    for end, role in ((prompt, "PROMPT"), (decoder, "DECODER")):
+        start_end(end, role, 0, extra={"llm.Transport": transport})
+    assert decoder.do(link, [info(0, prompt.port)]) == SUCCESS
+    for request in (7, 8):
+        for model in (1, 2):
+            key, first = CacheKey(0, request, model), request == 7
+            source = prompt.do(kv_make, "kv", desc(rows=1), 10 * request + model, (key,))
+            prompt.do(kv_call, "deallocate_cache", Use("kv"))
+            assert prompt.do(picture).caches.deferred == 1
+            decoder.do(kv_make, "kv", desc(rows=1), 5)
+            name = CacheKeyByIdAndIndex(0, model, 0) if by_id and first else key
+            decoder.do(kv_call, "pull_cache", name, Use("kv"), 0)
+            same_bytes(decoder.do(show, "kv"), source)
+            with pytest.raises(CacheNotFound):  # it was pulled already
+                decoder.do(kv_call, "pull_cache", key, Use("kv"), 0)
+            # The tables know it a moment before the pool has its pages back.
+            wait_until(lambda: prompt.do(picture).pools[0].used_bytes == 0)
+            assert (prompt.do(picture).keys, prompt.do(picture).caches.nbytes) == ((), 0)
+    assert decoder.do(unlink, [info(0, prompt.port)]) == SUCCESS
 
 
 @MEMORY
