@@ -10,42 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist import cpp_api
-from llm_datadist.cpp_api import (
-    Cache,
-    CacheDesc,
-    CacheIndex,
-    ClusterInfo,
-    DataType,
-    IpInfo,
-    KvCacheExtParam,
-    LlmDataDist,
-    LlmRole,
-    RegisterCfg,
-)
+from llm_datadist.cpp_api import Cache, CacheIndex, ClusterInfo, KvCacheExtParam, LlmDataDist, LlmRole, RegisterCfg
+from tests.support import refusals
 from tests.support.cpp import DEVICE, HOST, Shape, cluster, host_memory, made, start_pair
 from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Use
-from tests.support.refusals import (
-    BLOCK_LIST,
-    FULL,
-    GONE,
-    INT64,
-    MISMATCH,
-    NONE,
-    RULE,
-    TYPE,
-    UINT64,
-    UNLINKED,
-    Kind,
-    Spec,
-    Table,
-    attempt,
-    bad,
-    each,
-    integer,
-    refuse,
-    refuse_each,
-)
+from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table, attempt, bad, integer, refuse_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("cpp_api.RegisterCfg")
 
 KV, ROW = Use("kv"), CacheIndex(1, 1)
-DESC = CacheDesc(DEVICE, 2, DataType.DT_INT32, [8, 16])
+DESC = cpp_api.CacheDesc(DEVICE, 2, cpp_api.DataType.DT_INT32, [8, 16])
 ADDRS = FIXED_ADDRS
 ON_HOST = Shape(placement=HOST)
 
@@ -65,7 +35,7 @@ NO_STRUCT: Final = (1, "kv", (1, 1))
 _PAIRS: Final = (0, (0,), (0, 0, 0), (0, 0.5), None, range(2))
 
 
-def wrong(good: Any, **fields: Sequence[Any]) -> list[tuple[Kind, str, Any]]:
+def wrong(good: Any, **fields: Sequence[Any]) -> list[tuple[refusals.Kind, str, Any]]:
     """Return the struct with each value of each field; it is of a wrong type."""
     return [
         (NONE if value in (None, [None]) else TYPE, name, replace(good, **{name: value}))
@@ -139,7 +109,7 @@ EXT: Final = Spec(
 )
 
 
-_IP: Any = IpInfo
+_IP: Any = cpp_api.IpInfo
 
 
 def info(*fields: Any) -> list[ClusterInfo]:
@@ -197,20 +167,20 @@ COPY: Final = {"src_cache": CACHE, "dst_cache": CACHE}
 TO_ROW: Final = {"src_cache": KV, "dst_cache_index": ROW}
 FROM_ROW: Final = {"src_cache_index": ROW, "dst_cache": KV}
 TWO: Final = {"src_blocks": [1, 2], "dst_blocks": [2, 3]}
-BLOCKS: Final = {"src_blocks": BLOCK_LIST, "dst_blocks": BLOCK_LIST}
+BLOCKS: Final = {"src_blocks": refusals.BLOCK_LIST, "dst_blocks": refusals.BLOCK_LIST}
 #: Ids that no cache has.
 NO_IDS: Final = (99, 0, -1, -(2**63))
 PUSHES: Final = (
     bad(GONE, "99", dst_cache_index=CacheIndex(1, 99)),
-    bad(UNLINKED, "cluster 7", dst_cache_index=CacheIndex(7, 1)),
+    bad(refusals.UNLINKED, "cluster 7", dst_cache_index=CacheIndex(7, 1)),
 )
 PULLS: Final = (
     bad(RULE, "our own", src_cache_index=CacheIndex(2, 1)),
     bad(GONE, "99", src_cache_index=CacheIndex(1, 99)),
     bad(GONE, "id 99", dst_cache=Cache(99)),
-    bad(UNLINKED, "cluster 7", src_cache_index=CacheIndex(7, 1)),
+    bad(refusals.UNLINKED, "cluster 7", src_cache_index=CacheIndex(7, 1)),
 )
-UNEQUAL: Final = each(RULE, "equal lengths", src_blocks=[[1]], dst_blocks=[[2, 3, 4]])
+UNEQUAL: Final = refusals.each(RULE, "equal lengths", src_blocks=[[1]], dst_blocks=[[2, 3, 4]])
 CLUSTER_CALL: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1)}
 CALLS: Final = (
     Table(
@@ -218,14 +188,14 @@ CALLS: Final = (
         {"cache_desc": DESC, "addrs": ADDRS, "cfg": RegisterCfg()},
         {"cache_desc": DESCRIPTOR, "addrs": ADDRESSES, "cfg": Spec(NO_STRUCT)},
     ),
-    Table("cpp.UnregisterKvCache", {"cache_id": 77}, {"cache_id": INT64}),
+    Table("cpp.UnregisterKvCache", {"cache_id": 77}, {"cache_id": refusals.INT64}),
     Table(
         "cpp.AllocateCache",
         {"cache_desc": DESC},
         {"cache_desc": DESCRIPTOR},
-        bad(FULL, str(1 << 30), cache_desc=Shape(1, 1, 1 << 28).desc),
+        bad(refusals.FULL, str(1 << 30), cache_desc=Shape(1, 1, 1 << 28).desc),
     ),
-    Table("cpp.DeallocateCache", {"cache_id": 77}, {"cache_id": INT64}),
+    Table("cpp.DeallocateCache", {"cache_id": 77}, {"cache_id": refusals.INT64}),
     Table(
         "cpp.PullKvCache",
         FROM_ROW,
@@ -266,7 +236,7 @@ CALLS: Final = (
     Table(
         "cpp.CopyKvCache",
         {"src_cache": KV, "dst_cache": KV, "dst_batch_index": 1},
-        COPY | {"src_batch_index": ROW_INDEX, "dst_batch_index": ROW_INDEX, "offset": UINT64, "size": SIZE},
+        COPY | {"src_batch_index": ROW_INDEX, "dst_batch_index": ROW_INDEX, "offset": refusals.UINT64, "size": SIZE},
         *(bad(GONE, "99", **{name: Cache(99)}) for name in COPY),
         bad(RULE, "offset=64", offset=64),
         bad(RULE, "offset=1", "size=64", offset=1, size=64),
@@ -325,12 +295,12 @@ def test_the_tables_have_every_call_and_every_argument() -> None:
 
 def test_r01_a_wrong_argument_is_a_type_error_or_a_status_and_nothing_has_happened(both: Pair) -> None:
     for table in CALLS:
-        refuse((both.decoder, both.prompt), table)
+        refusals.refuse((both.decoder, both.prompt), table)
     # Tensors that overlap without being the same.
     (address,) = both.decoder.world.memory["cache one"].tensor_addrs  # type: ignore[attr-defined]
     shifted = memory([address + 64], num_tensors=1)
     overlap = bad(RULE, "overlap", src_cache=shifted, dst_cache=Use("one"))
-    refuse((both.decoder, both.prompt), Table("cpp.CopyKvBlocks", CALLS[9].good, {}, overlap))
+    refusals.refuse((both.decoder, both.prompt), Table("cpp.CopyKvBlocks", CALLS[9].good, {}, overlap))
 
 
 def test_the_call_of_each_table_is_good_unless_a_row_spoils_it(both: Pair) -> None:

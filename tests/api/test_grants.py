@@ -1,53 +1,50 @@
-"""Grants: exactly these blocks, until revoked or out of time; never wrong bytes of a block that was used again."""
+"""Grants: what a reader may pull with one, how it ends, and claims of it by one reader or several."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import secrets
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 
 from faults.gated import stopped
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import (
-    CacheError,
-    CacheNotFound,
-    DeadlineExceeded,
-    GrantEnded,
-    ParamError,
-    StateError,
-    TransferFailed,
-)
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
+from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
+from llm_datadist._transfer import grants
+from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, GrantEnded, ParamError, StateError
+from llm_datadist.metrics import GrantStatistics
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
+from tests.support import moves
+from tests.support.background import Call
+from tests.support.family import Family, one_family
 from tests.support.frozen import frozen
-from tests.support.moves import (
-    BLOCKS,
-    Spec,
-    Use,
-    call,
-    forget,
-    make,
-    moved,
-    picture,
-    refill,
-    same_bytes,
-    show,
-    wait_until,
-)
+from tests.support.linking import SUCCESS, info, link, unlink
+from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from llm_datadist._links.messages import Message
     from tests.support.moves import Bytes
     from tests.support.pairs import Pair
     from tests.support.world import World
 
+
 pytestmark = pytest.mark.covers(
-    "Cache.grant", "Grant: active from_bytes revoke to_bytes", "errors: CacheNotFound GrantEnded StateError"
+    "Cache.grant",
+    "Grant: active from_bytes revoke to_bytes",
+    "errors: CacheNotFound GrantEnded StateError",
+    "CacheManager.claim_grant",
+    "Grant: active claimed end release released renew revoke",
+    "GrantStatistics",
+    "LLMDataDist.incarnation",
 )
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -85,7 +82,7 @@ def pull_async(world: World, data: bytes, src: list[int], dst: list[int]) -> Non
     asyncio.run(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], src, dst, grant=Grant.from_bytes(data)))
 
 
-def claim(world: World, data: bytes, *_: list[int]) -> None:
+def claim_data(world: World, data: bytes, *_: list[int]) -> None:
     world.cm.claim_grant(1, Grant.from_bytes(data).token)
 
 
@@ -122,7 +119,7 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
         with pytest.raises(kind, match=text):
             decoder.do(pull, wrong, *arguments)
     with pytest.raises(TypeError):
-        decoder.do(partial(call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
+        decoder.do(partial(moves.call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
     same_bytes(decoder.do(show, "kv"), dst)
     for granted, pairs in ((data, [(6, 1), (0, 2)]), (data, [(3, 5)]), (other, [(7, 3)])):
         decoder.do(pull, granted, [s for _, s in pairs], [d for d, _ in pairs])
@@ -169,11 +166,11 @@ def test_every_form_of_a_call_says_why_a_grant_has_ended_and_shows_little_of_its
         pair.decoder.do(refill, "kv", 2)
         pair.prompt.do(reuse) if end == "revoked" else pair.prompt.do(forget, "kv")
         assert not pair.prompt.do(active)
-        for call_again in (pull, pull_async, claim):
+        for call_again in (pull, pull_async, claim_data):
             with pytest.raises(GrantEnded, match=rf"{token[:8]}.* has ended: {why}, \d+\.\d s ago$") as caught:
                 pair.decoder.do(call_again, data, [1], [1])
             assert token[:9] not in str(caught.value)
-            assert isinstance(caught.value, CacheError)
+            assert isinstance(caught.value, errors.CacheError)
             assert (caught.value.retryable, caught.value.peer) == (False, 1)
             same_bytes(pair.decoder.do(show, "kv"), dst)
 
@@ -190,7 +187,7 @@ def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says
         with pytest.raises(GrantEnded, match=r"has ended$"):
             shm_pair.decoder.do(pull, data, [1], [1])
         with pytest.raises(DeadlineExceeded, match=r"claim_grant: grant [0-9a-f]{8} of cluster 1 from .*: no answer"):
-            shm_pair.decoder.do(claim, data)
+            shm_pair.decoder.do(claim_data, data)
     same_bytes(shm_pair.decoder.do(show, "kv"), dst)
 
 
@@ -198,7 +195,7 @@ def test_a_transfer_that_fails_while_its_grant_lasts_says_what_failed(local_pair
     both(local_pair, PAGED)
     data = local_pair.prompt.do(grant, [1])
     local_pair.prompt.do(make, "another", Spec(blocks=True, blocks_key=OTHER), 3)
-    with pytest.raises(TransferFailed, match="is not of what the key names"):
+    with pytest.raises(errors.TransferFailed, match="is not of what the key names"):
         local_pair.decoder.do(pull, data, [1], [1], OTHER)
     local_pair.decoder.do(pull, data, [1], [1])
 
@@ -246,3 +243,301 @@ def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_ar
     prompt.do(forget, "kv")
     with pytest.raises((CacheNotFound, StateError)):
         prompt.do(grant, [1])
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    with one_family(request.param) as family:
+        yield family
+
+
+def claimable(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
+    pair.start(**settings)
+    source = pair.prompt.do(make, "kv", PAGED, 1)
+    return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+
+
+def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG) -> bytes:
+    grant = world.caches["kv"].grant(blocks, ttl, token=token)
+    world.memory[grant.token.hex()] = grant
+    return grant.token
+
+
+def renew(world: World, token: bytes, ttl: float) -> None:
+    world.memory[token.hex()].renew(ttl)
+
+
+def revoke(world: World, token: bytes) -> None:
+    world.memory[token.hex()].revoke()
+
+
+def state(world: World, token: bytes) -> tuple[bool, bool]:
+    """Return (active, released)."""
+    grant = world.memory[token.hex()]
+    assert (grant.end == "") is grant.active
+    return grant.active, grant.released()
+
+
+def totals(world: World) -> GrantStatistics:
+    return world.dd.statistics().grants
+
+
+def claim(world: World, token: bytes, readers: int = 1, cluster_id: int = 1, wait: bool = True) -> None:
+    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token, readers, wait=wait)
+
+
+def incarnation(world: World) -> str:
+    return world.dd.incarnation
+
+
+def peer_incarnation(world: World) -> str:
+    return world.dd.explain(1).peer_incarnation
+
+
+def claimed(world: World, token: bytes) -> bool:
+    return bool(world.memory[token.hex()].claimed())
+
+
+def pull_claimed(world: World, src: list[int], dst: list[int]) -> None:
+    world.cm.pull_blocks(BLOCKS, world.caches["kv"], src, dst, grant=world.memory["claimed"])
+
+
+def release(world: World) -> None:
+    world.memory["claimed"].release()
+
+
+def test_a_claimed_grant_pulls_its_blocks_and_ends_when_it_is_released(pair: Pair) -> None:
+    src, dst = claimable(pair)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = prompt.do(give, [1, 2])
+    decoder.do(claim, token)
+    decoder.do(claim, token)  # again, by the same reader
+    assert prompt.do(totals).claimed == 1
+    decoder.do(pull_claimed, [2, 1], [0, 5])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 2), (5, 1)]))
+    assert prompt.do(state, token) == (True, False)
+    decoder.do(release)
+    decoder.do(release)
+    wait_until(lambda: prompt.do(state, token) == (False, True))
+    with pytest.raises(GrantEnded, match="has ended: released by its readers, "):
+        decoder.do(pull_claimed, [1], [3])
+    with pytest.raises(GrantEnded, match="has ended: released by its readers, "):
+        decoder.do(claim, token)
+    with pytest.raises(ParamError, match=rf"token: {token[:4].hex()} names another grant"):
+        prompt.do(give, [1], token)
+    assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=1, expired=0, revoked=0, lost=0)
+
+
+def test_a_claim_waits_for_its_grant(pair: Pair) -> None:
+    src, dst = claimable(pair)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    claiming = Call(decoder.do, claim, token)
+    wait_until(lambda: prompt.do(totals).waiting == 1)
+    prompt.do(give, [4], token)
+    claiming.result()
+    decoder.do(pull_claimed, [4], [4])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(4, 4)]))
+    assert (prompt.do(totals).waiting, prompt.do(totals).claimed) == (0, 1)
+
+
+def test_a_claim_that_its_grant_does_not_meet_in_time_can_be_repeated(pair: Pair) -> None:
+    claimable(pair, sync_kv_timeout=100)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    unknown = f"{token[:4].hex()} of cluster 1: no such grant is known there yet; waiting for it from cluster 1 "
+    with pytest.raises(DeadlineExceeded, match=unknown) as caught:
+        decoder.do(claim, token)
+    assert (caught.value.retryable, caught.value.peer, token.hex() in str(caught.value)) == (True, 1, False)
+    wait_until(lambda: prompt.do(totals).waiting == 0)  # a heartbeat later
+    prompt.do(give, [4], token)
+    assert (prompt.do(totals).claimed, prompt.do(claimed, token)) == (0, False)
+    decoder.do(claim, token)
+    assert prompt.do(claimed, token)
+
+
+def test_a_claim_that_is_not_to_wait_fails_at_once_and_leaves_nothing_at_the_owner(pair: Pair) -> None:
+    claimable(pair, sync_kv_timeout=60_000)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    with pytest.raises(
+        DeadlineExceeded, match=f"{token[:4].hex()} of cluster 1: no such grant is known there yet"
+    ) as caught:
+        decoder.do(claim, token, 1, 1, False)
+    assert (caught.value.budget_ms, caught.value.peer) == (0, 1)
+    assert prompt.do(totals).waiting == 0
+    prompt.do(give, [4], token)
+    assert not prompt.do(claimed, token)
+    decoder.do(claim, token, 1, 1, False)
+    assert prompt.do(claimed, token)
+
+
+def test_a_link_says_which_incarnation_of_the_peer_it_leads_to(pair: Pair) -> None:
+    claimable(pair)
+    assert pair.decoder.do(peer_incarnation) == pair.prompt.do(incarnation) != pair.decoder.do(incarnation)
+
+
+def test_a_grant_lasts_as_long_as_it_is_renewed(local_pair: Pair) -> None:
+    claimable(local_pair)
+    prompt = local_pair.prompt
+    short, other = prompt.do(give, [1], None, 0.1), prompt.do(give, [2], None, 0.2)
+    prompt.do(renew, short, LONG)
+    wait_until(lambda: prompt.do(state, other) == (False, False))
+    assert prompt.do(state, short) == (True, False)
+    prompt.do(renew, short, 0.05)
+    wait_until(lambda: prompt.do(state, short) == (False, False))
+    with pytest.raises(StateError, match="has ended: its time was over"):
+        prompt.do(renew, short, LONG)
+    third = prompt.do(give, [3])
+    for ttl, kind in ((0, ParamError), (-1.0, ParamError), (float("inf"), ParamError), ("1", TypeError)):
+        with pytest.raises(kind, match="ttl"):
+            prompt.do(renew, third, ttl)
+    prompt.do(revoke, third)
+    prompt.do(revoke, third)
+    assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=0, expired=2, revoked=1, lost=0)
+
+
+def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_no_more(family: Family) -> None:
+    prompt = family.born("PROMPT", 1)
+    prompt.do(make, "kv", PAGED, 1)
+    decoders = [family.born("DECODER", number) for number in (2, 3, 4)]
+    for decoder in decoders:
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    first, second, third = decoders
+    token = prompt.do(give, [1])
+    for decoder in (first, second):
+        decoder.do(claim, token, 2)
+    with pytest.raises(CacheNotFound, match="has all of its readers already: 2"):
+        third.do(claim, token, 2)
+    with pytest.raises(CacheMismatch, match="is shared by 2 readers, not by 1"):
+        third.do(claim, token, 1)
+    assert prompt.do(claimed, token)
+    first.do(release)
+    with pytest.raises(CacheNotFound, match="has all of its readers"):
+        third.do(claim, token, 2)
+    assert prompt.do(state, token) == (True, False)
+    second.do(release)
+    wait_until(lambda: prompt.do(state, token) == (False, True))
+
+
+def test_a_shared_grant_that_its_other_reader_does_not_claim_is_held_by_none_once_one_has_released_it(
+    local_pair: Pair,
+) -> None:
+    """Who renews what is claimed must not keep it for a reader that never comes."""
+    claimable(local_pair)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    token = prompt.do(give, [1])
+    decoder.do(claim, token, 2)
+    assert prompt.do(claimed, token)
+    decoder.do(release)
+    wait_until(lambda: not prompt.do(claimed, token))
+    assert prompt.do(state, token) == (True, False)
+
+
+@pytest.mark.parametrize("how", ["killed", "unlinked"])
+def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: Family, how: str) -> None:
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
+    prompt.do(make, "kv", PAGED, 1)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    mine, released, unclaimed = (prompt.do(give, [block]) for block in (1, 2, 3))
+    for token in (released, mine):
+        decoder.do(claim, token)
+        if token == released:
+            decoder.do(release)
+    decoder.begin(claim, secrets.token_bytes(16))
+    wait_until(lambda: prompt.do(totals).waiting == 1)
+    if how == "killed":
+        family.kill(decoder)
+    else:
+        assert prompt.do(unlink, [info(2)], 10_000, True) == SUCCESS
+        with pytest.raises(errors.LLMException):
+            decoder.finish()
+        decoder.do(release)  # there is nobody to tell
+    wait_until(lambda: not prompt.do(state, mine)[0])
+    assert [prompt.do(state, token) for token in (mine, released, unclaimed)] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
+    assert prompt.do(totals) == GrantStatistics(1, 0, 0, released=1, expired=0, revoked=0, lost=1)
+
+
+def test_a_claim_is_refused_for_what_is_wrong_with_it(local_pair: Pair) -> None:
+    claimable(local_pair)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    token = prompt.do(give, [1])
+    wrong: Any = (
+        (decoder, claim, (b"x" * 15,), ParamError, "token: 15 bytes, it must have 16"),
+        (decoder, claim, ("x" * 16,), TypeError, "token"),
+        (decoder, claim, (None,), TypeError, "token"),
+        (decoder, claim, (token, 1, 9), errors.NotLinked, "cluster 9"),
+        (decoder, claim, (token, 1, -1), ParamError, "cluster_id"),
+        (decoder, claim, (token, 0), ParamError, "readers: 0, it must be in"),
+        (decoder, claim, (token, 1025), ParamError, "readers: 1025, it must be in"),
+        (decoder, claim, (token, "1"), TypeError, "readers"),
+        (prompt, give, ([1], b"x"), ParamError, "token: 1 bytes"),
+        (prompt, give, ([1], token), ParamError, "names another grant"),
+    )
+    for end, verb, arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            end.do(verb, *arguments)
+    assert prompt.do(totals).active == 1
+
+
+def engine_of(world: World) -> Any:
+    return world.dd._engine
+
+
+class Peer:
+    """A link as far as grants use it: it keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Message] = []
+
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
+
+
+def test_claims_that_wait_are_bounded_for_each_peer_and_late_answers_give_the_claim_back(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimable(local_pair)
+    given = local_pair.prompt.do(engine_of).grants
+    monkeypatch.setattr(grants, "_MAX_WAITING", 3)
+    peer, other = (cast("Any", Peer()) for _ in range(2))
+    tokens = [secrets.token_bytes(16) for _ in range(3)]
+    for number, token in enumerate((*tokens[:2], tokens[1])):
+        given.on_claim(peer, Claim(number, token, 1, 60_000))
+    assert peer.told == []
+    given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
+    assert [(each.id, each.code) for each in peer.told] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
+    given.on_claim(other, Claim(1, tokens[0], 1, 1))
+    given.check_integrity()
+    given.expire_claims(time.monotonic() + 1)
+    assert given.statistics().waiting == 3
+    local_pair.prompt.do(give, [1], tokens[1])
+    answer = peer.told[-1]
+    assert ([each.id for each in peer.told[1:]], given.statistics().claimed, other.told) == ([1, 2], 1, [])
+    late = cast("Any", Peer())
+    grants.GrantClaims.on_late_claim(late, answer)
+    assert late.told == [ClaimEnded(tokens[1], released=False)]
+    given.on_claim_ended(other, ClaimEnded(tokens[1], released=True))  # not its claim
+    assert given.statistics().claimed == 1
+    given.on_claim_ended(peer, late.told[0])
+    assert (given.statistics().claimed, given.statistics().active) == (0, 1)
+    given.drop_peer(peer)
+    given.drop_peer(other)
+    assert given.statistics().waiting == 0
+    with pytest.raises(errors.ProtocolError):
+        grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
+
+
+def test_a_grant_of_too_many_blocks_for_a_message_cannot_be_claimed(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimable(local_pair)
+    monkeypatch.setattr(grants, "MAX_GRANT", 32)
+    token = local_pair.prompt.do(give, [1, 2])
+    with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
+        local_pair.decoder.do(claim, token)
+    assert local_pair.prompt.do(totals).claimed == 0

@@ -21,18 +21,7 @@ from tests.support import linking
 from tests.support.background import begin_there, result_there
 from tests.support.family import Family, one_family
 from tests.support.frozen import freeze, frozen
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    bytes_move_both_ways,
-    info,
-    link,
-    link_number,
-    links,
-    lose,
-    redials,
-    unlink,
-)
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
 from tests.support.world import World, make_config, residue_of
@@ -125,7 +114,7 @@ def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold
     # What a process makes at its first link and keeps is there from now on; data lanes close a bit later.
     sockets = decoder.do(residue_of)["fds"]["socket"]
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    assert decoder.do(linking.unlink, [info(1, prompt.port)]) == SUCCESS
     wait_until(lambda: decoder.do(residue_of)["fds"]["socket"] == sockets)
     assert decoder.do(link, [info(3, third.port)]) == SUCCESS
     bytes_move_both_ways(third, decoder)
@@ -139,7 +128,7 @@ def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold
     unlinked(decoder)
     # Over tcp no descriptor of its process tells that it will not come back: it is dialled again until it is unlinked.
     for force in (False, True):
-        assert decoder.do(unlink, [info(1, prompt.port)], 1000, force) == SUCCESS
+        assert decoder.do(linking.unlink, [info(1, prompt.port)], 1000, force) == SUCCESS
         assert (decoder.do(links), decoder.do(redials)) == ({3: "ready"}, ())
     unchanged(decoder, target)
     # What was mapped of the dead is given back at once, not at finalize. The worker that mends lanes stays.
@@ -181,7 +170,7 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
         if family.transport == "tcp":
             # The listener's port still takes connections; it is dialled again, and hears nothing.
             wait_until(lambda: redialling(decoder))
-            assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+            assert decoder.do(linking.unlink, [info(1, prompt.port)]) == SUCCESS
             assert decoder.do(redials) == ()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -369,7 +358,7 @@ def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succee
     pair.link()  # the decoder dials
     for loser, peer in ((prompt, 2), (decoder, 1), (prompt, 2)):
         was = decoder.do(link_number, 1)
-        loser.do(lose, peer)
+        loser.do(linking.lose, peer)
         comes_back(pair, was)
         bytes_move_both_ways(prompt, decoder)
     assert (decoder.do(losses), prompt.do(losses)) == (({"connection": 3}, 3), ({"connection": 3}, 0))
@@ -389,7 +378,7 @@ def redialling(end: End) -> bool:
 def redial_without_answer(pair: Pair) -> Iterator[None]:
     """The decoder has lost its link and dials the prompt, which is stopped meanwhile."""
     with frozen(pair.prompt):
-        pair.decoder.do(lose, 1)
+        pair.decoder.do(linking.lose, 1)
         wait_until(lambda: redialling(pair.decoder))
         yield
 
@@ -414,7 +403,7 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
     for force in (False, True):
         with redial_without_answer(shm_pair):
             for _ in range(2):
-                assert decoder.do(unlink, [info(1, prompt.port)], 5000, force) == SUCCESS
+                assert decoder.do(linking.unlink, [info(1, prompt.port)], 5000, force) == SUCCESS
                 assert decoder.do(redials) == ()
             wait_until(lambda: redials_no_more(decoder))
         # Whatever the frozen one finds in its backlog when it goes on, no link comes of it.
@@ -439,12 +428,12 @@ def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
     def get(cluster_id: int) -> Any:
         if threading.get_ident() == me and "get" in table.__dict__:
             del table.__dict__["get"]
-            lose(world, peer)
+            linking.lose(world, peer)
             wait_until(lambda: original(peer) is None)
         return original(cluster_id)
 
     table.get = get
-    return unlink(world, [info(peer, port)])
+    return linking.unlink(world, [info(peer, port)])
 
 
 def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) -> None:
@@ -460,16 +449,16 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
     """By force, or when it had lost the link already: the redial is refused."""
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start()
-    assert prompt.do(unlink, [info(2)], 5000, True) == SUCCESS
+    assert prompt.do(linking.unlink, [info(2)], 5000, True) == SUCCESS
     wait_until(lambda: prompt.do(links) == decoder.do(links) == {} and decoder.do(redials) == ())
     shm_pair.link()
     was = decoder.do(link_number, 1)
-    decoder.do(lose, 1)  # linked explicitly since: forgiven
+    decoder.do(linking.lose, 1)  # linked explicitly since: forgiven
     comes_back(shm_pair, was)
     with frozen(decoder):
-        prompt.do(lose, 2)
+        prompt.do(linking.lose, 2)
         wait_until(lambda: prompt.do(links) == {})
-        assert prompt.do(unlink, [info(2, 1)]) == SUCCESS
+        assert prompt.do(linking.unlink, [info(2, 1)]) == SUCCESS
     wait_until(lambda: decoder.do(links) == {} and decoder.do(redials) == ())
     assert prompt.do(links) == decoder.do(links) == {}
     shm_pair.link()
@@ -481,12 +470,12 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     for number in range(15):
         loser, peer = (pair.decoder, 1) if number % 2 else (pair.prompt, 2)
         with suppress(NotLinked):
-            loser.do(lose, peer)
+            loser.do(linking.lose, peer)
         if number % 3 == 1:
             assert pair.decoder.do(link, [info(1, pair.prompt.port)]) in (SUCCESS, (ALREADY, [ALREADY]))
             wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
         elif number % 3 == 2:
-            assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+            assert pair.decoder.do(linking.unlink, [info(1, pair.prompt.port)]) == SUCCESS
             assert (pair.decoder.do(links), pair.decoder.do(redials)) == ({}, ())
             alone(pair.prompt)
             pair.link()
@@ -506,7 +495,7 @@ def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -
     prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
     assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(prompt):
-        forker.do(lose, 1)
+        forker.do(linking.lose, 1)
         wait_until(lambda: redialling(forker))
         assert forker.do(fork_and_look) == 0
     wait_until(lambda: linking.linked(prompt, forker))

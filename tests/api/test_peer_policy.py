@@ -21,23 +21,11 @@ from llm_datadist._native import readable
 from llm_datadist._transport import samehost
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, ParamError
+from tests.support import moves
 from tests.support.authority import Authority, secret_file
 from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import explain, info, link, links, links_of
-from tests.support.moves import (
-    BLOCKS,
-    Spec,
-    Use,
-    cache_id,
-    call,
-    make,
-    moved,
-    picture,
-    refused,
-    same_bytes,
-    show,
-    wait_until,
-)
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import pair_of
 
 if TYPE_CHECKING:
@@ -189,7 +177,7 @@ def test_who_may_not_consume_leaves_the_keys_of_rows_alone(
     method = "push_cache" if rca else "pull_cache"
     names: list[Any] = [request, other]
     if rca:
-        names = [CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, name), 0) for name in ("row", "kept")]
+        names = [CacheKeyByIdAndIndex(1, pair.prompt.do(moves.cache_id, name), 0) for name in ("row", "kept")]
     if consume:
         pair.decoder.do(call, method, names[0], Use("kv"))
         there, here = (here, here) if rca else (there, there)
@@ -302,7 +290,7 @@ def test_models_bound_what_a_peer_finds_by_key_by_id_and_by_address(
     here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 5)
     pair.decoder.do(make, "mine", Spec(rows=2), 6)
     pair.prompt.do(give, bytes(16), "shut")
-    ids = {name: CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, name), 0) for name in names[:3]}
+    ids = {name: CacheKeyByIdAndIndex(1, pair.prompt.do(moves.cache_id, name), 0) for name in names[:3]}
     blocks, mine = (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS), Use("mine")
     model, cache = "to use model 5", "which has no key of its models"
     attempts: list[tuple[str, Any, *tuple[Any, ...]]] = [

@@ -14,18 +14,7 @@ from llm_datadist._links.table import LinkTable
 from llm_datadist.errors import LinkError, LLMException, ParamError, StateError
 from tests.support import linking
 from tests.support.background import begin_there, result_there
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    bytes_move_both_ways,
-    info,
-    link,
-    links,
-    links_of,
-    reachable,
-    switch,
-    unlink,
-)
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links_of, reachable, switch, unlink
 from tests.support.moves import refused, wait_until
 from tests.support.ranks import drop, host, join, new_name, table
 from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, refuse
@@ -136,7 +125,7 @@ def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
 
 def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(shm_pair: Pair) -> None:
     shm_pair.start()
-    wait_until(lambda: shm_pair.prompt.do(links) == {2: "ready"})
+    wait_until(lambda: shm_pair.prompt.do(linking.links) == {2: "ready"})
     for end in (shm_pair.prompt, shm_pair.decoder):
         before = end.do(now)
         for options in (None, at(linking.free_port()), at(end.port or 0)):
@@ -144,7 +133,7 @@ def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(sh
         assert end.do(now) == before
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
     assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
-    alone(shm_pair.prompt)
+    linking.alone(shm_pair.prompt)
     assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
     comm_id = shm_pair.prompt.do(join, new_name(), {1: 0, 2: 1}, table(host(0), host(0)))
     told = [f"communicator {comm_id}"]
@@ -152,7 +141,7 @@ def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(sh
     shm_pair.prompt.do(drop, comm_id)
     shm_pair.link()  # a peer that has ended does not stand in the way either
     shm_pair.decoder.stop()
-    alone(shm_pair.prompt)
+    linking.alone(shm_pair.prompt)
     assert shm_pair.prompt.do(switch, "DECODER") is None
 
 

@@ -19,17 +19,9 @@ from llm_datadist import (
     LLMStatusCode,
     TransferConfig,
     TransferWithCacheKeyConfig,
+    errors,
 )
-from llm_datadist.errors import (
-    CacheMismatch,
-    CacheNotFound,
-    DeadlineExceeded,
-    LinkError,
-    NotInitialized,
-    NotLinked,
-    ParamError,
-    StateError,
-)
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotInitialized, NotLinked, ParamError, StateError
 from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
 from tests.support.layers import Always, Gated, addresses
@@ -148,7 +140,7 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
         gate.wait()
         for force in (False, True):
             assert decoder.do(unlink, [cluster], 5000, force) == (BUSY, [BUSY])
-        with pytest.raises(LinkError) as caught:
+        with pytest.raises(errors.LinkError) as caught:
             decoder.do(probe, 1)
         assert (caught.value.status_code, caught.value.peer) == (BUSY, 1)
     finally:
@@ -398,7 +390,10 @@ OFFSETS = [(0, 0, 48, 48), (31, 13, 17, 17), (8, 40, -1, 8), (None, 47, -1, 1), 
 def test_offsets_are_bytes_inside_the_row_of_either_end_and_go_with_layer_ranges(pair: Pair) -> None:
     src, dst = both(pair)
     # Outside of the row, at either end: one wrong argument at a time is in test_v1_bad_input.py.
-    for kind, name, end in ((ParamError, "dst_cache_offset", "48 bytes"), (CacheMismatch, "src_cache_offset", "48")):
+    for kind, name, end in (
+        (ParamError, "dst_cache_offset", "48 bytes"),
+        (errors.CacheMismatch, "src_cache_offset", "48"),
+    ):
         outside = {name: 2**64 - 1}
         parts = (f"{name}={2**64 - 1}", end)
         refused((pair.decoder, pair.prompt), ["kv"], kind, parts, pull, KEYS[0], 0, 1, outside)

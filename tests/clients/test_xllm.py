@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.cpp_api import (
-    OPTION_DEVICE_ID,
-    OPTION_LISTEN_IP_INFO,
-    Cache,
-    CacheDesc,
-    CacheIndex,
-    CachePlacement,
-    ClusterInfo,
-    DataType,
-    IpInfo,
-    KvCacheExtParam,
-    LlmDataDist,
-    LlmRole,
-    LLMStatusCode,
-)
+from llm_datadist import cpp_api
+from llm_datadist.cpp_api import Cache, CacheIndex, ClusterInfo, IpInfo, LlmDataDist, LlmRole, LLMStatusCode
 from tests.support.cpp import dist, run
 from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
@@ -45,11 +32,11 @@ PROMPT, DECODER, SECOND = (int.from_bytes(bytes([192, 0, 2, 1])) << 32 | port fo
 def begin(world: World, cluster: int, role: LlmRole, num_tensors: int, caches: int, seed: int) -> int | None:
     """Initialize with the two options that xllm sets, and no other; register; return the port."""
     world.memory["dist"] = made = LlmDataDist(cluster, role)
-    assert made.Initialize({OPTION_DEVICE_ID: "0", OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}) is OK
+    assert made.Initialize({cpp_api.OPTION_DEVICE_ID: "0", cpp_api.OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}) is OK
     world.dd = made.datadist
     random = np.random.default_rng(seed)
     kv = random.integers(0, 2**16, (caches, num_tensors, BLOCKS, VALUES), dtype=np.uint16)
-    desc = CacheDesc(CachePlacement.kDevice, num_tensors, DataType.DT_BF16, [BLOCKS, VALUES])
+    desc = cpp_api.CacheDesc(cpp_api.CachePlacement.kDevice, num_tensors, cpp_api.DataType.DT_BF16, [BLOCKS, VALUES])
     for number, tensors in enumerate(kv, start=1):
         assert made.RegisterKvCache(desc, [tensor.ctypes.data for tensor in tensors]) == (OK, number)
     world.memory["kv"], world.memory["ids"] = kv, list(range(1, caches + 1))
@@ -80,7 +67,7 @@ def push_layers(
             for kind in (0, 1):
                 number, at = (2 * layer + kind, 0) if one_tensor else (kind, layer)
                 cache = Cache(world.memory["ids"][number])  # the id alone says which cache
-                ext = KvCacheExtParam((at, at), (at, at), 1)
+                ext = cpp_api.KvCacheExtParam((at, at), (at, at), 1)
                 status = dist(world).PushKvBlocks(cache, CacheIndex(cluster, cache.cache_id, 0), src, dst, ext)
                 if status is not OK:
                     codes.append(int(status))
