@@ -29,12 +29,13 @@ from tests.support import linking
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, linked, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.users import USER, become
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.ends import LocalEnd
+    from tests.support.ends import ChildEnd, LocalEnd
     from tests.support.pairs import Pair
     from tests.support.world import World
 
@@ -52,7 +53,7 @@ def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
     """Start both ends, not linked, with these options."""
     extra = {"llm.Transport": pair.transport}
     pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | there)
-    pair.decoder.start("DECODER", 2, extra=extra | here)
+    pair.decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0", extra=extra | here)
 
 
 @pytest.mark.parametrize("here", ["plain", "secret", "certificate"])
@@ -60,29 +61,31 @@ def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
 def test_two_ends_link_only_if_they_authenticate_in_the_same_way(
     pair: Pair, tmp_path: Path, there: str, here: str
 ) -> None:
+    """An end believes every secret of its file and shows the first; a certificate may name several clusters or all."""
     authority = Authority(tmp_path)
+    old, new = secret_file(tmp_path / "a", old=SECRET, new=OTHER), secret_file(tmp_path / "b", n=OTHER, o=SECRET)
     ways: dict[str, list[dict[str, str]]] = {
         "plain": [{}, {}],
-        "secret": [secret_file(tmp_path / "secrets", a=SECRET)] * 2,
-        "certificate": [authority.issue("prompt", [1]), authority.issue("decoder", [2])],
+        "secret": [old, new],
+        "certificate": [authority.issue("prompt", [7, 1]), authority.issue("decoder", ["*"])],
     }
     start(pair, ways[there][0], ways[here][1])
     if there == here:
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)
-        return
-    before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
+    else:
+        not_admitted(pair)
+
+
+def not_admitted(pair: Pair) -> None:
+    """The decoder is refused, and nothing changes at either end."""
+    ends = (pair.prompt, pair.decoder)
+    before = [end.do(picture) for end in ends]
     assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
     with pytest.raises(AuthFailed):
         pair.decoder.do(dial, 1, pair.prompt.port)
-    assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
-    assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
-
-
-def refused_with(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
-    start(pair, there, here)
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
-    assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
+    assert [end.do(picture) for end in ends] == before
+    assert [end.do(links) for end in ends] == [{}, {}]
 
 
 @pytest.mark.parametrize("refuses", ["dialler", "listener"])
@@ -122,40 +125,28 @@ def _pem(folder: Path) -> dict[str, str]:
     return {option: str(folder / name) for option, name in files.items()}
 
 
-def test_an_end_believes_every_secret_of_its_file_and_shows_the_first(shm_pair: Pair, tmp_path: Path) -> None:
-    start(shm_pair, secret_file(tmp_path / "a", old=SECRET, new=OTHER), secret_file(tmp_path / "b", n=OTHER, o=SECRET))
-    shm_pair.link()
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+#: What is wrong with the certificate of one side: the clusters that it names, when it ends, or who made it.
+CERTIFICATES: dict[str, list[Any]] = {
+    "none": [],
+    "another": [3],
+    "alike": ["2x", "22", ""],
+    "expired": ["*"],
+    "foreign": ["*"],
+}
 
 
-@pytest.mark.parametrize("clusters", [[], [3], ["2x", "22", ""]], ids=["none", "another", "alike"])
 @pytest.mark.parametrize("side", ["prompt", "decoder"])
-def test_a_certificate_is_good_for_the_clusters_that_it_names(
-    shm_pair: Pair, tmp_path: Path, side: str, clusters: list[Any]
+@pytest.mark.parametrize("fault", CERTIFICATES)
+def test_a_certificate_is_good_for_the_clusters_it_names_in_its_time_by_its_ca(
+    shm_pair: Pair, tmp_path: Path, side: str, fault: str
 ) -> None:
     authority = Authority(tmp_path)
-    named = {"prompt": [1], "decoder": [2]} | {side: clusters}
-    refused_with(shm_pair, authority.issue("prompt", named["prompt"]), authority.issue("decoder", named["decoder"]))
-
-
-def test_a_certificate_may_name_several_clusters_or_all(shm_pair: Pair, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    start(shm_pair, authority.issue("prompt", [7, 1]), authority.issue("decoder", ["*"]))
-    shm_pair.link()
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-@pytest.mark.parametrize("side", ["prompt", "decoder"])
-@pytest.mark.parametrize("fault", ["expired", "foreign"])
-def test_a_certificate_that_is_over_or_of_another_ca(shm_pair: Pair, tmp_path: Path, side: str, fault: str) -> None:
-    authority = Authority(tmp_path)
     good = {"prompt": authority.issue("prompt", [1]), "decoder": authority.issue("decoder", [2])}
-    if fault == "expired":
-        bad = authority.issue("bad", ["*"], expires=NOW - DAY)
-    else:
-        bad = Authority(tmp_path, "other").issue("bad", ["*"]) | {"llm.TlsCa": str(authority.path)}
-    good[side] = bad
-    refused_with(shm_pair, good["prompt"], good["decoder"])
+    maker = Authority(tmp_path, "other") if fault == "foreign" else authority
+    bad = maker.issue("bad", CERTIFICATES[fault], expires=NOW - DAY if fault == "expired" else NOW + DAY)
+    good[side] = bad | {"llm.TlsCa": str(authority.path)}
+    start(shm_pair, good["prompt"], good["decoder"])
+    not_admitted(shm_pair)
 
 
 def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -> None:
@@ -279,10 +270,7 @@ class Rotated:
 
 def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) -> None:
     rotated = Rotated(tmp_path)
-    extra = {"llm.Transport": pair.transport}
-    ends = (pair.prompt, pair.decoder)
-    for end, (role, number), file in zip(ends, (("PROMPT", 1), ("DECODER", 2)), rotated.files, strict=True):
-        end.start(role, number, listen_ip_info="127.0.0.1:0", extra=extra | {"llm.AuthSecretFile": str(file)})
+    start(pair, *({"llm.AuthSecretFile": str(file)} for file in rotated.files))
     pair.link()
     source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
@@ -293,7 +281,7 @@ def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) 
             same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
             assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
             assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
-    bytes_move_both_ways(*ends)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
 def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_path: Path) -> None:
@@ -332,14 +320,6 @@ def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pyte
 
 
 AGED = {"llm.MaxLinkAge": "1", "llm.PeerTimeout": "3"}
-
-
-def start_linked(pair: Pair, prompt: dict[str, str], decoder: dict[str, str]) -> None:
-    """Start both ends with these options, and link them."""
-    extra = {"llm.Transport": pair.transport}
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | prompt)
-    pair.decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0", extra=extra | decoder)
-    pair.link()
 
 
 def authenticated(world: World) -> float:
@@ -385,7 +365,8 @@ def renewed_while_it_is_used(pair: Pair, until: Callable[[], None]) -> None:
 
 def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Path) -> None:
     secrets = secret_file(tmp_path / "secrets", a=SECRET)
-    start_linked(pair, secrets, secrets | AGED)
+    start(pair, secrets, secrets | AGED)
+    pair.link()
     renewed_while_it_is_used(pair, lambda: pair.prompt.do(wait_for_renewal))
     pair.decoder.do(wait_for_renewal)
 
@@ -393,7 +374,8 @@ def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Pa
 def test_ten_rotations_cost_no_pull_of_a_link_that_is_authenticated_again(tcp_pair: Pair, tmp_path: Path) -> None:
     rotated = Rotated(tmp_path)
     prompt, decoder = ({"llm.AuthSecretFile": str(file)} | AGED for file in rotated.files)
-    start_linked(tcp_pair, prompt, decoder)
+    start(tcp_pair, prompt, decoder)
+    tcp_pair.link()
 
     def rotate() -> None:
         for number in range(1, ROTATIONS + 1):
@@ -410,7 +392,8 @@ def test_a_peer_whose_secret_was_taken_back_is_unlinked_and_comes_back_with_a_ne
 ) -> None:
     files = [tmp_path / "prompt", tmp_path / "decoder"]
     prompt, decoder = (secret_file(file, a=SECRET) for file in files)
-    start_linked(pair, prompt | AGED, decoder)
+    start(pair, prompt | AGED, decoder)
+    pair.link()
     secret_file(files[0], b=OTHER)
     alone(pair.prompt, pair.decoder)
     linking.not_linked(pair.decoder, 1, "the link was lost", "is being dialled again")
@@ -425,9 +408,40 @@ def test_a_certificate_that_expires_ends_its_links(shm_pair: Pair, tmp_path: Pat
     authority = Authority(tmp_path)
     now = datetime.datetime.now(datetime.UTC)
     decoder = authority.issue("decoder", [2], expires=now + datetime.timedelta(seconds=5))
-    start_linked(shm_pair, authority.issue("prompt", [1]) | AGED, decoder)
+    start(shm_pair, authority.issue("prompt", [1]) | AGED, decoder)
+    shm_pair.link()
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
     alone(shm_pair.prompt, shm_pair.decoder)
     assert datetime.datetime.now(datetime.UTC) > now + datetime.timedelta(seconds=4)
     decoder = authority.issue("decoder", [2], expires=NOW + datetime.timedelta(days=1))  # in place: it is read again
     wait_until(lambda: linked(shm_pair.prompt, shm_pair.decoder), 30)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize(
+    ("prompt", "decoder", "folder", "transport"),
+    [
+        (str(USER), "root", False, "shm"),
+        (f"7, {USER}", "0", True, "shm"),
+        (None, "0", False, "tcp"),
+        (str(USER), None, True, "tcp"),
+        ("7", "0", False, "tcp"),
+    ],
+)
+def test_memory_is_mapped_where_both_ends_admit_each_others_user(
+    four: list[ChildEnd], socket_folder: Path, prompt: str | None, decoder: str | None, folder: bool, transport: str
+) -> None:
+    socket_folder.chmod(0o1777)
+    owner, reader = four[:2]
+    reader.do(become, USER)
+    place = {"llm.ShmSocketDir": str(socket_folder)} if folder else {}
+    for end, (role, number), users in ((owner, ("PROMPT", 1), prompt), (reader, ("DECODER", 2), decoder)):
+        admitted = {} if users is None else {"llm.SameHostUsers": users}
+        end.start(role, number, listen_ip_info="127.0.0.1:0", extra=place | admitted)
+    assert reader.do(link, [info(1, owner.port)]) == SUCCESS
+    said = reader.do(linking.explain, 1)
+    assert said.transport == transport
+    assert ("llm.SameHostUsers of both may admit" in said.reason) is (transport == "tcp"), said.reason
+    bytes_move_both_ways(owner, reader)
+    reader.stop()
+    owner.stop()

@@ -24,7 +24,7 @@ from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRe
 from tests.support import moves
 from tests.support.authority import Authority, secret_file
 from tests.support.layers import Always, outcome, raw, spanned
-from tests.support.linking import explain, info, link, links, links_of
+from tests.support.linking import explain, info, link, links, links_of, pull_from
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import pair_of
 
@@ -104,92 +104,65 @@ def over(pair: Pair, memory: str) -> None:
     assert name == (auto if pair.transport == "auto" else pair.transport)
 
 
-@pytest.mark.parametrize("denied", ["none", "pull", "push"])
-def test_a_peer_pulls_and_pushes_as_it_may(route: tuple[Pair, str], tmp_path: Path, denied: str) -> None:
-    """What is denied changes nothing at either end, and the link goes on; the owner may do all of it at its peer."""
+#: With remote cache access or without, what is denied. Each verb at every server: tests/unit/test_access_matrix.py.
+DENIED = [(True, ""), (True, "pull"), (True, "push"), (True, "consume")]
+DENIED += [(False, ""), (False, "push"), (False, "locate"), (False, "consume")]
+
+
+@pytest.mark.parametrize(("rca", "denied"), DENIED, ids=[f"{'rca' if rca else 'alone'}-{no}" for rca, no in DENIED])
+def test_a_peer_does_what_it_may(route: tuple[Pair, str], tmp_path: Path, rca: bool, denied: str) -> None:
+    """What is denied changes nothing at either end, and the link goes on; the owner may do all of it at its peer.
+
+    A pull consumes the key of a row without RCA, a push with it; of registered memory no key is consumed.
+    """
     pair, memory = route
-    start(pair, tmp_path, {"2": ALL | ({} if denied == "none" else {denied: False}), "*": ALL}, rca=True)
+    start(pair, tmp_path, {"2": ALL | ({denied: False} if denied else {}), "*": ALL}, rca=rca)
     pair.link()
-    there: Bytes = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS, memory=memory), 1)
-    here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 2)
-    blocks = Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS
-    text = f"llm.PeerPolicy of the owner does not allow cluster 2 to {denied}"
+    prompt, decoder, keys = pair.prompt, pair.decoder, (CacheKey(1, req_id=7), CacheKey(1, req_id=8))
+    there: dict[str, Bytes] = {
+        "kv": prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS, memory=memory), 1),
+        "row": prompt.do(make, "row", Spec(rows=1, keys=keys[:1]), 2),
+        "kept": prompt.do(make, "kept", Spec(rows=1, keys=keys[1:], memory="private"), 3),
+    }
+    here: dict[str, Bytes] = {
+        "kv": decoder.do(make, "kv", Spec(blocks=True, memory=memory), 4),
+        "own": decoder.do(make, "own", Spec(rows=1, memory=memory), 5),
+    }
+    rows = [CacheKeyByIdAndIndex(1, prompt.do(moves.cache_id, name), 0) for name in ("row", "kept")] if rca else keys
+    verb, to, blocks = "push" if rca else "pull", raw(prompt, "kv", range(2)), (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
 
-    def denies(function: Any, *args: Any) -> None:
-        refused((pair.decoder, pair.prompt), ["kv"], CacheMismatch, [text], function, *args)
+    def tries(verbs: set[str], function: Any, *args: Any) -> bool:
+        """Return True if the call, which takes these verbs, goes well, as it has to where none of them is denied."""
+        if denied in verbs:
+            text = f"llm.PeerPolicy of the owner does not allow cluster 2 to {denied}"
+            refused((decoder, prompt), [*there, *here], CacheMismatch, [text], function, *args)
+            return False
+        decoder.do(function, *args)
+        return True
 
-    if denied == "pull":
-        denies(call, "pull_blocks", BLOCKS, *blocks)
-        denies(claim, bytes(16))
-    else:
-        pair.decoder.do(call, "pull_blocks", BLOCKS, *blocks)
-        here = moved(here, there, PAIRS)
-        pair.prompt.do(give, bytes(16))
-        pair.decoder.do(claim, bytes(16))
-        wait_until(lambda: not pair.prompt.do(active))
+    if tries({"pull"}, call, "pull_blocks", BLOCKS, *blocks):
+        here["kv"] = moved(here["kv"], there["kv"], PAIRS)
+    prompt.do(give, bytes(16))
+    if tries({"pull"}, claim, bytes(16)):
+        wait_until(lambda: not prompt.do(active))
+    if not rca and tries({"push", "locate"}, send_raw, to):
+        there["kv"] = spanned(there["kv"], here["kv"], [(dst * 48, src * 48, 48) for dst, src in PAIRS])
+    if rca and tries({"push"}, call, "push_blocks", BLOCKS, *blocks):
+        there["kv"] = moved(there["kv"], here["kv"], PAIRS)
+    if not denied:
         over(pair, memory)
-    if denied == "push":
-        denies(call, "push_blocks", BLOCKS, *blocks)
-    else:
-        pair.decoder.do(call, "push_blocks", BLOCKS, *blocks)
-        there = moved(there, here, PAIRS)
+    for verbs, name, row in (({verb, "consume"}, "row", rows[0]), ({verb}, "kept", rows[1])):
+        if tries(verbs, call, f"{verb}_cache", row, Use("own")):
+            there[name], here["own"] = (here["own"],) * 2 if rca else (there[name],) * 2
+    consumed = not {verb, "consume"} & {denied}
+    wait_until(lambda: len([key for key in prompt.do(picture).keys if "7" in key.key]) == 1 - consumed)
     mine = BlocksCacheKey(2, 9)
-    source: Bytes = pair.decoder.do(make, "mine", Spec(blocks=True, blocks_key=mine, memory=memory), 3)
-    pair.prompt.do(call, "pull_blocks", mine, Use("kv"), [2], [5])
-    there = moved(there, source, [(5, 2)])
-    same_bytes(pair.decoder.do(show, "kv"), here)
-    same_bytes(pair.prompt.do(show, "kv"), there)
-
-
-@pytest.mark.parametrize("denied", ["none", "push", "locate"])
-def test_a_peer_names_addresses_as_it_may(route: tuple[Pair, str], tmp_path: Path, denied: str) -> None:
-    pair, memory = route
-    start(pair, tmp_path, {"*": ALL | ({} if denied == "none" else {denied: False})})
-    pair.link()
-    there: Bytes = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS, memory=memory), 1)
-    here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 2)
-    to = raw(pair.prompt, "kv", range(2))
-    if denied == "none":
-        pair.decoder.do(send_raw, to)
-        there = spanned(there, here, [(dst * 48, src * 48, 48) for dst, src in PAIRS])
-        over(pair, memory)
-    else:
-        text = f"llm.PeerPolicy of the owner does not allow cluster 2 to {denied}"
-        refused((pair.decoder, pair.prompt), ["kv"], CacheMismatch, [text], send_raw, to)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
-    same_bytes(pair.decoder.do(show, "kv"), moved(here, there, PAIRS))
-    same_bytes(pair.prompt.do(show, "kv"), there)
-
-
-@pytest.mark.parametrize("consume", [False, True])
-@pytest.mark.parametrize("rca", [False, True], ids=["pull", "push"])
-def test_who_may_not_consume_leaves_the_keys_of_rows_alone(
-    route: tuple[Pair, str], tmp_path: Path, rca: bool, consume: bool
-) -> None:
-    """Without RCA a pull consumes the key, with RCA a push; of registered memory no key is consumed."""
-    pair, memory = route
-    start(pair, tmp_path, {"2": ALL | {"consume": consume}}, rca=rca)
-    pair.link()
-    request, other = CacheKey(1, req_id=7), CacheKey(1, req_id=8)
-    there: Bytes = pair.prompt.do(make, "row", Spec(rows=1, keys=(request,)), 1)
-    kept: Bytes = pair.prompt.do(make, "kept", Spec(rows=1, keys=(other,), memory="private"), 2)
-    here: Bytes = pair.decoder.do(make, "kv", Spec(rows=1, memory=memory), 3)
-    method = "push_cache" if rca else "pull_cache"
-    names: list[Any] = [request, other]
-    if rca:
-        names = [CacheKeyByIdAndIndex(1, pair.prompt.do(moves.cache_id, name), 0) for name in ("row", "kept")]
-    if consume:
-        pair.decoder.do(call, method, names[0], Use("kv"))
-        there, here = (here, here) if rca else (there, there)
-        wait_until(lambda: len(pair.prompt.do(picture).keys) == 1)
-    else:
-        text, args = "does not allow cluster 2 to consume the key of this row", (call, method, names[0], Use("kv"))
-        refused((pair.decoder, pair.prompt), ["row", "kept", "kv"], CacheMismatch, [text], *args)
-        assert len(pair.prompt.do(picture).keys) == 2
-    pair.decoder.do(call, method, names[1], Use("kv"))
-    kept, here = (here, here) if rca else (kept, kept)
-    for end, name, expected in ((pair.prompt, "row", there), (pair.prompt, "kept", kept), (pair.decoder, "kv", here)):
-        same_bytes(end.do(show, name), expected)
+    source: Bytes = decoder.do(make, "mine", Spec(blocks=True, blocks_key=mine, memory=memory), 6)
+    prompt.do(call, "pull_blocks", mine, Use("kv"), [2], [5])
+    there["kv"] = moved(there["kv"], source, [(5, 2)])
+    for end, held in ((prompt, there), (decoder, here)):
+        for name, expected in held.items():
+            same_bytes(end.do(show, name), expected)
 
 
 @pytest.mark.parametrize("by", ["prompt", "decoder"])
@@ -505,12 +478,7 @@ def test_a_certificate_binds_the_cluster_id_that_a_policy_names(local_pair: Pair
     local_pair.decoder.start("DECODER", 2, extra=here)
     local_pair.link()
     with pytest.raises(CacheNotFound):
-        local_pair.decoder.do(missing)
-
-
-def missing(world: World) -> None:
-    cache = world.cm.allocate_blocks_cache(Spec().desc)
-    world.cm.pull_blocks(BlocksCacheKey(1, 77), cache, [0], [0])
+        local_pair.decoder.do(pull_from, 1)
 
 
 def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -526,13 +494,6 @@ def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, capl
 def texts_of(world: World) -> list[str]:
     """Return all that an end says of itself."""
     engine = world.dd._require_engine("test")
-    objects = [
-        world.dd,
-        world.dd.statistics(),
-        engine,
-        engine.options,
-        engine._access,
-        vars(engine),
-        engine.links.all(),
-    ]
+    own = [engine, engine.options, engine._access, vars(engine), engine.links.all()]
+    objects = [world.dd, world.dd.statistics(), *own]
     return [repr(each) for each in objects] + [str(each) for each in objects]
