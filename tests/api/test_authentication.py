@@ -296,11 +296,9 @@ def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_p
     file.unlink()
     assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
     shm_pair.link()
-    began = time.monotonic()
     new_secret(file, "other")  # both ends read it: still the same at both
     assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
     shm_pair.link()
-    assert time.monotonic() - began < 60
 
 
 def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ from llm_datadist._transport.connect import LANES_PER_LINK
 from llm_datadist._transport.lanes import LANE_PREAMBLE, MAX_LANES, NONCE_BYTES, TOKEN_BYTES
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
 from llm_datadist.testing import scene
-from tests.support import linking, seccomp
+from tests.support import linking, moves, seccomp
 from tests.support.authority import Authority
 from tests.support.ends import ChildEnd
 from tests.support.frozen import frozen
@@ -200,20 +200,11 @@ def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair) -> None
         with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
             decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
         assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
-        wait_until(lambda method=method: decoder.do(_tries, method))  # type: ignore[misc]  # bound at once
+        wait_until(partial(moves.in_time, decoder, call, method, BLOCKS, Use("kv"), [2], [1]))
         ours = decoder.do(show, "kv")
         same_bytes([tensor[1:2] for tensor in target.do(show, "kv")], [tensor[2:3] for tensor in sent])
         same_bytes(source.do(show, "kv"), sent)
         assert prompt.do(picture).pins == 0
-
-
-def _tries(world: World, method: str) -> bool:
-    """One more call; a loaded machine may need several within so short a time."""
-    try:
-        call(world, method, BLOCKS, Use("kv"), [2], [1])
-    except DeadlineExceeded:
-        return False
-    return True
 
 
 def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(tcp_pair: Pair) -> None:
@@ -460,19 +451,10 @@ def test_r07_a_pull_from_an_owner_that_stands_still_ends_in_time_and_leaves_no_p
     # The request and the release come together, in any order. Longer than that a pin would stay for two seconds.
     wait_until(lambda: prompt.do(picture).pins == 0, 1.0)
     assert waiting(prompt) == {repr((0, 11, 0)), repr((0, 12, 0))}
-    wait_until(lambda: _pulled(decoder, 11))
+    wait_until(lambda: moves.in_time(decoder, call, "pull_cache", key(11), KV, 1))
     shown = decoder.do(show, "kv")
     same_bytes(shown, moved(moved(dst, src, [(0, 0)]), shown, [(1, 1)]))  # what was addressed was undefined meanwhile
     same_bytes([tensor[1:2] for tensor in shown], [tensor[1:2] for tensor in src])
-
-
-def _pulled(decoder: End, number: int) -> bool:
-    """One more call; a loaded machine may need several within so short a time."""
-    try:
-        decoder.do(call, "pull_cache", key(number), KV, 1)
-    except DeadlineExceeded:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("step", ["after copy", "release"])

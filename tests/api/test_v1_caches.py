@@ -43,7 +43,7 @@ from tests.support.layers import Always, addresses
 from tests.support.linking import SUCCESS, begin_there, info, link, result_there
 from tests.support.memory import user_memory
 from tests.support.moves import Use, cache_id, moved, picture, same_bytes, show, wait_until
-from tests.support.refusals import LAYERS, MISMATCH, RULE, TYPE, Spec, Table, bad, each, integer, no_op, refuse
+from tests.support.refusals import MISMATCH, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op, refuse
 from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
 from tests.support.world import fill, make_config, read, residue, settled
 
@@ -477,13 +477,18 @@ DECODER: Final = (
             "size": SIZE,
             "src_cache_offset": OFFSET,
             "dst_cache_offset": OFFSET,
-            **LAYERS,
+            **refusals.LAYERS,
         },
         bad(RULE, "dst_cache_offset=48", dst_cache_offset=48),
         bad(RULE, "dst_cache_offset=41", size=8, dst_cache_offset=41),
         bad(MISMATCH, "41", size=8, src_cache_offset=41),
         bad(MISMATCH, "1", src_cache_offset=1),  # size -1 is the whole destination row
         *each(RULE, "exactly one", cache_key=[NO_ID, TWO_IDS]),
+        bad(UNLINKED, "cluster 77", cache_key=CacheKey(77, 10)),
+        bad(refusals.GONE, "99", cache_key=CacheKeyByIdAndIndex(1, 99)),
+        bad(refusals.GONE, "row 6", cache_key=CacheKeyByIdAndIndex(1, 1, 6)),
+        bad(refusals.GONE, "req_id=11", cache_key=CacheKey(1, 11)),
+        bad(refusals.GONE, "no cache with id", kv_cache=Use("freed rows")),
     ),
     Table(
         "v1.pull_blocks",
@@ -493,11 +498,13 @@ DECODER: Final = (
             "decoder_kv_cache": KV_BLOCKS,
             "prompt_blocks": LIST,
             "decoder_blocks": LIST,
-            **LAYERS,
+            **refusals.LAYERS,
         },
         *each(RULE, "equal lengths", prompt_blocks=[[0]], decoder_blocks=[[0]]),
         bad(RULE, "prompt_blocks is empty", prompt_blocks=[], decoder_blocks=[]),
         bad(MISMATCH, "block sizes differ", decoder_kv_cache=Use("other size")),
+        bad(UNLINKED, "cluster 77", prompt_cache_key=BlocksCacheKey(77, 3)),
+        bad(refusals.GONE, "model_id=99", prompt_cache_key=BlocksCacheKey(1, 99)),
     ),
     Table(
         "v1.copy_cache",
@@ -554,7 +561,9 @@ def _more(world: World) -> None:
     kv_make(world, "paged", desc(rows=6), 4, (), True, BLOCKS if world.dd.cluster_id == 1 else None)
     kv_make(world, "other size", desc(rows=6, stride=32), 5, (), True)
     kv_make(world, "freed", desc(rows=6), 6, (), True)
-    kv_call(world, "deallocate_cache", Use("freed"))
+    kv_make(world, "freed rows", desc(rows=6), 6)
+    for name in ("freed", "freed rows"):
+        kv_call(world, "deallocate_cache", Use(name))
     memory = world.memory["host memory"] = np.zeros(8 * 48, np.uint8)
     address = memory.ctypes.data
     world.memory["kv cpu"] = KvCache.create_cpu_cache(HOST, [address] * 4)

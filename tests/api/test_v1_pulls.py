@@ -25,8 +25,8 @@ from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotInitialized,
 from tests.support.ends import LocalEnd
 from tests.support.frozen import frozen
 from tests.support.layers import Always, Gated, addresses
-from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, result_there, switch, unlink
-from tests.support.moves import Use, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, redials, result_there, switch, unlink
+from tests.support.moves import Use, in_time, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import drop, host, join, status, table
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, Spec, Table, bad, refuse
 from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
@@ -168,27 +168,15 @@ def test_check_link_status_and_pulls_of_a_stopped_peer_time_out_and_a_lost_link_
         assert (caught.value.status_code, caught.value.phase, caught.value.budget_ms) == (WAITED, "ping", 200)
         for call in PULLS.values():
             refused([decoder], [], DeadlineExceeded, ["200 ms"], kv_call, *call, status=WAITED)
-    wait_until(lambda: _answers(decoder))  # once it goes on
+    wait_until(lambda: in_time(decoder, probe, 1))  # once it goes on
     for name, call in PULLS.items():
-        decoder.do(kv_call, *call)
+        wait_until(partial(in_time, decoder, kv_call, *call))
         same_bytes(decoder.do(show, name), moved(mine[name], theirs[name], [(2, 1)]))
     prompt.stop()
     wait_until(lambda: decoder.do(links) == {})
-    assert len(decoder.do(_redials)) == 1
+    assert len(decoder.do(redials)) == 1
     assert decoder.do(unlink, [info(1, prompt.port)]) == (OK, [NOT_YET])
-    assert decoder.do(_redials) == ()
-
-
-def _redials(world: World) -> Any:
-    return world.dd.statistics().redials
-
-
-def _answers(end: End) -> bool:
-    try:
-        end.do(probe, 1)
-    except DeadlineExceeded:
-        return False
-    return True
+    assert decoder.do(redials) == ()
 
 
 def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_and_the_other_mode(
@@ -343,44 +331,6 @@ def both_kinds(end: End, seed: int) -> dict[str, Bytes]:
         "kv": end.do(kv_make, "kv", desc(), seed),
         "paged": end.do(kv_make, "paged", desc(), seed + 1, (), True, key),
     }
-
-
-def test_r22_what_is_not_linked_or_not_there_has_a_code_and_linking_again_mends_it(tcp_pair: Pair) -> None:
-    tcp_pair.start(linked=False, **POOL)
-    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
-
-    def link_and_pull() -> None:
-        tcp_pair.link()
-        for name, call in PULLS.items():
-            decoder.do(kv_call, *call)
-            mine[name] = moved(mine[name], theirs[name], [(2, 1)])
-            same_bytes(decoder.do(show, name), mine[name])
-
-    def fails(kind: type[LLMException], part: str, *calls: tuple[Any, ...]) -> None:
-        for call in calls:
-            refused([decoder], [], kind, [part], kv_call, *call, status=kind.default_status)
-
-    fails(NotLinked, "cluster 1", *PULLS.values())
-    link_and_pull()
-    for key, part in ((CacheKeyByIdAndIndex(1, 99), "99"), (CacheKeyByIdAndIndex(1, 1, 8), "row 8")):
-        fails(CacheNotFound, part, ("pull_cache", key, Use("kv")))
-    fails(CacheNotFound, "99", ("pull_blocks", BlocksCacheKey(1, 99), Use("paged"), [0], [0]))
-    # Unlinked and linked again; the prompt goes and comes back; its caches go, then the decoder's own.
-    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-    alone(prompt, decoder)
-    fails(NotLinked, "cluster 1", *PULLS.values())
-    link_and_pull()
-    prompt.stop()
-    alone(decoder)
-    fails(NotLinked, "cluster 1", *PULLS.values())
-    start_end(prompt, "PROMPT", extra={"llm.Transport": "tcp"})
-    theirs = both_kinds(prompt, 5)
-    link_and_pull()
-    prompt.do(kv_call, "deallocate_cache", Use("paged"))
-    fails(CacheNotFound, "model_id=3", PULLS["paged"])
-    decoder.do(kv_call, "deallocate_cache", Use("kv"))
-    fails(CacheNotFound, "id 1", PULLS["kv"])
 
 
 #: Offsets into the rows of source and destination, size, and how many bytes move.
