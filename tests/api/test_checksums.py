@@ -24,8 +24,6 @@ from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.views import tensor_views
-from tests.support import checksums
-from tests.support.checksums import KEY, ON, PAGED, ROWS, STRIDE, TENSORS, both, kept, questions, verified
 from tests.support.layers import spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from tests.support.ends import ChildEnd, End
     from tests.support.layers import Span
+    from tests.support.moves import Bytes
     from tests.support.pairs import Pair
     from tests.support.world import World
 
@@ -49,6 +48,44 @@ pytestmark = pytest.mark.covers(
     "LLMStatusCode.LLM_SUCCESS",
     "errors.DeadlineExceeded",
 )
+
+ON = {"llm.Checksum": "1"}
+KEY = CacheKey(1, 10)
+ROWS = Spec(keys=(KEY,))
+PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+TENSORS, STRIDE = 4, 48
+
+
+def both(pair: Pair, source: Spec, target: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
+    pair.start(extra=ON | settings.pop("extra", {}), **settings)
+    return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
+
+
+def verified(end: End) -> int:
+    (only,) = end.do(picture).links
+    total: int = only.verified_bytes
+    return total
+
+
+def kept(pair: Pair) -> int:
+    """Return how many keys the prompt has (interface R5), once every pin is given back."""
+    wait_until(lambda: pair.prompt.do(picture).pins == 0)
+    return len(pair.prompt.do(picture).keys)
+
+
+def _checksums(world: World) -> Any:
+    return world.dd._require_engine("test")._checksums
+
+
+def block_answers(world: World, go: Path) -> None:
+    """Keep this end from answering until a file is there."""
+    _checksums(world)._thread.submit(wait_until, go.exists, 60)
+
+
+def questions(world: World) -> int:
+    """Return how many questions wait for an answer of this end."""
+    return sum(len(queue) for queue in _checksums(world)._queues.values())
+
 
 KV: Final = Use("kv")
 TARGET: Final = Spec(blocks=True)
@@ -295,7 +332,7 @@ def block_numbers(world: World) -> list[list[int]]:
 
 def test_r06_no_answer_in_time_is_no_success(shm_pair: Pair, tmp_path: Path) -> None:
     both(shm_pair, ROWS, Spec(), sync_kv_timeout=300)
-    shm_pair.prompt.do(checksums.block_answers, tmp_path / "go")
+    shm_pair.prompt.do(block_answers, tmp_path / "go")
     with pytest.raises(DeadlineExceeded) as caught:
         shm_pair.decoder.do(call, "pull_cache", KEY, KV, 5)
     assert (caught.value.phase, caught.value.peer) == ("verify", 1)
@@ -308,7 +345,7 @@ def test_r06_no_answer_in_time_is_no_success(shm_pair: Pair, tmp_path: Path) -> 
 
 def begun(prompt: End, decoder: End, folder: Path, *args: Any) -> Callable[[], Any]:
     """Begin a call whose question the prompt does not answer before there is ``go`` in the folder."""
-    prompt.do(checksums.block_answers, folder / "go")
+    prompt.do(block_answers, folder / "go")
     finish = begin(decoder, call, *args)
     wait_until(lambda: prompt.do(questions) == 1)
     return finish
@@ -430,7 +467,7 @@ def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> byt
     return found.tobytes()
 
 
-def test_a_fair_question_is_answered_again_and_again(local_pair: Pair) -> None:
+def test_rule_10_a_fair_question_is_answered_again_and_again_a_too_long_one_ends_the_link(local_pair: Pair) -> None:
     both(local_pair, PAGED, Spec(blocks=True))
     for _ in range(3):  # a replay is one more question
         assert digests(local_pair) == expected(local_pair, (2 * STRIDE, STRIDE))
@@ -438,6 +475,11 @@ def test_a_fair_question_is_answered_again_and_again(local_pair: Pair) -> None:
     each = digests(local_pair, count=1, each_run=True, runs=spans(*pieces))
     assert each == expected(local_pair, *pieces, each_run=True)
     assert len(digests(local_pair, runs=b"")) == TENSORS * 16
+    # More runs than a question may have cost the connection.
+    digests(local_pair, runs=spans((0, 1)) * MAX_VERIFY_RUNS)
+    with pytest.raises(Exception, match=r"lost cluster 1|given up"):
+        asked(local_pair, runs=spans((0, 1)) * (MAX_VERIFY_RUNS + 1))
+    wait_until(lambda: local_pair.prompt.do(picture).links == ())
 
 
 UNFAIR: list[tuple[dict[str, Any], LLMStatusCode, str]] = [
@@ -487,14 +529,6 @@ def test_rule_10_an_unfair_question_is_refused_and_costs_nothing(local_pair: Pai
         dst = moved(dst, src, [(block, 1)])
     same_bytes(local_pair.decoder.do(show, "kv"), dst)
     same_bytes(local_pair.prompt.do(show, "kv"), src)
-
-
-def test_rule_10_more_runs_than_a_question_may_have_cost_the_connection(local_pair: Pair) -> None:
-    both(local_pair, PAGED, Spec(blocks=True))
-    digests(local_pair, runs=spans((0, 1)) * MAX_VERIFY_RUNS)
-    with pytest.raises(Exception, match=r"lost cluster 1|given up"):
-        asked(local_pair, runs=spans((0, 1)) * (MAX_VERIFY_RUNS + 1))
-    wait_until(lambda: local_pair.prompt.do(picture).links == ())
 
 
 # --- many questions ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, li
 from tests.support.moves import Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, UNLINKED, Row, Table, bad, refuse
+from tests.support.refusals import Spec as Argument
 from tests.support.world import World, make_config, residue_of
 
 if TYPE_CHECKING:
@@ -554,31 +555,27 @@ def devices(*ranks: Any, **fields: Any) -> str:
     return servers(device=[{"device_id": "0", "rank_id": rank} | fields for rank in ranks])
 
 
+SPECS: dict[str, Argument] = {
+    "comm_name": Argument((1,), (RULE, "{}", "", "\ud800"), (RULE, "128", "x" * 128), (RULE, "NUL", "a\0b")),
+    "cluster_rank_info": Argument(
+        ([(2, 0), (3, 1)],),
+        (TYPE, "{}", {"2": 0, 3: 1}),
+        (NONE, "{}", {None: 0, 3: 1}),
+        (TYPE, "{}[2]", {2: "0", 3: 1}),
+        (NONE, "{}[3]", {2: 0, 3: None}),
+        (RULE, "0 members", {}),
+        (RULE, "5 members", {2: 0, 3: 1, 4: 2, 5: 3, 6: 4}),
+        (RULE, "{}: -1", {-1: 0, 2: 1}),
+        (RULE, str(2**64), {2: 0, 2**64: 1}),
+        (RULE, "{}[2]: -1", {2: -1, 3: 1}),
+        (RULE, "{}[3]", {2: 0, 3: 2**32}),
+        (RULE, "[1, 0] are not in ascending", {3: 1, 2: 0}),
+        (RULE, "ascending", {3: 0, 2: 0}, {np.int64(2): 0, 3: 1, np.uint8(4): 1}),
+        (RULE, "{}", {3: 0, 4: 1}),
+    ),
+    "rank_table": Argument(({},)),
+}
 WRONG: list[Row] = [
-    bad(NONE, "comm_name", comm_name=None),
-    bad(TYPE, "comm_name", "int", comm_name=1),
-    bad(RULE, "comm_name", comm_name=""),
-    bad(RULE, "comm_name", "128", comm_name="x" * 128),
-    bad(RULE, "comm_name", comm_name="\ud800"),
-    bad(RULE, "comm_name", "NUL", comm_name="a\0b"),
-    bad(NONE, "cluster_rank_info", cluster_rank_info=None),
-    bad(TYPE, "cluster_rank_info", "list", cluster_rank_info=[(2, 0), (3, 1)]),
-    bad(TYPE, "cluster_rank_info", "str", cluster_rank_info={"2": 0, 3: 1}),
-    bad(NONE, "cluster_rank_info", cluster_rank_info={None: 0, 3: 1}),
-    bad(TYPE, "cluster_rank_info[2]", "str", cluster_rank_info={2: "0", 3: 1}),
-    bad(NONE, "cluster_rank_info[3]", cluster_rank_info={2: 0, 3: None}),
-    bad(RULE, "cluster_rank_info", "0 members", cluster_rank_info={}),
-    bad(RULE, "cluster_rank_info", "5 members", cluster_rank_info={2: 0, 3: 1, 4: 2, 5: 3, 6: 4}),
-    bad(RULE, "cluster_rank_info", "-1", cluster_rank_info={-1: 0, 2: 1}),
-    bad(RULE, "cluster_rank_info", str(2**64), cluster_rank_info={2: 0, 2**64: 1}),
-    bad(RULE, "cluster_rank_info[2]", "-1", cluster_rank_info={2: -1, 3: 1}),
-    bad(RULE, "cluster_rank_info[3]", str(2**32), cluster_rank_info={2: 0, 3: 2**32}),
-    bad(RULE, "ascending", "[1, 0]", cluster_rank_info={3: 1, 2: 0}),
-    bad(RULE, "ascending", "[0, 0]", cluster_rank_info={3: 0, 2: 0}),
-    bad(RULE, "ascending", cluster_rank_info={np.int64(2): 0, 3: 1, np.uint8(4): 1}),
-    bad(RULE, "cluster_rank_info", "2", cluster_rank_info={3: 0, 4: 1}),
-    bad(NONE, "rank_table", rank_table=None),
-    bad(TYPE, "rank_table", "dict", rank_table={}),
     bad(RULE, "rank_table", "JSON", rank_table="{"),
     bad(RULE, "rank_table", "JSON", rank_table="[" * 100_000),
     bad(RULE, "rank_table", "list", rank_table="[]"),
@@ -626,7 +623,7 @@ def test_r01_r19_a_wrong_argument_of_link_is_refused_in_the_documented_order_bef
     end.start("DECODER", 2)
     for call_ in ("unlink", "query_register_mem_status", "explain_communicator"):
         refuse([end], Table(f"dd.{call_}", {}, {"comm_id": UINT64}, *UNKNOWN))
-    refuse([end], Table("dd.link", GOOD, {}, *WRONG, *IN_ORDER))
+    refuse([end], Table("dd.link", GOOD, SPECS, *WRONG, *IN_ORDER))
     end.do(make, "early", replace(ROWS, accessible=True), 1)  # link() has not been called
     assert end.do(ranks.join, *GOOD.values()) == 1, "no id was used up"
 

@@ -77,19 +77,6 @@ def test_r28_i01_one_call_makes_one_link_that_both_ends_can_use_and_a_second_cha
     bytes_move_both_ways(*ends)
 
 
-def test_a_link_to_ourselves_works_and_pulling_over_it_is_refused(end: LocalEnd) -> None:
-    end.start("MIX", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
-    assert end.do(link, there(end)) == SUCCESS
-    assert end.do(links) == {1: "ready"}
-    source = end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
-    refused([end], ["kv"], ParamError, ["cluster"], call, "pull_blocks", BLOCKS, Use("kv"), [0], [1])
-    end.do(call, "push_blocks", BLOCKS, Use("kv"), [0], [1])
-    same_bytes(end.do(show, "kv"), moved(source, source, [(1, 0)]))
-    assert end.do(unlink, there(end)) == SUCCESS
-    alone(end)
-    assert end.do(link, there(end)) == SUCCESS
-
-
 def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair: Pair) -> None:
     shm_pair.start(linked=False)
     decoder = shm_pair.decoder

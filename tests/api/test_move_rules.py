@@ -16,7 +16,7 @@ from llm_datadist.errors import CacheMismatch, ParamError
 from tests.support import moves
 from tests.support.background import Call
 from tests.support.layers import INVALID, keyed, send
-from tests.support.linking import SUCCESS, info, link
+from tests.support.linking import SUCCESS, alone, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, picture, refused, same_bytes, show
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def test_a_cache_with_more_tensors_than_a_frame_can_name_is_refused_and_not_wait
 def test_r26_r28_a_link_to_oneself_pushes_in_the_order_given_but_does_not_pull(end: LocalEnd) -> None:
     end.start("MIX", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
     assert end.do(link, [info(1, end.port)]) == SUCCESS
+    assert end.do(links) == {1: "ready"}
     wanted = end.do(make, "there", Spec(blocks=True, blocks_key=BLOCKS), 1)
     src = end.do(make, "kv", Spec(rows=6, blocks=True), 2)
     end.do(make, "rows", Spec(), 3)
@@ -77,6 +78,9 @@ def test_r26_r28_a_link_to_oneself_pushes_in_the_order_given_but_does_not_pull(e
     one_layer = partial(call, src_layer_range=range(1), dst_layer_range=range(1, 2))
     end.do(one_layer, "push_blocks", BLOCKS, Use("there"), [6, 3], [6, 3])
     same_bytes(end.do(show, "there"), moved(wanted, wanted, [(6, 6), (3, 3)], [(2, 0), (3, 1)]))
+    assert end.do(unlink, [info(1, end.port)]) == SUCCESS
+    alone(end)
+    assert end.do(link, [info(1, end.port)]) == SUCCESS
 
 
 THREADS = 12

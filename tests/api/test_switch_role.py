@@ -17,7 +17,7 @@ from tests.support.background import begin_there, result_there
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links_of, reachable, switch, unlink
 from tests.support.moves import refused, wait_until
 from tests.support.ranks import drop, host, join, new_name, table
-from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, refuse
+from tests.support.refusals import RULE, TYPE, Spec, Table, refuse
 from tests.support.world import World, make_config
 
 if TYPE_CHECKING:
@@ -197,24 +197,25 @@ def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(shm_pa
         assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
 
 
-WRONG: list[Row] = [
-    bad(NONE, "role", role=None),
-    bad(TYPE, "role", "int", role=1),
-    bad(TYPE, "role", "str", role="PROMPT"),
-    bad(TYPE, "switch_options", "list", switch_options=[]),
-    bad(TYPE, "switch_options", "str", switch_options="x"),
-    bad(TYPE, LISTEN, "int", switch_options={LISTEN: 1}),
-    bad(RULE, "''", "ip:port", switch_options={LISTEN: ""}),
-    bad(RULE, "port 'x'", switch_options={LISTEN: "127.0.0.1:x"}),
-    bad(RULE, "65536", switch_options={LISTEN: "127.0.0.1:65536"}),
-    bad(RULE, "::1:5", switch_options={LISTEN: "::1:5"}),
-]
+SPECS = {
+    "role": Spec((1, "PROMPT")),
+    "switch_options": Spec(
+        ([], "x"),
+        (TYPE, LISTEN, {LISTEN: 1}),
+        (RULE, "''", {LISTEN: ""}),
+        (RULE, "ip:port", {LISTEN: ""}),
+        (RULE, "port 'x'", {LISTEN: "127.0.0.1:x"}),
+        (RULE, "65536", {LISTEN: "127.0.0.1:65536"}),
+        (RULE, "::1:5", {LISTEN: "::1:5"}),
+        none_ok=True,
+    ),
+}
 
 
 def test_r01_a_wrong_argument_of_switch_role_is_refused(end: LocalEnd) -> None:
     end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0")
     before = end.do(now)
-    refuse([end], Table("dd.switch_role", {"role": LLMRole.MIX, "switch_options": None}, {}, *WRONG))
+    refuse([end], Table("dd.switch_role", {"role": LLMRole.MIX}, SPECS))
     assert end.do(now) == before
 
 

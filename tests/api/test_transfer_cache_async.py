@@ -454,15 +454,13 @@ def sent(pair: Pair, synchronizer: LayerSynchronizer, *configs: range) -> CacheT
 # --- what fails, and what must be reported ---------------------------------------------------------------------------
 
 
-def test_r18_a_synchronizer_that_says_no_or_dies_fails_every_unfinished_config(shm_pair: Pair) -> None:
+def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_config_is(shm_pair: Pair) -> None:
     shm_pair.start(rca=True)
-    decoder = shm_pair.decoder
-    before, source = make_both(shm_pair.prompt, decoder, KV, KV)
-    answers: list[tuple[object, LLMStatusCode, str]] = [
-        (False, INVALID, "returned False"),
-        (SystemExit(3), FAILED, "SystemExit"),  # what else it may raise: tests/unit/test_tasks.py
-    ]
-    for value, code, text in answers:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    before, source = make_both(prompt, decoder, KV, KV)
+    good, later, last, whole = (by_key(shm_pair, each) for each in (range(1), range(1, 2), range(2, 3), range(3)))
+    # A synchronizer that says no or dies; what else it may raise: tests/unit/test_tasks.py.
+    for value, code, text in ((False, INVALID, "returned False"), (SystemExit(3), FAILED, "SystemExit")):
         decoder.do(begin, "kv", [by_key(shm_pair, each) for each in (range(1), range(2), range(1, 3), range(2, 3))])
         decoder.do(ready, 0)
         decoder.do(answer, 1, value)
@@ -471,15 +469,7 @@ def test_r18_a_synchronizer_that_says_no_or_dies_fails_every_unfinished_config(s
         assert [text in error for error in result.errors] == [False, True, True, True]
         assert decoder.do(asked) == [0, 1]
         before = spanned(before, source, ROW, [(0, 0), (1, 1)])
-        same_bytes(received(shm_pair.prompt), before)
-    bytes_move_both_ways(decoder, shm_pair.prompt)
-
-
-def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_config_is(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    before, source = make_both(prompt, decoder, KV, KV)
-    good, later, last, whole = (by_key(shm_pair, each) for each in (range(1), range(1, 2), range(2, 3), range(3)))
+        same_bytes(received(prompt), before)
     #: Configs, results, what all errors say, and how many layers have arrived afterwards.
     cases: list[tuple[list[Any], list[LLMStatusCode], str, int]] = [
         ([good, later, by_key(shm_pair, range(1), dst_layers=range(7, 8))], [OK, FAILED, INVALID], "layer 7", 1),
@@ -492,6 +482,7 @@ def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_con
         assert (result.results, result.first) == (results, results[-1] if results else OK)
         assert [text in error for error in result.errors] == [each is not OK for each in results]
         same_bytes(received(prompt), spanned(before, source, ROW, [(t, t) for t in range(2 * layers)]))
+    bytes_move_both_ways(decoder, prompt)
 
 
 def to_cache(config: Any, cluster_id: int, cache_id: int) -> Any:
@@ -523,6 +514,22 @@ def test_r17_what_does_not_fit_the_destination_is_invalid_and_nothing_moves(shm_
         prompt.do(forget, "kv")
 
 
+class Acting(Always):
+    """Does something for each layer, and remembers what that raised."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+        self.errors: list[BaseException] = []
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        try:
+            self.action()
+        except BaseException as error:  # noqa: BLE001 (looked at by the test)
+            self.errors.append(error)
+        return super().synchronize_layer(layer_index, timeout_in_millis)
+
+
 # --- asking for results ----------------------------------------------------------------------------------------------
 
 
@@ -547,39 +554,20 @@ def test_a_time_out_of_the_question_ends_nothing_a_wrong_one_is_refused_and_it_m
     always = Always()
     assert outcome(sent(local_pair, always, range(2, 3), range(1), range(2, 3))).first is OK
     assert always.asked == [(0, None), (2, None)]
-
-
-class Acting(Always):
-    """Does something for each layer, and remembers what that raised."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        super().__init__()
-        self.action = action
-        self.errors: list[BaseException] = []
-
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        try:
-            self.action()
-        except BaseException as error:  # noqa: BLE001 (looked at by the test)
-            self.errors.append(error)
-        return super().synchronize_layer(layer_index, timeout_in_millis)
-
-
-def test_a_synchronizer_that_waits_for_its_own_task_is_told(local_pair: Pair) -> None:
-    started(local_pair)
+    # A synchronizer that waits for its own task is told.
     there = threading.Event()
-    waiting = Acting(lambda: there.wait(BOUND_MS / 1e3) and task.synchronize())
-    task = sent(local_pair, waiting, range(1))
+    waiting = Acting(lambda: there.wait(BOUND_MS / 1e3) and own.synchronize())
+    own = sent(local_pair, waiting, range(1))
     there.set()
-    assert task.synchronize(BOUND_MS) is OK
+    assert own.synchronize(BOUND_MS) is OK
     assert [type(error) for error in waiting.errors] == [StateError]
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
-def test_a_source_that_is_deallocated_meanwhile_is_sent_whole_and_then_given_back(shm_pair: Pair) -> None:
-    before, source = started(shm_pair, range(3))
+def test_a_source_that_is_given_back_meanwhile_is_sent_whole_and_unregister_waits_in_bounds(shm_pair: Pair) -> None:
+    before, source = started(shm_pair, range(3), sync_kv_timeout=300)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     decoder.do(forget, "kv")
     assert decoder.do(picture).caches.draining == 1
@@ -593,12 +581,7 @@ def test_a_source_that_is_deallocated_meanwhile_is_sent_whole_and_then_given_bac
             decoder.do(send, "kv", [by_key(shm_pair, range(3))])
 
     nothing_happens((decoder, prompt), [], attempt)
-
-
-def test_unregister_cache_waits_for_the_transfer_in_bounds(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True, sync_kv_timeout=300)
-    decoder = shm_pair.decoder
-    make_both(shm_pair.prompt, decoder, KV, Spec(6, 4, STRIDE, memory="private"))
+    decoder.do(make, "kv", Spec(6, 4, STRIDE, memory="private"), 3)
     decoder.do(begin, "kv", [by_key(shm_pair, range(3))])
     with pytest.raises(DeadlineExceeded, match="unregister_cache"):
         decoder.do(forget, "kv")
