@@ -155,9 +155,7 @@ async def _cancelled(coroutine: Coroutine[Any, Any, None], when: Callable[[], No
     assert task.cancelled()
 
 
-def test_r07_a_call_cancelled_before_one_of_32_threads_is_free_does_nothing_after_its_end_it_cannot_be(
-    scene: Scene,
-) -> None:
+def test_r07_a_call_cancelled_before_a_thread_is_free_does_nothing_after_its_end_it_cannot_be(scene: Scene) -> None:
     async def cancel_one_that_queues() -> None:
         with stall(scene.world.dd, "registry"):
             cache = scene.world.caches["kv"]

@@ -58,7 +58,7 @@ def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("here", ["plain", "secret", "certificate"])
 @pytest.mark.parametrize("there", ["plain", "secret", "certificate"])
-def test_two_ends_link_only_if_they_authenticate_in_the_same_way(
+def test_two_ends_link_only_if_they_authenticate_the_same_way(
     pair: Pair, tmp_path: Path, there: str, here: str
 ) -> None:
     """An end believes every secret of its file and shows the first; a certificate may name several clusters or all."""
@@ -181,9 +181,7 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
         ({"llm.TlsCert": "{folder}/good", "llm.TlsKey": "{folder}/open", "llm.TlsCa": "{folder}/good"}, "mode 0644"),
     ],
 )
-def test_bad_files_are_named_before_anything_happens(
-    end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str
-) -> None:
+def test_bad_files_are_named_at_init(end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str) -> None:
     secret_file(tmp_path / "good", a=SECRET)
     os.mkfifo(tmp_path / "pipe", 0o600)
     secret_file(tmp_path / "open", a=SECRET)
@@ -225,9 +223,7 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     assert done.stdout.startswith(said), done.stderr
 
 
-def test_a_derived_key_for_which_no_descriptor_is_left_is_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_derived_key_without_a_descriptor_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -385,9 +381,7 @@ def test_ten_rotations_cost_no_pull_of_a_link_that_is_authenticated_again(tcp_pa
     renewed_while_it_is_used(tcp_pair, rotate)
 
 
-def test_a_peer_whose_secret_was_taken_back_is_unlinked_and_comes_back_with_a_new_one(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_a_peer_whose_secret_was_taken_back_is_unlinked_until_it_has_a_new_one(pair: Pair, tmp_path: Path) -> None:
     files = [tmp_path / "prompt", tmp_path / "decoder"]
     prompt, decoder = (secret_file(file, a=SECRET) for file in files)
     start(pair, prompt | AGED, decoder)

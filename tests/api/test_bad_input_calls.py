@@ -62,7 +62,6 @@ OURS, OUR_BLOCKS = row_of("rows", cluster=2), blocks_of(cluster=2)
 FREED, FREED_BLOCKS = Use("freed rows"), Use("freed blocks")
 
 # --- kinds of arguments that only these calls have --------------------------------------------------------------------
-
 CACHE: Final = Spec((1, "rows", DESC, [Use("rows")], [Use("paged")]))
 ROWS: Final = Spec(
     CACHE.wrong,
@@ -135,7 +134,6 @@ CLUSTERS: Final = Spec(
 TIMEOUT: Final = integer(1, 2**31 - 1, -1, -(2**31) - 1)
 
 # --- caches and their memory ------------------------------------------------------------------------------------------
-
 NO_ROOM: Final = (
     bad(refusals.FULL, "device", cache_desc=CacheDesc(1, [1, 2**20 + 1], INT8)),  # larger than the pool
     bad(refusals.FULL, "device", cache_desc=CacheDesc(2, [1, 2**19 + 2**18], INT8)),  # the first tensor fits
@@ -206,8 +204,7 @@ GIVING_BACK: Final = (
     ),
 )
 
-# --- copies inside the process; swaps: test_swap_arguments.py ---------------------------------------------------------
-
+# --- copies inside the process; swaps: test_swaps.py ---------------------------------------------------------
 COPYING: Final = (
     Table(
         "cm.copy_cache",
@@ -248,7 +245,6 @@ COPYING: Final = (
 )
 
 # --- pulls ------------------------------------------------------------------------------------------------------------
-
 BLOCKS: Final = {"src_blocks": refusals.BLOCK_LIST, "dst_blocks": refusals.BLOCK_LIST, **refusals.LAYERS}
 UNEQUAL_LISTS: Final = (
     *refusals.UNEQUAL_LAYERS,
@@ -332,7 +328,6 @@ PULL_BLOCKS: Final = Table(
 )
 
 # --- pushes -----------------------------------------------------------------------------------------------------------
-
 #: An empty range is not "all layers", as in a pull.
 EMPTY_LAYERS: Final = (
     bad(RULE, "empty", src_layer_range=range(0), dst_layer_range=range(0)),
@@ -386,8 +381,7 @@ WITHOUT_ACCESS: Final = [
     for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": BLOCKS_AWAY})
 ]
 
-# --- links of style A: what is raised; what is returned is in test_bad_input_instance.py -----------------------------
-
+# --- links of style A: what is raised; what is returned is in test_bad_input_calls.py -----------------------------
 LINK: Final = {"clusters": CLUSTERS, "timeout": TIMEOUT}
 LINKS: Final = (
     Table(
@@ -444,7 +438,6 @@ def test_r01_constructor() -> None:
 
 
 # --- init (interface §3.1): the rules of the options, each broken alone -----------------------------------------------
-
 DEVICE_ID: Final = {"ge.exec.deviceId": "0"}
 OPTIONS: Final = DEVICE_ID | {"llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1:0"}
 HIXL: Final = OPTIONS | {"llm.TransferBackend": "hixl"}
@@ -559,7 +552,6 @@ def test_r01_init_names_the_option_and_can_be_repeated() -> None:
 
 
 # --- links of style A: what is returned; failures are statuses, never exceptions --------------------------------------
-
 OK: Final = LLMStatusCode.LLM_SUCCESS
 INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
 FAILED: Final = LLMStatusCode.LLM_LINK_FAILED

@@ -43,11 +43,7 @@ if TYPE_CHECKING:
 
     Place = tuple[int, int]
 
-pytestmark = pytest.mark.covers(
-    "errors.ChecksumMismatch",
-    "LLMStatusCode.LLM_SUCCESS",
-    "errors.DeadlineExceeded",
-)
+pytestmark = pytest.mark.covers("errors.ChecksumMismatch", "LLMStatusCode.LLM_SUCCESS", "errors.DeadlineExceeded")
 
 ON = {"llm.Checksum": "1"}
 KEY = CacheKey(1, 10)
@@ -127,8 +123,6 @@ def is_named(error: ChecksumMismatch, *parts: str, local: Place, remote: Place) 
 
 
 # --- every call: what differs, what is right --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """A call, and what it moves: (to, from, length) in each pair (to, from) of tensors.
@@ -328,8 +322,6 @@ def block_numbers(world: World) -> list[list[int]]:
 
 
 # --- when the peer does not look --------------------------------------------------------------------------------------
-
-
 def test_r06_no_answer_in_time_is_no_success(shm_pair: Pair, tmp_path: Path) -> None:
     both(shm_pair, ROWS, Spec(), sync_kv_timeout=300)
     shm_pair.prompt.do(block_answers, tmp_path / "go")
@@ -387,9 +379,7 @@ def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull_unless_its_
 
 
 @pytest.mark.parametrize("killed", ["prompt", "decoder"])
-def test_r22_of_a_peer_killed_before_the_answer_no_question_and_no_pin_is_left(
-    four: list[ChildEnd], tmp_path: Path, killed: str
-) -> None:
+def test_r22_a_peer_killed_before_the_answer_leaves_nothing(four: list[ChildEnd], tmp_path: Path, killed: str) -> None:
     survivor, child = four[0], four.pop()
     prompt, decoder = (child, survivor) if killed == "prompt" else (survivor, child)
     start_both(prompt, decoder, "shm", extra=ON)
@@ -532,8 +522,6 @@ def test_rule_10_an_unfair_question_is_refused_and_costs_nothing(local_pair: Pai
 
 
 # --- many questions ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def full(pair: Pair, room: int, timeout: int, **change: Any) -> Iterator[tuple[threading.Event, list[Message]]]:
     """The prompt, which answers nothing until the event is set, has been asked as often as it has room, and 3 times
@@ -608,8 +596,6 @@ def test_one_peer_after_the_other_is_answered() -> None:
 
 
 # --- answers that lie -------------------------------------------------------------------------------------------------
-
-
 LIES: list[tuple[Callable[[Verify], Message], type[Exception], str]] = [
     (lambda asked: Verified(asked.id, b""), ProtocolError, "sent 0 bytes of digests, 64 were asked for"),
     (lambda asked: Verified(asked.id, bytes(63)), ProtocolError, "sent 63 bytes"),

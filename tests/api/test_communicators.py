@@ -77,9 +77,7 @@ def _warned(caplog: pytest.LogCaptureFixture, reason: str) -> bool:
     return any(reason in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
 
 
-def test_a_member_that_never_calls_is_failed_in_bounded_time_with_the_reason_and_the_same_may_be_tried_again(
-    local_pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_member_that_never_calls_fails_in_bounded_time(local_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     ends = ranks.start_two(local_pair, link_total_time=1)
     here = ends[0]
     meetings = {missing: Meeting((1, missing)) for missing in (9, 0, 2)}
@@ -262,7 +260,7 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("victim", [1, 3], ids=["it listened", "it dialled"])
-def test_r22_a_member_that_is_killed_after_it_was_met_does_not_count_and_may_come_back(
+def test_r22_a_member_killed_once_it_was_met_does_not_count(
     four: list[ChildEnd], victim: int, comes_back: bool
 ) -> None:
     """Cluster 2 has met the victim; then the victim is killed, and then cluster 4 comes."""
@@ -350,9 +348,7 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["it listens", "it dials"])
-def test_finalize_while_link_is_being_called_leaves_nothing(
-    end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_finalize_inside_of_link_leaves_nothing(end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """finalize is to be alone (interface §11); a caller that breaks the rule gets an error, not a listener for ever."""
     end.start("MIX", number, **SECONDS)
     really = Communicators._enter
@@ -367,9 +363,7 @@ def test_finalize_while_link_is_being_called_leaves_nothing(
         Meeting((1, 3)).join(end)
 
 
-def test_a_communicator_that_has_failed_before_this_end_began_to_dial_is_not_dialled(
-    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_communicator_that_has_failed_is_not_dialled(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member with another table comes between listening and dialling."""
     ends = ranks.start_two(local_pair)
     meeting = Meeting((0, 1, 2))
@@ -617,9 +611,7 @@ UNKNOWN: list[Row] = [
 ]
 
 
-def test_r01_r19_a_wrong_argument_of_link_is_refused_in_the_documented_order_before_anything_happens(
-    end: LocalEnd,
-) -> None:
+def test_r01_r19_a_wrong_argument_of_link_is_refused_in_the_documented_order(end: LocalEnd) -> None:
     end.start("DECODER", 2)
     for call_ in ("unlink", "query_register_mem_status", "explain_communicator"):
         refuse([end], Table(f"dd.{call_}", {}, {"comm_id": UINT64}, *UNKNOWN))

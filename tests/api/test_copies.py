@@ -50,8 +50,6 @@ def allocate(world: World, name: str, *, blocks: bool = False, **geometry: Any) 
 
 
 # --- copy_cache -------------------------------------------------------------------------------------------------------
-
-
 def check_row(world: World, rows: tuple[int, int], part: tuple[int, int], *args: Any, **kwargs: Any) -> None:
     """``copy_cache(dst, src, *args)`` copies bytes of one row (dst, src) in every tensor, and not one byte else."""
     dst, src = world.caches["dst"], world.caches["src"]
@@ -175,8 +173,6 @@ def test_r01_checks_come_in_the_documented_order(world: World) -> None:
 
 
 # --- copy_blocks ------------------------------------------------------------------------------------------------------
-
-
 def check_blocks(world: World, info: Any) -> None:
     """The pairs take effect one after the other, in the order given, and not one byte else changes."""
     cache, neighbour = world.caches["kv"], world.caches["neighbour"]

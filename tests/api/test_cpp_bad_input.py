@@ -30,7 +30,6 @@ ADDRS = FIXED_ADDRS
 ON_HOST = Shape(placement=HOST)
 
 # --- structs: what each field must not be, and what the error names ---------------------------------------------------
-
 NO_STRUCT: Final = (1, "kv", (1, 1))
 _PAIRS: Final = (0, (0,), (0, 0, 0), (0, 0.5), None, range(2))
 
@@ -140,7 +139,6 @@ CLUSTERS: Final = Spec(
 )
 
 # --- calls ------------------------------------------------------------------------------------------------------------
-
 LIST: Final = Spec((1, "12", {1: 2}), (TYPE, "{}[0]", [1.5], ["1"]), (NONE, "{}[0]", [None]))
 ADDRESSES: Final = Spec(
     (*LIST.wrong, tuple(ADDRS)),

@@ -161,9 +161,7 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
     alone(prompt)
 
 
-def test_r06_no_time_left_before_the_bytes_is_a_timeout_in_copy_that_consumes_nothing(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pair: Pair, tmp_path: Path) -> None:
     pair.start(rca=True, sync_kv_timeout=500)
     prompt, decoder = pair.prompt, pair.decoder
     theirs, ours = prompt.do(make, "rows", ROWS, 1), decoder.do(make, "rows", Spec(), 2)

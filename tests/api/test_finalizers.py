@@ -165,9 +165,7 @@ def ends(children: tuple[ChildEnd, ChildEnd]) -> Iterator[tuple[LocalEnd, ChildE
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_what_a_finalizer_gives_back_at_any_line_of_a_call_is_gone_after_it(
-    ends: tuple[LocalEnd, ChildEnd], name: str
-) -> None:
+def test_what_a_finalizer_gives_back_at_any_line_is_gone_after_it(ends: tuple[LocalEnd, ChildEnd], name: str) -> None:
     (here, there), verb = ends, VERBS[name]
     world = here.world
     counted = AtLine(0, lambda: None)
@@ -191,9 +189,7 @@ def test_what_a_finalizer_gives_back_at_any_line_of_a_call_is_gone_after_it(
 
 
 @pytest.mark.parametrize("call", ["init", "finalize"])
-def test_what_a_finalizer_gives_back_inside_init_and_finalize_is_gone_after_it(
-    ends: tuple[LocalEnd, ChildEnd], call: str
-) -> None:
+def test_what_a_finalizer_gives_back_in_init_and_finalize_is_gone(ends: tuple[LocalEnd, ChildEnd], call: str) -> None:
     (here, there), made, options = ends, another(), make_config(**small_pool())
 
     def once(at: AtLine) -> None:

@@ -137,9 +137,7 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
 
 
 @pytest.mark.parametrize("step", ["before copy", "after copy"])
-def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
-    mapped_pair: Pair, tmp_path: Path, step: str
-) -> None:
+def test_blocks_used_again_under_a_reader_are_never_a_success(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
     _, dst = both(mapped_pair)
     granted = Grant.from_bytes(mapped_pair.prompt.do(grant, [1, 2]))
     arguments = ("pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
@@ -153,9 +151,7 @@ def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
 
 
 @pytest.mark.parametrize("name", ["local_pair", "shm_pair", "cma", "tcp_pair"])
-def test_every_form_of_a_call_says_why_a_grant_has_ended_and_shows_little_of_its_token(
-    request: pytest.FixtureRequest, name: str
-) -> None:
+def test_every_form_of_a_call_says_why_a_grant_has_ended(request: pytest.FixtureRequest, name: str) -> None:
     pair: Pair = request.getfixturevalue("shm_pair" if name == "cma" else name)
     pair.start(extra={"llm.Transport": "cma"} if name == "cma" else {})
     pair.prompt.do(make, "kv", PAGED, 1)
@@ -323,9 +319,7 @@ def test_a_claim_waits_for_its_grant(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("wait", "budget_ms"), [(True, 100), (False, 0)])
-def test_a_claim_that_its_grant_does_not_meet_in_time_or_at_once_can_be_repeated(
-    pair: Pair, wait: bool, budget_ms: int
-) -> None:
+def test_a_claim_that_its_grant_does_not_meet_in_time_can_be_repeated(pair: Pair, wait: bool, budget_ms: int) -> None:
     both(pair, PAGED, sync_kv_timeout=100 if wait else 60_000)
     prompt, decoder = pair.prompt, pair.decoder
     token = secrets.token_bytes(16)
@@ -391,9 +385,7 @@ def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_n
     wait_until(lambda: prompt.do(state, token) == (False, True))
 
 
-def test_a_shared_grant_that_its_other_reader_does_not_claim_is_held_by_none_once_one_has_released_it(
-    local_pair: Pair,
-) -> None:
+def test_a_shared_grant_that_one_reader_has_released_and_no_other_claimed_is_held_by_none(local_pair: Pair) -> None:
     """Who renews what is claimed must not keep it for a reader that never comes."""
     both(local_pair, PAGED)
     prompt, decoder = local_pair.prompt, local_pair.decoder
@@ -469,7 +461,7 @@ class Peer:
         self.told.append(message)
 
 
-def test_claims_that_wait_are_bounded_for_each_peer_and_late_answers_give_the_claim_back(
+def test_claims_that_wait_are_bounded_and_late_answers_give_back(
     local_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(local_pair, PAGED)
@@ -503,9 +495,7 @@ def test_claims_that_wait_are_bounded_for_each_peer_and_late_answers_give_the_cl
         grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
 
 
-def test_a_grant_of_too_many_blocks_for_a_message_cannot_be_claimed(
-    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grant_of_too_many_blocks_cannot_be_claimed(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     both(local_pair, PAGED)
     monkeypatch.setattr(grants, "MAX_GRANT", 32)
     token = local_pair.prompt.do(give, [1, 2])

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from tests.support.pairs import Pair
 
 
-pytestmark = pytest.mark.covers(
-    "errors.TransferFailed",
-)
+pytestmark = pytest.mark.covers("errors.TransferFailed")
 
 KEY = CacheKey(1, 10)
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -52,13 +50,9 @@ def kept(pair: Pair) -> int:
 
 
 # --- kept answers -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
 @pytest.mark.parametrize("rca", [False, True])
-def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_has_the_key(
-    pair: Pair, source: Spec, rca: bool
-) -> None:
+def test_r15_the_answer_about_a_blocks_cache_is_kept_while_it_has_the_key(pair: Pair, source: Spec, rca: bool) -> None:
     pair.start(rca=rca)
     prompt, decoder = pair.prompt, pair.decoder
     prompt.do(count_messages)
@@ -189,7 +183,6 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
 
 
 # --- changes while an operation is on its way -------------------------------------------------------------------------
-
 THEN, NOW = "the bytes of before", "the bytes of after"
 
 
@@ -308,10 +301,7 @@ MODEL = BlocksCacheKey(1, 0)
 PUSH_ROWS = ("push_blocks", MODEL, Use("kv"), [0, 5], [6, 7])
 MIB = 1 << 20
 #: Of the owner: one pool, with pages of 4 KiB.
-SMALL_POOL: dict[str, Any] = {
-    "mem_pool_cfg": f'{{"memory_size": {MIB}, "page_shift": 12}}',
-    "host_mem_pool_cfg": None,
-}
+SMALL_POOL: dict[str, Any] = {"mem_pool_cfg": f'{{"memory_size": {MIB}, "page_shift": 12}}', "host_mem_pool_cfg": None}
 POOL_ROWS, STRIDE = 160, 4096  # of the 256 pages of that pool
 NBYTES = POOL_ROWS * STRIDE
 SECOND = Spec(1, POOL_ROWS, STRIDE, blocks=True)
@@ -366,9 +356,7 @@ PRIVATE = pytest.mark.parametrize("pushed", ["auto", "cma"], indirect=True)
     ("step", "how"),
     [("before write", "goes on"), ("after write", "goes on"), ("before write", "killed"), ("before write", "unlinked")],
 )
-def test_memory_under_a_stopped_writer_is_not_used_again_before_it_ends(
-    pushed: Pushed, tmp_path: Path, step: str, how: str
-) -> None:
+def test_memory_under_a_stopped_writer_is_not_used_again(pushed: Pushed, tmp_path: Path, step: str, how: str) -> None:
     """A lost link proves nothing about it: its page is still looked at."""
     owner, pusher, _ = pushed
     pushed.start(POOL_ROWS, sync_kv_timeout=SHORT, **SMALL_POOL)
@@ -417,9 +405,7 @@ def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pu
 
 
 @POOLED
-def test_an_allocation_waits_for_writers_of_what_was_given_back_if_that_can_be_enough(
-    pushed: Pushed, tmp_path: Path
-) -> None:
+def test_an_allocation_waits_for_writers_of_what_was_given_back(pushed: Pushed, tmp_path: Path) -> None:
     owner, pusher, _ = pushed
     pushed.start(POOL_ROWS, sync_kv_timeout=600_000, **SMALL_POOL)
     with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
@@ -440,8 +426,6 @@ def _allocate_beside_a_guard(world: World) -> None:
 
 
 # --- registered memory ------------------------------------------------------------------------------------------------
-
-
 @PRIVATE
 def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_path: Path) -> None:
     owner, pusher, _ = pushed
@@ -490,9 +474,7 @@ def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_pat
 
 
 @pytest.mark.parametrize("pushed", ["cma"], indirect=True)
-def test_finalize_names_the_writer_of_registered_memory(
-    pushed: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finalize_names_the_writer_of_memory(pushed: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     owner, pusher, _ = pushed
     pushed.start(8, "private", sync_kv_timeout=SHORT)
     with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
@@ -507,9 +489,7 @@ def test_finalize_names_the_writer_of_registered_memory(
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_in_one_process_registered_memory_waits_for_readers_too_and_pool_memory_for_writers_alone(
-    local_pair: Pair, tmp_path: Path, push: bool
-) -> None:
+def test_in_one_process_registered_memory_waits_for_readers_too(local_pair: Pair, tmp_path: Path, push: bool) -> None:
     local_pair.start(rca=True)
     prompt, decoder = local_pair.prompt, local_pair.decoder
     decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)

@@ -101,7 +101,6 @@ def used(world: World) -> int:
 
 
 # --- what consumes ----------------------------------------------------------------------------------------------------
-
 STRIDE, TENSORS = 48, 4
 WHOLE, HALF = STRIDE * TENSORS, STRIDE * TENSORS // 2
 KEYS = tuple(CacheKey(1, 10 + row) for row in range(7))
@@ -252,7 +251,6 @@ def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_p
 
 
 # --- walk 2 and its other exits ---------------------------------------------------------------------------------------
-
 HELD: Final = 4 * 3 * 4096  # four tensors of 10000 bytes, each rounded up to pages
 PULL_ROW: Final = ("pull_cache", KEYS[0], KV, 3)
 

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 
-pytestmark = pytest.mark.covers(
-    "CacheManager: pull_blocks pull_cache",
-)
+pytestmark = pytest.mark.covers("CacheManager: pull_blocks pull_cache")
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 OWN = BlocksCacheKey(2, 0)
@@ -237,9 +235,7 @@ GREETING_BYTES = len(LANE_PREAMBLE) + TOKEN_BYTES + NONCE_BYTES
 
 
 @pytest.mark.parametrize("proof", ["made up", "recorded", "cut off", "none"])
-def test_a_stranger_that_copies_the_greeting_of_an_authenticated_lane_gets_no_lane(
-    tcp_pair: Pair, relay: Relay, proof: str
-) -> None:
+def test_a_stranger_that_copies_the_greeting_of_a_lane_gets_no_lane(tcp_pair: Pair, relay: Relay, proof: str) -> None:
     """Nor does it keep lanes of the peer away, while its connections say nothing more."""
     ends = ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1))
     said = relay.carried("lane")[0].said
@@ -458,7 +454,7 @@ def test_r07_a_pull_from_an_owner_that_stands_still_ends_in_time_and_leaves_no_p
 
 
 @pytest.mark.parametrize("step", ["after copy", "release"])
-def test_i5_the_pin_of_a_caller_that_is_killed_goes_and_the_key_stays(
+def test_i5_a_killed_callers_pin_goes_its_key_stays(
     children: tuple[ChildEnd, ChildEnd], tmp_path: Path, step: str
 ) -> None:
     prompt, _ = children

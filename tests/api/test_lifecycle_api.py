@@ -113,9 +113,7 @@ def calls(datadist: LLMDataDist, v1: bool, blocks: bool) -> tuple[Any, Callable[
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("v1", [True, False])
-def test_r20_i11_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
-    v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_r20_i11_foreign_handles_give_nothing_back(v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"enable_cache_manager": not v1}
     first, second = live(1, **settings), live(2, **settings)
     allocate, deallocate, count = calls(first, v1, blocks)
@@ -354,11 +352,7 @@ def test_the_exit_handler_finalizes_and_swallows_what_fails(monkeypatch: pytest.
             each.statistics()
 
 
-CACHES: Final = {
-    "blocks": Spec(blocks=True),
-    "rows": Spec(),
-    "host": Spec(blocks=True, placement=Placement.HOST),
-}
+CACHES: Final = {"blocks": Spec(blocks=True), "rows": Spec(), "host": Spec(blocks=True, placement=Placement.HOST)}
 SETTINGS: Final = {"enable_remote_cache_accessible": True}
 PEER_ROWS, BLOCKS_HERE, ROWS_HERE = Use("peer's rows"), Use("own blocks"), Use("own rows")
 #: Calls with a handle that is not of this instance, once for each argument that takes one.
@@ -431,9 +425,7 @@ def refuses(manager: Any, calls: list[tuple[str, tuple[Any, ...]]], known: dict[
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["of another instance", "of an earlier init"])
-def test_a_handle_of_another_instance_or_of_an_earlier_init_is_refused(
-    worlds: tuple[World, World], peer: ChildEnd, earlier: bool
-) -> None:
+def test_a_foreign_or_stale_handle_is_refused(worlds: tuple[World, World], peer: ChildEnd, earlier: bool) -> None:
     ours, theirs = worlds
     for number, world in enumerate((ours, theirs)):
         world.start("DECODER", 2 + number, make_config(**SETTINGS))
@@ -469,9 +461,7 @@ def incarnation(world: World) -> str:
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["of another instance", "of an earlier init"])
 @pytest.mark.parametrize("role", V1_CALLS)
-def test_a_v1_handle_of_another_instance_or_of_an_earlier_init_is_refused(
-    worlds: tuple[World, World], role: str, earlier: bool
-) -> None:
+def test_a_foreign_or_stale_v1_handle_is_refused(worlds: tuple[World, World], role: str, earlier: bool) -> None:
     ours, theirs = worlds
     listen = {"listen_ip_info": "127.0.0.1:0"} if role == "PROMPT" else {}
     for number, world in enumerate((ours, theirs)):

@@ -62,8 +62,6 @@ def totals(world: World) -> tuple[int, int]:
 
 
 # --- allocate and deallocate ------------------------------------------------------------------------------------------
-
-
 def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_their_placement(world: World) -> None:
     for placement, name in ((Placement.DEVICE, "device"), (Placement.HOST, "host")):
         cache = world.cm.allocate_cache(desc(3, (2, 1025), placement=placement))
@@ -95,8 +93,6 @@ def test_r27_deallocate_gives_memory_and_blocks_key_back_empties_the_handle_and_
 
 
 # --- registering ------------------------------------------------------------------------------------------------------
-
-
 def test_only_unregister_ends_what_is_registered_and_no_byte_of_it_changes(world: World) -> None:
     there, nothing = user_memory(world, "there", desc()), state(world)
     numbers: list[Any] = [np.uint64(there[0]), np.int64(there[1])]
@@ -123,9 +119,7 @@ def test_only_unregister_ends_what_is_registered_and_no_byte_of_it_changes(world
 
 @pytest.mark.parametrize("reserved", [False, True])
 @pytest.mark.parametrize("call", ["register_cache", "register_blocks_cache"])
-def test_memory_that_is_not_there_is_refused_with_its_tensor_address_and_length(
-    world: World, call: str, reserved: bool
-) -> None:
+def test_memory_that_is_not_there_is_refused_with_its_place(world: World, call: str, reserved: bool) -> None:
     """The address of a device is nothing here, or reserved: mapped, and for the device only."""
     size, (good,) = 128 * PAGE, user_memory(world, "good", desc(1, (128, PAGE), DataType.DT_INT8))
     geometry = desc(shape=(1, size - 6), data_type=DataType.DT_INT8)
@@ -163,8 +157,6 @@ def test_remap_needs_a_link_and_does_nothing(local_pair: Pair) -> None:
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------
-
-
 def test_a_full_guard_table_leaves_nothing_behind() -> None:
     options = Options.parse(make_config(), LLMRole.PROMPT)
     store = CacheStore(options, HostDevice(), HostDevice(), bytes(16))
@@ -222,13 +214,9 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
 
 
 # --- no pool ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("missing", Placement)
 @pytest.mark.parametrize("both", [False, True])
-def test_r12_without_a_pool_allocation_names_the_missing_option_and_giving_back_is_a_noop(
-    end: LocalEnd, missing: Placement, both: bool
-) -> None:
+def test_r12_without_a_pool_allocation_names_the_missing_option(end: LocalEnd, missing: Placement, both: bool) -> None:
     options = {Placement.DEVICE: "mem_pool_cfg", Placement.HOST: "host_mem_pool_cfg"}
     end.start("PROMPT", 1, **{option: None for place, option in options.items() if both or place is missing})
     cm, words = end.world.cm, (f"cache_desc.placement={missing.name}", options[missing], "llm.")

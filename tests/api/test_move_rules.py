@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 
-pytestmark = pytest.mark.covers(
-    "errors: CacheMismatch CacheNotFound",
-    "LLMStatusCode.LLM_SUCCESS",
-)
+pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS")
 
 
 def _publish_too_many_tensors(world: World) -> None:
@@ -181,9 +178,7 @@ def check(end: End, caches: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["blocks", "keys", "push blocks", "rows by id"])
-def test_unlike_elements_are_warned_about_once_for_each_pair_of_caches_and_the_bytes_move(
-    pair: Pair, case: str
-) -> None:
+def test_unlike_elements_are_warned_about_once_for_each_pair_and_the_bytes_move(pair: Pair, case: str) -> None:
     blocks = case.endswith("blocks")
     pair.start(rca=case in ("push blocks", "rows by id"))
     there, here = populate(pair, blocks=blocks)
@@ -217,9 +212,7 @@ def test_unlike_elements_are_warned_about_once_for_each_pair_of_caches_and_the_b
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-def test_strict_types_refuses_unlike_elements_before_a_byte_moves_and_moves_what_is_alike(
-    pair: Pair, blocks: bool
-) -> None:
+def test_strict_types_refuses_unlike_elements_and_moves_what_is_alike(pair: Pair, blocks: bool) -> None:
     pair.start(rca=True, extra={"llm.StrictTypes": "1"})
     there, here = populate(pair, blocks=blocks)
     row = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "kv"), 5)
@@ -242,9 +235,7 @@ def test_strict_types_refuses_unlike_elements_before_a_byte_moves_and_moves_what
     check(pair.decoder, here)
 
 
-def test_strict_types_holds_for_layer_wise_transfers_by_key_and_what_fits_no_row_is_said_first(
-    shm_pair: Pair,
-) -> None:
+def test_strict_types_holds_for_layer_wise_transfers_by_key_and_what_fits_no_row_is_said_first(shm_pair: Pair) -> None:
     shm_pair.start(rca=True, extra={"llm.StrictTypes": "1"})
     there, here = populate(shm_pair, blocks=False)
     wide = replace(HALF, data_type=DataType.DT_INT8, dims=(96,), stride=96)

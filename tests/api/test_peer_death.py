@@ -105,9 +105,7 @@ def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
 
 
 @BOTH_TRANSPORTS
-def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_leave_nothing_and_hold_up_no_other_link(
-    family: Family,
-) -> None:
+def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_and_hold_up_no_other_link(family: Family) -> None:
     prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
     decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra=PATIENT)
     _, target = caches(prompt, decoder)
@@ -153,9 +151,7 @@ def forked(world: World, properly: bool) -> int:
     [("shm", True, "600"), ("shm", False, "600"), ("tcp", False, "1.5")],
     indirect=["family"],
 )
-def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
-    family: Family, properly: bool, timeout: str
-) -> None:
+def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family, properly: bool, timeout: str) -> None:
     """The child holds the link, the lanes and the listener: over tcp only missed beats tell."""
     prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra={"llm.PeerTimeout": timeout})
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
@@ -179,9 +175,7 @@ def test_r22_a_killed_peer_is_noticed_although_a_child_of_it_lives_on(
 @pytest.mark.parametrize(
     ("family", "same_address"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"]
 )
-def test_i3_a_restarted_prompt_is_linked_again_without_any_unlink(
-    socket_folder: Path, family: Family, same_address: bool
-) -> None:
+def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_address: bool) -> None:
     extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
     prompt = family.born("PROMPT", 1, extra=extra)
     decoder = family.born("DECODER", 2, extra=extra)
@@ -263,9 +257,7 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
 
 
 @pytest.mark.parametrize("cluster_id", [1, 9])
-def test_an_address_without_a_listener_is_tried_on_until_another_incarnation_listens_there(
-    family: Family, cluster_id: int
-) -> None:
+def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: Family, cluster_id: int) -> None:
     prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells

@@ -244,7 +244,7 @@ def dial(world: World, port: int) -> None:
 
 
 @pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])
-def test_models_bound_what_a_peer_finds_by_key_by_id_and_by_address(
+def test_models_bound_what_a_peer_finds_by_key_id_and_address(
     route: tuple[Pair, str], tmp_path: Path, rca: bool
 ) -> None:
     pair, memory = route
@@ -436,9 +436,7 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ("x\0y", "NUL and lone surrogates are not allowed"),
     ],
 )
-def test_errors_of_a_policy_are_named_before_anything_happens(
-    end: LocalEnd, tmp_path: Path, text: str, rule: str
-) -> None:
+def test_errors_of_a_policy_are_named_at_init(end: LocalEnd, tmp_path: Path, text: str, rule: str) -> None:
     (tmp_path / "list").write_text("[]")
     (tmp_path / "latin").write_bytes(b'{"7\xe9": {}}')
     (tmp_path / "verb").write_text('{"7": {"read": true}}')

@@ -94,8 +94,6 @@ def test_r16_remote_accessible_false_refuses_nothing_that_is_done_here(tcp_pair:
 
 
 # --- registered memory ------------------------------------------------------------------------------------------------
-
-
 @RCA
 def test_registered_private_memory_of_another_process_is_refused_with_what_to_do(shm_pair: Pair, rca: bool) -> None:
     pair = shm_pair
@@ -140,8 +138,6 @@ def _shifted(world: World) -> Bytes:
 
 
 # --- private memory of another process --------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["auto", "cma"])
 def apart(request: pytest.FixtureRequest, children: tuple[ChildEnd, ChildEnd]) -> Iterator[Pair]:
     """Two ends in two processes, over the best transport of each kind, or over cma alone."""

@@ -38,9 +38,7 @@ def _numbers(end: End) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_a_scrape_shows_what_moved_what_waits_and_what_is_dialled_again_and_nothing_after_finalize(
-    shm_pair: Pair,
-) -> None:
+def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_finalize(shm_pair: Pair) -> None:
     shm_pair.start()
     spec = Spec(tensors=2, rows=4, stride=1024)
     shm_pair.prompt.do(make, "blocks", replace(spec, blocks=True, blocks_key=BLOCKS), 1)

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
     from tests.support.world import World
 
 
-pytestmark = pytest.mark.covers(
-    "Cache.create_cpu_cache",
-    "CacheManager.swap_blocks",
-    "LLMDataDist.statistics",
-)
+pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics")
 
 TENSORS, BLOCKS, HOST_BLOCKS, BLOCK = 4, 8, 12, 512
 BUFFERS = 4
@@ -92,7 +88,6 @@ def start(end: LocalEnd, device: Device) -> Scene:
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
-
 PAIRS: Final[list[dict[int, int]]] = [
     {0: 0, 1: 1},  # the example of the samples
     {5: 0, 4: 1, 3: 2, 7: 7},
@@ -229,9 +224,7 @@ class Watched(StagedDevice):
         super().copy_on_device(dst, src, nbytes)
 
 
-def test_r10_four_staging_buffers_outside_the_pool_from_first_use_to_finalize_that_one_thread_empties(
-    end: LocalEnd,
-) -> None:
+def test_r10_four_staging_buffers_outside_the_pool_until_finalize_that_one_thread_empties(end: LocalEnd) -> None:
     device = Watched()
     small = start(end, device)
     large = Scene(end.world, "large", block=2048)
@@ -261,9 +254,7 @@ def test_r10_four_staging_buffers_outside_the_pool_from_first_use_to_finalize_th
 
 
 @pytest.mark.parametrize("room", [0, BLOCK, BUFFERS * BLOCK - 1])
-def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size_and_smaller_blocks_still_swap(
-    end: LocalEnd, room: int
-) -> None:
+def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size(end: LocalEnd, room: int) -> None:
     device = StagedDevice()
     large, small = start(end, device), Scene(end.world, "small", block=64)
     device.refuse_after(POOL_BYTES + room)
@@ -287,8 +278,6 @@ def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size_and_smalle
 
 
 # --- failures and other callers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["allocate", "copy_to_device", "copy_on_device", "copy_from_device"])
 def test_an_error_of_the_device_reaches_the_caller_and_the_next_swap_works(end: LocalEnd, method: str) -> None:
     device = BrokenDevice()

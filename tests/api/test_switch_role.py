@@ -63,9 +63,7 @@ def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once
     assert end.do(links_of)._listener is before, "the same address is left alone, also one with a picked port"
 
 
-def test_every_role_has_its_turn_other_options_are_ignored_and_the_role_survives_finalize_and_init(
-    end: LocalEnd,
-) -> None:
+def test_every_role_has_its_turn_and_survives_finalize_and_other_options_are_ignored(end: LocalEnd) -> None:
     end.start("MIX", 2)
     for role in ("MIX", "PROMPT", "PROMPT", "DECODER", "MIX"):
         assert end.do(switch, role) is None
@@ -109,9 +107,7 @@ def before_binding(monkeypatch: pytest.MonkeyPatch, port: int | None, act: Calla
     return done
 
 
-def test_when_neither_can_be_bound_the_error_says_that_this_end_listens_no_more(
-    end: LocalEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_neither_can_be_bound_the_error_says_so(end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     port = linking.free_port()
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
     # Another process takes the old address the moment it is free.
@@ -168,9 +164,7 @@ def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypat
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_a_link_that_this_end_makes_while_the_listener_moves_in_place_does_not_cost_the_listener(
-    local_pair: Pair, monkeypatch: pytest.MonkeyPatch, free: bool
-) -> None:
+def test_a_link_made_meanwhile_costs_no_listener(local_pair: Pair, monkeypatch: pytest.MonkeyPatch, free: bool) -> None:
     decoder = local_pair.decoder
     linking.start_both(local_pair.prompt, decoder, local_pair.transport)
     port = decoder.port

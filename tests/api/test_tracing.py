@@ -85,9 +85,7 @@ def _link(pair: Pair) -> None:
     _exporter.clear()
 
 
-def test_each_call_has_one_span_that_says_what_moved_and_over_what(
-    spans: InMemorySpanExporter, local_pair: Pair
-) -> None:
+def test_each_call_has_one_span_that_says_what_moved_and_how(spans: InMemorySpanExporter, local_pair: Pair) -> None:
     prompt, decoder = _start(local_pair, rca=True)
     _link(local_pair)
     cm, kv, rows = decoder.cm, decoder.caches["kv"], decoder.caches["rows"]
@@ -152,9 +150,7 @@ class Ready(LayerSynchronizer):
         return True
 
 
-def test_links_have_spans_too_and_what_fails_has_the_exception_and_an_error(
-    spans: InMemorySpanExporter, local_pair: Pair
-) -> None:
+def test_links_have_spans_and_what_fails_has_an_exception(spans: InMemorySpanExporter, local_pair: Pair) -> None:
     _, decoder = _start(local_pair)
     spans.clear()
     nowhere = info(5, free_port())
@@ -184,9 +180,7 @@ def test_links_have_spans_too_and_what_fails_has_the_exception_and_an_error(
     assert unlinking.status.status_code is StatusCode.UNSET
 
 
-def test_the_parent_is_the_callers_span_also_of_awaited_and_layerwise_calls(
-    spans: InMemorySpanExporter, local_pair: Pair
-) -> None:
+def test_the_parent_is_the_callers_span_also_of_awaited_calls(spans: InMemorySpanExporter, local_pair: Pair) -> None:
     prompt, decoder = _start(local_pair, rca=True)
     _link(local_pair)
     tracer, kv, rows = trace.get_tracer("engine"), decoder.caches["kv"], decoder.caches["rows"]
@@ -218,10 +212,7 @@ def test_the_parent_is_the_callers_span_also_of_awaited_and_layerwise_calls(
 
 
 def test_a_tracer_that_fails_breaks_no_transfer(
-    spans: InMemorySpanExporter,
-    local_pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    spans: InMemorySpanExporter, local_pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt, decoder = _start(local_pair)
     _link(local_pair)
@@ -285,9 +276,7 @@ else:
     ],
     ids=["off", "on", "not installed"],
 )
-def test_the_package_is_loaded_only_when_asked_for_and_named_when_it_is_missing(
-    hide: str, value: str, printed: str
-) -> None:
+def test_the_package_is_loaded_only_when_asked_for_and_named_if_missing(hide: str, value: str, printed: str) -> None:
     script = _OFF.format(hide=hide, value=value)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, "")

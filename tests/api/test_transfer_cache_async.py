@@ -185,9 +185,7 @@ def layers_arrive_in_order(pair: Pair, rca: bool) -> None:
     same_bytes(received(pair.prompt), spanned(middle, source, [(STRIDE, 0, STRIDE)], [(6, 6), (7, 7)]))
 
 
-def test_r18_r05_dst_layer_range_counts_from_the_start_of_the_source_range_and_no_key_is_consumed(
-    shm_pair: Pair,
-) -> None:
+def test_r18_r05_dst_layer_range_counts_from_the_source_range_and_no_key_is_consumed(shm_pair: Pair) -> None:
     shm_pair.start(rca=True)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     before, source = make_both(prompt, decoder, Spec(8, 2, STRIDE, keys=(CacheKey(1, 5),)), Spec(8, 2, STRIDE))
@@ -200,8 +198,6 @@ def test_r18_r05_dst_layer_range_counts_from_the_start_of_the_source_range_and_n
 
 
 # --- raw addresses ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["inproc", "auto", "tcp"])
 def by_address(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if nixl_stands_in(request.param):
@@ -259,9 +255,7 @@ def _may_be_written(world: World) -> set[int]:
     return world.dd._require_engine("test").links.get(2).caches.located
 
 
-def test_memory_that_is_given_up_meanwhile_is_not_written_and_found_again_when_registered_anew(
-    by_address: Pair,
-) -> None:
+def test_memory_given_up_meanwhile_is_not_written_and_found_when_registered_anew(by_address: Pair) -> None:
     prompt, decoder = by_address.prompt, by_address.decoder
     source = decoder.do(make, "kv", CACHE, 2)
     private = Spec(4, ROWS, STRIDE, memory="private")
@@ -301,7 +295,6 @@ def test_shm_alone_cannot_write_sealed_pools_and_says_what_to_set(shm_pair: Pair
 
 
 # --- layers of one destination go to one place ------------------------------------------------------------------------
-
 SIX = Spec(6, 4, STRIDE)
 NOT_OVER_NIXL = "over nixl nothing is written without remote cache access"
 
@@ -397,7 +390,7 @@ def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
 
 @pytest.mark.parametrize("by_address", ["auto"], indirect=True)
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-def test_r07_by_address_what_the_sender_may_still_write_is_given_to_no_other_cache(
+def test_r07_by_address_what_may_still_be_written_is_given_to_no_other(
     by_address: Pair, tmp_path: Path, blocks: bool
 ) -> None:
     """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache."""
@@ -452,8 +445,6 @@ def sent(pair: Pair, synchronizer: LayerSynchronizer, *configs: range) -> CacheT
 
 
 # --- what fails, and what must be reported ---------------------------------------------------------------------------
-
-
 def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_config_is(shm_pair: Pair) -> None:
     shm_pair.start(rca=True)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
@@ -531,11 +522,7 @@ class Acting(Always):
 
 
 # --- asking for results ----------------------------------------------------------------------------------------------
-
-
-def test_a_time_out_of_the_question_ends_nothing_a_wrong_one_is_refused_and_it_may_be_asked_again(
-    local_pair: Pair,
-) -> None:
+def test_a_time_out_of_the_question_ends_nothing_and_a_wrong_one_is_refused(local_pair: Pair) -> None:
     before, source = started(local_pair, range(3), range(2))
     task = transfer(here(local_pair)).task
     for question in (task.synchronize, task.get_results):
@@ -564,8 +551,6 @@ def test_a_time_out_of_the_question_ends_nothing_a_wrong_one_is_refused_and_it_m
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
-
-
 def test_a_source_that_is_given_back_meanwhile_is_sent_whole_and_unregister_waits_in_bounds(shm_pair: Pair) -> None:
     before, source = started(shm_pair, range(3), sync_kv_timeout=300)
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
@@ -592,12 +577,8 @@ def test_a_source_that_is_given_back_meanwhile_is_sent_whole_and_unregister_wait
 
 
 # --- links and peers that end ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rca", [True, False], ids=["key", "address"])
-def test_a_link_that_is_given_up_midway_fails_what_is_unfinished_but_by_address_one_made_again_serves(
-    shm_pair: Pair, rca: bool
-) -> None:
+def test_a_link_given_up_midway_fails_what_is_unfinished_unless_it_goes_by_address(shm_pair: Pair, rca: bool) -> None:
     shm_pair.start(rca=rca, extra={"llm.Transport": "shm" if rca else "auto"})
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     before, source = make_both(prompt, decoder, KV, KV)
@@ -619,8 +600,6 @@ def test_a_link_that_is_given_up_midway_fails_what_is_unfinished_but_by_address_
 
 
 # --- finalize --------------------------------------------------------------------------------------------------------
-
-
 def task_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
 
@@ -727,7 +706,6 @@ def _many(world: World, configs: list[Any]) -> None:
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------
-
 FOUR, TWO_LAYERS = 4, Spec(4, 4, STRIDE)
 SIZE = FOUR * STRIDE
 NUMBERS = Kind(

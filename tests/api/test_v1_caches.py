@@ -113,9 +113,7 @@ def test_the_manager_is_one_object_until_finalize_and_dead_after(end: LocalEnd) 
     assert datadist.statistics().caches.live == 1
 
 
-def test_r03_r04_r06_caches_and_keys_come_and_go_and_what_is_refused_changes_nothing(
-    end: LocalEnd, prompt: KvCacheManager
-) -> None:
+def test_r03_r04_r06_caches_and_keys_come_and_go_refusals_change_nothing(end: LocalEnd, prompt: KvCacheManager) -> None:
     before = end.do(picture)
     caches = [prompt.allocate_cache(desc(3)), prompt.allocate_blocks_cache(desc(2), BlocksCacheKey(1, 4))]
     keys = [PLACEHOLDER, CacheKey(1, 7), PLACEHOLDER, CacheKey(1, 8, 1)]
@@ -156,11 +154,7 @@ def test_r03_r04_r06_caches_and_keys_come_and_go_and_what_is_refused_changes_not
 
 
 # --- handles that are dropped ----------------------------------------------------------------------------------------
-
-
-def test_a_dropped_handle_gives_its_cache_back_at_the_next_call_and_may_be_dropped_under_a_lock_of_the_library(
-    end: LocalEnd, prompt: KvCacheManager
-) -> None:
+def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, prompt: KvCacheManager) -> None:
     kept, deallocated = prompt.allocate_cache(desc()), prompt.allocate_cache(desc())
     prompt.deallocate_cache(deallocated)
     host = KvCache.create_cpu_cache(CacheDesc(1, [1, 1], DataType.DT_UINT8, Placement.HOST), [1])
@@ -200,8 +194,6 @@ def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
 def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: LocalEnd) -> None:
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
@@ -225,8 +217,6 @@ def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: Local
 
 
 # --- copies and swaps ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) -> None:
     device = StagedDevice() if staged else None
@@ -276,9 +266,7 @@ def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) ->
 
 
 @pytest.mark.parametrize("method", ["copy_cache", "copy_blocks"])
-def test_r06_r09_a_local_copy_that_times_out_has_v1s_code_and_names_its_request(
-    end: LocalEnd, method: str, tmp_path: Path
-) -> None:
+def test_r06_r09_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method: str, tmp_path: Path) -> None:
     start_end(end, "DECODER", sync_kv_timeout=50)
     manager = end.world.dd.kv_cache_manager
     rows = method == "copy_cache"
@@ -299,8 +287,6 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code_and_names_its_request(
 
 
 # --- freed memory is unmapped, but never under a peer that may still be at it -----------------------------------------
-
-
 def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair, tmp_path: Path) -> None:
     prompt, decoder = local_pair.prompt, local_pair.decoder
     local_pair.start(**DIRECT)
@@ -347,9 +333,7 @@ def _send(world: World, addrs: list[int], folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("sending", "quarantined"), [(False, 0), (True, NBYTES)], indirect=["sending"])
-def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(
-    sending: tuple[ChildEnd, LocalEnd], quarantined: int
-) -> None:
+def test_r12_memory_that_a_killed_prompt_wrote_comes_back(sending: tuple[ChildEnd, LocalEnd], quarantined: int) -> None:
     """The place of a row is pinned for its writer, that of blocks is not."""
     prompt, decoder = sending
     decoder.do(kv_call, "deallocate_cache", Use("kv"))
@@ -363,7 +347,7 @@ def test_r12_memory_that_a_killed_prompt_was_writing_comes_back(
 
 
 @pytest.mark.parametrize("sending", [True], indirect=True)
-def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
+def test_memory_under_a_writer_stays_mapped(
     sending: tuple[ChildEnd, LocalEnd], caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = sending[1]
@@ -376,9 +360,7 @@ def test_memory_that_a_stopped_prompt_may_write_stays_mapped_at_finalize(
     assert np.array_equal(pool._kept_mapped[0][:48], before[0][0])
 
 
-def test_a_handle_that_is_dropped_during_its_transfer_frees_nothing_before_the_end(
-    local_pair: Pair, tmp_path: Path
-) -> None:
+def test_a_handle_dropped_during_its_transfer_frees_nothing_before_the_end(local_pair: Pair, tmp_path: Path) -> None:
     local_pair.start(**DIRECT)
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src = prompt.do(kv_make, "kv", desc(), 1)

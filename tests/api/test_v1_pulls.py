@@ -68,9 +68,7 @@ def prompts() -> Iterator[list[LocalEnd]]:
         end.stop()
 
 
-def test_r19_all_clusters_of_a_call_are_linked_or_none_and_what_was_there_before_stays(
-    end: LocalEnd, prompts: list[LocalEnd]
-) -> None:
+def test_r19_all_clusters_of_a_call_are_linked_or_none(end: LocalEnd, prompts: list[LocalEnd]) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
     clusters = [info(each.cluster_id, each.port) for each in prompts]
     assert end.do(link, clusters) == (OK, [OK] * 3)
@@ -92,9 +90,7 @@ def test_r19_all_clusters_of_a_call_are_linked_or_none_and_what_was_there_before
     end.do(probe, 11)
 
 
-def test_a_call_that_cannot_be_links_nothing_and_unlinking_what_is_not_linked_succeeds(
-    end: LocalEnd, prompts: list[LocalEnd]
-) -> None:
+def test_a_call_that_cannot_be_links_nothing(end: LocalEnd, prompts: list[LocalEnd]) -> None:
     clusters = [info(11, prompts[0].port), info(12, prompts[1].port)]
     for role in ("PROMPT", "MIX"):
         start_end(end, role, 1, **DIRECT)
@@ -155,9 +151,7 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
     assert gone.value.status_code is NOT_YET
 
 
-def test_check_link_status_and_pulls_of_a_stopped_peer_time_out_and_a_lost_link_that_is_unlinked_is_not_dialled_again(
-    shm_pair: Pair,
-) -> None:
+def test_check_link_status_and_pulls_of_a_stopped_peer_time_out(shm_pair: Pair) -> None:
     shm_pair.start(**POOL, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
@@ -179,9 +173,7 @@ def test_check_link_status_and_pulls_of_a_stopped_peer_time_out_and_a_lost_link_
     assert decoder.do(redials) == ()
 
 
-def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_and_the_other_mode(
-    end: LocalEnd,
-) -> None:
+def test_check_link_status_and_link_refuse_what_is_no_cluster_id_and_the_other_mode(end: LocalEnd) -> None:
     start_end(end, "DECODER", 1, **DIRECT)
     refuse([end], Table("dd.check_link_status", {}, {"remote_cluster_id": UINT64}))
     arguments = ("name", {1: 0, 2: 1}, table(host(0), host(0)))
@@ -196,8 +188,6 @@ def test_check_link_status_and_link_by_rank_table_refuse_what_is_no_cluster_id_a
 
 
 # --- switch_role ------------------------------------------------------------------------------------------------------
-
-
 def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now(shm_pair: Pair) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start(**POOL, enable_switch_role=True)
@@ -223,8 +213,6 @@ def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now
 
 
 # --- pulls ------------------------------------------------------------------------------------------------------------
-
-
 def both(pair: Pair, **settings: Any) -> tuple[Bytes, Bytes]:
     """Start, link, and make a cache "kv" at each end, the prompt's with KEYS on rows 0 and 1."""
     if pair.transport == "shm":
@@ -263,9 +251,7 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memo
 
 
 @pytest.mark.parametrize(("transport", "by_id"), [("auto", False), ("tcp", True)])
-def test_r05_r12_r28_both_ends_have_the_id_0_and_what_is_deallocated_at_once_waits_for_its_pull(
-    shm_pair: Pair, transport: str, by_id: bool
-) -> None:
+def test_r05_r12_r28_both_ends_are_0_and_what_is_deallocated_waits(shm_pair: Pair, transport: str, by_id: bool) -> None:
     """As vllm-ascend's first connectors do it, with one cache for each model id."""
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     for end, role in ((prompt, "PROMPT"), (decoder, "DECODER")):
@@ -290,9 +276,7 @@ def test_r05_r12_r28_both_ends_have_the_id_0_and_what_is_deallocated_at_once_wai
 
 
 @MEMORY
-def test_r12_r26_blocks_are_pulled_by_a_key_that_stays_and_rows_and_blocks_go_to_addresses(
-    pair: Pair, memory: dict[str, Any]
-) -> None:
+def test_r12_r26_blocks_are_pulled_by_a_key_that_stays_and_go_to_addresses(pair: Pair, memory: dict[str, Any]) -> None:
     src, dst = both(pair, **memory)
     prompt, decoder = pair.prompt, pair.decoder
     theirs = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
@@ -339,7 +323,7 @@ OFFSETS = [(0, 0, 48, 48), (31, 13, 17, 17), (8, 40, -1, 8), (None, 47, -1, 1), 
 
 def test_offsets_are_bytes_inside_the_row_of_either_end_and_go_with_layer_ranges(pair: Pair) -> None:
     src, dst = both(pair)
-    # Outside of the row, at either end: one wrong argument at a time is in test_v1_bad_input.py.
+    # Outside of the row, at either end: one wrong argument at a time is in test_v1_caches.py.
     for kind, name, end in (
         (ParamError, "dst_cache_offset", "48 bytes"),
         (errors.CacheMismatch, "src_cache_offset", "48"),
@@ -397,8 +381,6 @@ def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair
 
 
 # --- transfers to addresses -------------------------------------------------------------------------------------------
-
-
 def test_r01_r06_a_task_that_is_not_over_has_v1s_code_and_a_wrong_argument_a_typed_error(local_pair: Pair) -> None:
     prompt, decoder = local_pair.prompt, local_pair.decoder
     src, dst = both(local_pair, **DIRECT)

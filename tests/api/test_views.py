@@ -88,8 +88,6 @@ def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the
 
 
 # --- torch --------------------------------------------------------------------------------------------------------
-
-
 def test_torch_views_without_torch_say_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_FLOAT))
     monkeypatch.setitem(__import__("sys").modules, "torch", None)

@@ -62,8 +62,6 @@ def rank_table(devices: Iterable[tuple[str, dict[str, str]]], version: str, pods
 
 
 # --- the player -------------------------------------------------------------------------------------------------------
-
-
 def play(*steps: tuple[Any, ...]) -> Any:
     """Make calls one after the other, each (end, name, *arguments); return what the last one returns.
 

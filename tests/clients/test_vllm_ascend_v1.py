@@ -72,9 +72,7 @@ def test_the_first_request_links_both_workers_and_pulls(ends: tuple[ChildEnd, Ch
     play((prefill, "finalize"), (decode, "finalize"))
 
 
-def test_two_prefill_workers_one_of_them_late_on_loopback_addresses_serve_one_decode_worker(
-    processes: Processes,
-) -> None:
+def test_two_prefill_workers_one_of_them_late_serve_one_decode_worker(processes: Processes) -> None:
     first, second, decode = (processes.child(name) for name in ("prefill 1", "prefill 2", "decode"))
     kinds, early, late = LAYOUTS["mla"], joining(Agent(1), Agent(3)), joining(Agent(2), Agent(3))
     assert host(0).startswith("127.")

@@ -116,9 +116,7 @@ def test_initialize_and_finalize_are_repeatable_and_the_modes_are_forced(one: Ll
         assert one.Finalize() is OK
 
 
-def test_initialize_has_a_status_for_its_options_the_constructors_arguments_and_what_the_system_refuses(
-    one: LlmDataDist,
-) -> None:
+def test_initialize_has_a_status_for_options_arguments_and_what_the_system_refuses(one: LlmDataDist) -> None:
     rows: list[tuple[dict[str, str], tuple[str, ...]]] = [
         ({}, ("llm.DeviceId", "None")),
         *(({cpp_api.OPTION_DEVICE_ID: text}, ("llm.DeviceId", repr(text))) for text in ("", "x", "-1", "0;1")),
@@ -157,9 +155,7 @@ def test_not_initialised_is_a_failure() -> None:
         assert made.Finalize() is OK
 
 
-def test_the_reason_is_logged_in_one_line_and_kept_for_its_thread(
-    one: LlmDataDist, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_reason_is_logged_and_kept_for_its_thread(one: LlmDataDist, caplog: pytest.LogCaptureFixture) -> None:
     assert one.Initialize(LISTEN) is OK
     assert one.last_error is None
     with caplog.at_level(logging.WARNING, "LLM_DATADIST"):
@@ -270,8 +266,6 @@ def test_r01_set_role_refuses_what_is_no_role_and_no_options(end: LocalEnd) -> N
 
 
 # --- memory: what is given out comes back -----------------------------------------------------------------------------
-
-
 def _sent(cache: Cache) -> Any:
     data = pickle.dumps(cache)
     assert len(data) < 4096, "the bytes of the pool went along"
@@ -318,7 +312,6 @@ BLOCKS = CacheIndex(1, 1)
 
 
 # --- what moves -------------------------------------------------------------------------------------------------------
-
 #: What is pushed: (src layers, dst layers, tensors per layer), and the (dst, src) tensors that move of four.
 PUSHES: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]] = {
     "the first layer of one tensor": (((0, 0), (0, 0), 1), [(0, 0)]),
@@ -335,7 +328,7 @@ PUSHES: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]] = {
 
 @pytest.mark.parametrize("there", [DEVICE, HOST])
 @pytest.mark.parametrize("here", [DEVICE, HOST])
-def test_r14_r16_r31_layers_are_pushed_and_pulled_between_all_placements(
+def test_r14_r16_r31_layers_move_between_all_placements(
     pair: Pair, here: cpp_api.CachePlacement, there: cpp_api.CachePlacement
 ) -> None:
     decoder, prompt = pair.decoder, pair.prompt
@@ -379,9 +372,7 @@ def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pa
     ("memory", "transport", "checksum"),
     [("pool", "auto", 0), ("inside", "auto", 0), ("private", "auto", 0), ("private", "tcp", 0), ("pool", "auto", 1)],
 )
-def test_one_cache_serves_as_rows_and_as_blocks_and_where_it_is_is_asked_once(
-    shm_pair: Pair, memory: str, transport: str, checksum: int
-) -> None:
+def test_one_cache_serves_as_rows_and_as_blocks(shm_pair: Pair, memory: str, transport: str, checksum: int) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     start_pair(shm_pair, transport=transport, options={"llm.Checksum": str(checksum)})
     mine, theirs = (end.do(made, "kv", Shape(memory=memory), at) for at, end in enumerate((decoder, prompt)))
@@ -431,12 +422,8 @@ def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", [None, "staged"])
-def test_r08_r13_r26_lists_take_effect_one_after_the_other_also_from_and_to_the_host(
-    end: LocalEnd, device: str | None
-) -> None:
+def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: LocalEnd, device: str | None) -> None:
     random = np.random.default_rng(0)
     end.do(start, LlmRole.kMix, 1, "auto", {}, StagedDevice() if device else None)
     shapes = {"kv": Shape(rows=50), "other": Shape(rows=70), "host": Shape(rows=50, placement=HOST)}

@@ -95,8 +95,6 @@ class Table:
 
 
 # --- kinds of arguments -----------------------------------------------------------------------------------------------
-
-
 def integer(low: int, high: int, *broken: int, none_ok: bool = False) -> Spec:
     """The kind of an integer: no other type, none that is out of its width by one, none that breaks a rule."""
     outside = [(RULE, f"{value}", value) for value in (low - 1, high + 1)]
@@ -173,8 +171,6 @@ UNEQUAL_LAYERS: Final = (
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
-
-
 def refuse(ends: Sequence[End], table: Table) -> None:
     """Run all rows at the first end: each raises what it should, in one line, and nothing has happened at any end."""
     assert table.rows
