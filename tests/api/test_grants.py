@@ -25,6 +25,7 @@ from tests.support import moves
 from tests.support.background import Call
 from tests.support.family import Family, one_family
 from tests.support.frozen import frozen
+from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
 from tests.support.linking import SUCCESS, explain, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 
@@ -50,22 +51,24 @@ pytestmark = pytest.mark.covers(
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
-LONG = 600.0
 OTHER = BlocksCacheKey(1, 1)
+
+
+TOKEN = b"forked reader 16"
+
+
+def claim_data(world: World, data: bytes, *_: list[int]) -> None:
+    claim(world, Grant.from_bytes(data).token)
+
+
+def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG) -> bytes:
+    """Grant blocks of "kv"; return the token."""
+    return Grant.from_bytes(grant(world, blocks, ttl, token=token)).token
 
 
 def both(pair: Pair, source: Spec = REGISTERED, **settings: Any) -> tuple[Bytes, Bytes]:
     pair.start(**settings)
     return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-
-
-def grant(world: World, blocks: list[int], ttl: float = LONG, of: str = "kv") -> bytes:
-    world.memory["grant"] = granted = world.caches[of].grant(blocks, ttl)
-    return granted.to_bytes()
-
-
-def active(world: World) -> bool:
-    return bool(world.memory["grant"].active)
 
 
 def reuse(world: World) -> None:
@@ -75,16 +78,8 @@ def reuse(world: World) -> None:
         view.reshape(-1).view(np.uint8)[:] = 0xEE
 
 
-def pull(world: World, data: bytes, src: list[int], dst: list[int], key: Any = BLOCKS) -> None:
-    world.cm.pull_blocks(key, world.caches["kv"], src, dst, grant=Grant.from_bytes(data))
-
-
 def pull_async(world: World, data: bytes, src: list[int], dst: list[int]) -> None:
     asyncio.run(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], src, dst, grant=Grant.from_bytes(data)))
-
-
-def claim_data(world: World, data: bytes, *_: list[int]) -> None:
-    world.cm.claim_grant(1, Grant.from_bytes(data).token)
 
 
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
@@ -102,7 +97,7 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
         same_bytes(decoder.do(show, "kv"), dst)
 
     other, short, later = (prompt.do(grant, [3], ttl) for ttl in (LONG, 0.05, 0.1))
-    wait_until(lambda: not prompt.do(active))
+    wait_until(lambda: not prompt.do(tell, "grant", "active"))
     for over in (short, later):
         refused(over, [3], "its time was over")
     data = prompt.do(grant, [1, 2, 5])
@@ -126,9 +121,9 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
         decoder.do(pull, granted, [s for _, s in pairs], [d for d, _ in pairs])
         dst = moved(dst, src, pairs)
         same_bytes(decoder.do(show, "kv"), dst)
-    assert prompt.do(active)
+    assert prompt.do(tell, "grant", "active")
     prompt.do(reuse)
-    assert not prompt.do(active)
+    assert not prompt.do(tell, "grant", "active")
     refused(data, [1], "revoked")
     assert prompt.do(picture).pins == 0
     prompt.do(forget, "kv")
@@ -162,7 +157,7 @@ def test_every_form_of_a_call_says_why_a_grant_has_ended(request: pytest.Fixture
         pair.decoder.do(pull_async, data, [1], [1])
         pair.decoder.do(refill, "kv", 2)
         pair.prompt.do(reuse) if end == "revoked" else pair.prompt.do(forget, "kv")
-        assert not pair.prompt.do(active)
+        assert not pair.prompt.do(tell, "grant", "active")
         for call_again in (pull, pull_async, claim_data):
             with pytest.raises(GrantEnded, match=rf"{token[:8]}.* has ended: {why}, \d+\.\d s ago$") as caught:
                 pair.decoder.do(call_again, data, [1], [1])
@@ -248,12 +243,6 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
         yield family
 
 
-def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG) -> bytes:
-    grant = world.caches["kv"].grant(blocks, ttl, token=token)
-    world.memory[grant.token.hex()] = grant
-    return grant.token
-
-
 def state(world: World, token: bytes) -> tuple[bool, bool]:
     """Return (active, released)."""
     grant = world.memory[token.hex()]
@@ -261,25 +250,8 @@ def state(world: World, token: bytes) -> tuple[bool, bool]:
     return grant.active, grant.released()
 
 
-def tell(world: World, name: str, verb: str, *args: Any) -> Any:
-    """Call a method of a grant of this end, by the name under which it is kept."""
-    return getattr(world.memory[name], verb)(*args)
-
-
 def incarnation(world: World) -> str:
     return world.dd.incarnation
-
-
-def totals(world: World) -> GrantStatistics:
-    return world.dd.statistics().grants
-
-
-def claim(world: World, token: bytes, readers: int = 1, cluster_id: int = 1, wait: bool = True) -> None:
-    world.memory["claimed"] = world.cm.claim_grant(cluster_id, token, readers, wait=wait)
-
-
-def pull_claimed(world: World, src: list[int], dst: list[int]) -> None:
-    world.cm.pull_blocks(BLOCKS, world.caches["kv"], src, dst, grant=world.memory["claimed"])
 
 
 def test_a_claimed_grant_pulls_its_blocks_and_ends_when_it_is_released(pair: Pair) -> None:
@@ -447,10 +419,6 @@ def test_a_claim_is_refused_for_what_is_wrong_with_it(local_pair: Pair) -> None:
     assert prompt.do(totals).active == 1
 
 
-def engine_of(world: World) -> Any:
-    return world.dd._engine
-
-
 class Peer:
     """A link as far as grants use it: it keeps what it is told."""
 
@@ -465,7 +433,7 @@ def test_claims_that_wait_are_bounded_and_late_answers_give_back(
     local_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(local_pair, PAGED)
-    given = local_pair.prompt.do(engine_of).grants
+    given = local_pair.prompt.do(lambda world: world.dd._engine).grants
     monkeypatch.setattr(grants, "_MAX_WAITING", 3)
     peer, other = (cast("Any", Peer()) for _ in range(2))
     tokens = [secrets.token_bytes(16) for _ in range(3)]
@@ -502,3 +470,55 @@ def test_a_grant_of_too_many_blocks_cannot_be_claimed(local_pair: Pair, monkeypa
     with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
         local_pair.decoder.do(claim, token)
     assert local_pair.prompt.do(totals).claimed == 0
+
+
+@pytest.mark.parametrize("name", AT_OWNER)
+def test_a_forked_child_of_the_owner_gives_renews_and_ends_no_grant(shm_pair: Pair, name: str) -> None:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    shm_pair.start()
+    src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+    data, before = prompt.do(grant, [1, 2]), prompt.do(picture)
+    kind, text = prompt.do(at_owner, name)
+    assert (kind, "fork" in text, text.startswith(name.partition(",")[0])) == ("StateError", True, True), text
+    assert prompt.do(picture) == before  # which checks the guards in the shared table, too
+    prompt.do(
+        make, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 7)), 3
+    )  # in the slot that a child would have taken
+    decoder.do(pull, data, [1], [4])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(4, 1)]))
+    prompt.do(tell, "grant", "revoke")
+    assert prompt.do(picture).grants.revoked == 1
+
+
+def test_a_forked_child_of_the_reader_releases_nothing(shm_pair: Pair) -> None:
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    shm_pair.start()
+    src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+    prompt.do(grant, [1, 2], LONG, "kv", TOKEN)
+    decoder.do(claim, TOKEN)
+    kind, text = decoder.do(release_in_child)
+    assert (kind, "fork" in text, text.startswith("release")) == ("StateError", True, True), text
+    assert [prompt.do(tell, "grant", each) for each in ("active", "claimed", "end")] == [True, True, ""]
+    decoder.do(pull_claimed, [2], [6])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(6, 2)]))
+    decoder.do(tell, "claimed", "release")
+
+
+def test_a_grant_that_a_forked_child_has_is_a_copy_as_in_any_message(shm_pair: Pair) -> None:
+    shm_pair.start(linked=False)
+    shm_pair.prompt.do(make, "kv", PAGED, 1)
+    data = shm_pair.prompt.do(grant, [1, 2])
+    assert shm_pair.prompt.do(copied) == ("returned", repr((data.hex(), [1, 2])))
+
+
+def copied(world: World) -> tuple[str, str]:
+    def look(world: World) -> tuple[str, list[int]]:
+        held: Grant = world.memory["grant"]
+        assert tensor_views(world.caches["kv"])[0].any()
+        return held.to_bytes().hex(), sorted(Grant.from_bytes(held.to_bytes()).blocks)
+
+    return in_child(world, look)
+
+
+def release_in_child(world: World) -> tuple[str, str]:
+    return in_child(world, lambda world: tell(world, "claimed", "release"))

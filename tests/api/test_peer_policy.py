@@ -23,6 +23,7 @@ from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, Ren
 from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, ParamError
 from tests.support import moves
 from tests.support.authority import Authority, secret_file
+from tests.support.grants import LONG, claim, grant, tell
 from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import explain, info, link, links, links_of, pull_from
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
@@ -85,18 +86,6 @@ def send_raw(world: World, config: Any) -> Any:
             raise error
 
 
-def claim(world: World, token: bytes) -> None:
-    world.cm.claim_grant(1, token).release()
-
-
-def give(world: World, token: bytes, name: str = "kv") -> None:
-    world.memory["grant"] = world.caches[name].grant([0], 600.0, token=token)
-
-
-def active(world: World) -> bool:
-    return bool(world.memory["grant"].active)
-
-
 def over(pair: Pair, memory: str) -> None:
     """Check that the owner's link uses the transport of the route."""
     used, auto = pair.prompt.do(explain, 2), "cma" if memory == "private" else "shm"
@@ -142,9 +131,10 @@ def test_a_peer_does_what_it_may(route: tuple[Pair, str], tmp_path: Path, rca: b
 
     if tries({"pull"}, call, "pull_blocks", BLOCKS, *blocks):
         here["kv"] = moved(here["kv"], there["kv"], PAIRS)
-    prompt.do(give, bytes(16))
+    prompt.do(grant, [0], LONG, "kv", bytes(16))
     if tries({"pull"}, claim, bytes(16)):
-        wait_until(lambda: not prompt.do(active))
+        decoder.do(tell, "claimed", "release")
+        wait_until(lambda: not prompt.do(tell, "grant", "active"))
     if not rca and tries({"push", "locate"}, send_raw, to):
         there["kv"] = spanned(there["kv"], here["kv"], [(dst * 48, src * 48, 48) for dst, src in PAIRS])
     if rca and tries({"push"}, call, "push_blocks", BLOCKS, *blocks):
@@ -262,7 +252,7 @@ def test_models_bound_what_a_peer_finds_by_key_id_and_address(
     there: Bytes = pair.prompt.do(make, "open", Spec(blocks=True, blocks_key=key, memory=memory), 4)
     here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 5)
     pair.decoder.do(make, "mine", Spec(rows=2), 6)
-    pair.prompt.do(give, bytes(16), "shut")
+    pair.prompt.do(grant, [0], LONG, "shut", bytes(16))
     ids = {name: CacheKeyByIdAndIndex(1, pair.prompt.do(moves.cache_id, name), 0) for name in names[:3]}
     blocks, mine = (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS), Use("mine")
     model, cache = "to use model 5", "which has no key of its models"
