@@ -15,6 +15,7 @@ import llm_datadist
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMRole, TransferWithCacheKeyConfig
 from llm_datadist.errors import StateError
 from tests.support.ends import LocalEnd
+from tests.support.grants import LONG, grant, tell
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, make, wait_until
@@ -34,16 +35,7 @@ _PACKAGE: Final = str(Path(llm_datadist.__file__).parent)
 _CONTROL: Final = "llm-datadist-control"
 _SERVED: Final = BlocksCacheKey(1, 0)
 _HELD: Final = CacheKey(2, 77)
-_LONG: Final = 600.0
 ROUNDS: Final = 30
-
-
-def granted(world: World, token: bytes) -> None:
-    world.memory.setdefault("grants", {})[token] = world.caches["served"].grant([1], _LONG, token=token)
-
-
-def was_released(world: World, token: bytes) -> bool:
-    return bool(world.memory["grants"][token].released())
 
 
 class Things:
@@ -53,8 +45,8 @@ class Things:
         self._world = world
         self._there = there
         self._token = secrets.token_bytes(16)
-        self.grant: Grant = world.caches["kv"].grant([0], _LONG)
-        there.do(granted, self._token)
+        self.grant: Grant = world.caches["kv"].grant([0], LONG)
+        there.do(grant, [1], LONG, "served", self._token)
         self.claimed = world.cm.claim_grant(1, self._token)
         self.keyed = world.cm.allocate_cache(Spec(tensors=1, rows=1).desc, [_HELD])
         self.blocks = world.cm.allocate_blocks_cache(Spec(tensors=1, blocks=True).desc)
@@ -75,7 +67,7 @@ class Things:
         assert self.grant.end == "revoked"
         assert self.keyed.tensor_addrs == self.blocks.tensor_addrs == []
         assert self.other is None or self.other._engine is None
-        wait_until(lambda: self._there.do(was_released, self._token))
+        wait_until(lambda: self._there.do(tell, self._token.hex(), "released"))
 
 
 def another() -> LLMDataDist:
@@ -124,7 +116,7 @@ def _send_layers(world: World, _: ChildEnd) -> None:
 
 
 VERBS: Final[dict[str, Verb]] = {
-    "grant": Verb(lambda w, _: w.caches["kv"].grant([1], _LONG), lambda w, _, grant: grant.revoke()),
+    "grant": Verb(lambda w, _: w.caches["kv"].grant([1], LONG), lambda w, _, grant: grant.revoke()),
     "allocate and bind": Verb(
         lambda w, _: w.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1), CacheKey(2, 2)]),
         lambda w, _, cache: _forget(w, cache),
@@ -134,7 +126,7 @@ VERBS: Final[dict[str, Verb]] = {
         lambda w, _, cache: w.cm.unregister_cache(cache.cache_id),
     ),
     "deallocate": Verb(lambda w, _: w.cm.deallocate_cache(w.cm.allocate_cache(Spec(rows=2).desc))),
-    "revoke": Verb(lambda w, _: w.caches["kv"].grant([1], _LONG).revoke()),
+    "revoke": Verb(lambda w, _: w.caches["kv"].grant([1], LONG).revoke()),
     "pull_blocks": Verb(lambda w, _: w.cm.pull_blocks(_SERVED, w.caches["kv"], [0], [0])),
     "push_blocks": Verb(lambda w, _: w.cm.push_blocks(_SERVED, w.caches["kv"], [0], [0])),
     "copy_blocks": Verb(lambda w, _: w.cm.copy_blocks(w.caches["kv"], {0: [1]})),
@@ -213,13 +205,13 @@ def test_a_put_off_revoke_shows_as_active_until_the_call_ends(end: LocalEnd) -> 
     end.start("PROMPT", 1)
     make(end.world, "kv", Spec(blocks=True), 1)
     cache, seen = end.world.caches["kv"], []
-    grant = cache.grant([0], _LONG)
+    grant = cache.grant([0], LONG)
 
     def revoke() -> None:
         grant.revoke()
         seen.append(grant.active)
 
-    AtLine(5, revoke)(lambda: cache.grant([1], _LONG))
+    AtLine(5, revoke)(lambda: cache.grant([1], LONG))
     assert seen == [True]
     assert grant.end == "revoked"
 
@@ -241,7 +233,7 @@ def test_calls_whose_return_is_a_promise_are_refused_inside_of_another_call(end:
                 call()
             seen.append(str(caught.value))
 
-        AtLine(5, attempt)(lambda: cache.grant([1], _LONG))
+        AtLine(5, attempt)(lambda: cache.grant([1], LONG))
         assert seen == [
             f"{name}: called by a finalizer or a callback inside of another call of this library: it would have to "
             "wait for that; call it after that one, or from another thread"
@@ -289,7 +281,7 @@ def test_what_a_finalizer_gives_back_in_the_control_thread_is_gone_soon(children
             things = Things(here.world, there)
             trace.functions = [finalize, things.give_back]
             while trace.functions:
-                token = here.world.caches["kv"].grant([1], _LONG).token
+                token = here.world.caches["kv"].grant([1], LONG).token
                 there.do(_claim_and_release, token)
             wait_until(lambda things=things: not things.grant.active)  # type: ignore[misc]
             wait_until(lambda things=things: not things.keyed.tensor_addrs)  # type: ignore[misc]

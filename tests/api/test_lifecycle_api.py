@@ -353,32 +353,36 @@ def test_the_exit_handler_finalizes_and_swallows_what_fails(monkeypatch: pytest.
 
 
 CACHES: Final = {"blocks": Spec(blocks=True), "rows": Spec(), "host": Spec(blocks=True, placement=Placement.HOST)}
-SETTINGS: Final = {"enable_remote_cache_accessible": True}
+REMOTE: Final = {"enable_remote_cache_accessible": True}
 PEER_ROWS, BLOCKS_HERE, ROWS_HERE = Use("peer's rows"), Use("own blocks"), Use("own rows")
-#: Calls with a handle that is not of this instance, once for each argument that takes one.
-CALLS: Final[list[tuple[str, tuple[Any, ...]]]] = [
-    ("pull_cache", (PEER_ROWS, Use("rows"), 1)),
-    ("pull_blocks", (BLOCKS, Use("blocks"), [1], [6])),
-    ("push_cache", (PEER_ROWS, Use("rows"), 1)),
-    ("push_blocks", (BLOCKS, Use("blocks"), [1], [6])),
+#: Of both dialects.
+_COPIES: Final[list[tuple[str, tuple[Any, ...]]]] = [
     ("copy_cache", (Use("rows"), ROWS_HERE, 1, 2)),
     ("copy_cache", (ROWS_HERE, Use("rows"), 1, 2)),
     ("copy_blocks", (Use("blocks"), {1: [6]})),
-    ("swap_blocks", (Use("host"), BLOCKS_HERE, {1: 6})),
     ("swap_blocks", (Use("cpu"), Use("blocks"), {1: 6})),
-    ("transfer_cache_async", (Use("blocks"), Always(), Use("key config"), [1], [6])),
+    ("pull_cache", (PEER_ROWS, Use("rows"), 1)),
+    ("pull_blocks", (BLOCKS, Use("blocks"), [1], [6])),
 ]
-V1_CALLS: Final[dict[str, list[tuple[str, tuple[Any, ...]]]]] = {
-    "DECODER": [
-        ("pull_cache", (PEER_ROWS, Use("rows"), 1)),
-        ("pull_blocks", (BLOCKS, Use("blocks"), [1], [6])),
-        ("copy_cache", (Use("rows"), ROWS_HERE, 1, 2)),
-        ("copy_cache", (ROWS_HERE, Use("rows"), 1, 2)),
-        ("copy_blocks", (Use("blocks"), {1: [6]})),
-        ("swap_blocks", (Use("cpu"), Use("blocks"), {1: 6})),
-        ("get_cache_tensors", (Use("blocks"), 1)),
-    ],
-    "PROMPT": [("transfer_cache_async", (Use("rows"), Always(), [TransferConfig(9, [1, 1, 1, 1])]))],
+#: Role, settings, and calls with a handle that is not of this instance, once for each argument that takes one.
+DIALECTS: Final[dict[str, tuple[str, dict[str, Any], list[tuple[str, tuple[Any, ...]]]]]] = {
+    "v2": (
+        "DECODER",
+        REMOTE,
+        [
+            *_COPIES,
+            ("swap_blocks", (Use("host"), BLOCKS_HERE, {1: 6})),
+            ("push_cache", (PEER_ROWS, Use("rows"), 1)),
+            ("push_blocks", (BLOCKS, Use("blocks"), [1], [6])),
+            ("transfer_cache_async", (Use("blocks"), Always(), Use("key config"), [1], [6])),
+        ],
+    ),
+    "v1 decoder": ("DECODER", POOL, [*_COPIES, ("get_cache_tensors", (Use("blocks"), 1))]),
+    "v1 prompt": (
+        "PROMPT",
+        POOL | {"listen_ip_info": "127.0.0.1:0"},
+        [("transfer_cache_async", (Use("rows"), Always(), [TransferConfig(9, [1, 1, 1, 1])]))],
+    ),
 }
 
 
@@ -397,7 +401,7 @@ def worlds() -> Iterator[tuple[World, World]]:
 def peer(children: tuple[ChildEnd, ChildEnd]) -> Iterator[ChildEnd]:
     """Cluster 1 in a process of its own, with blocks and rows to pull."""
     end = children[0]
-    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **SETTINGS)
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **REMOTE)
     end.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 1)
     end.do(make, "rows", Spec(), 2)
     yield end
@@ -424,63 +428,49 @@ def refuses(manager: Any, calls: list[tuple[str, tuple[Any, ...]]], known: dict[
             assert [word for word in named if word not in text] == []
 
 
+def populate(world: World, v1: bool, seed: int) -> dict[str, Any]:
+    """Make the caches of a dialect; return their handles."""
+    if v1:
+        for name, blocks in (("blocks", True), ("rows", False)):
+            kv_make(world, name, desc(), seed + blocks, blocks=blocks)
+        return {name: world.memory[f"kv {name}"] for name in ("blocks", "rows")}
+    for name, spec in CACHES.items():
+        make(world, name, spec, seed)
+    return dict(world.caches)
+
+
 @pytest.mark.parametrize("earlier", [False, True], ids=["of another instance", "of an earlier init"])
-def test_a_foreign_or_stale_handle_is_refused(worlds: tuple[World, World], peer: ChildEnd, earlier: bool) -> None:
-    ours, theirs = worlds
-    for number, world in enumerate((ours, theirs)):
-        world.start("DECODER", 2 + number, make_config(**SETTINGS))
-        for name, spec in CACHES.items():
-            make(world, name, spec, number)
-    foreign = dict((ours if earlier else theirs).caches)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_foreign_or_stale_handle_is_refused(
+    worlds: tuple[World, World], peer: ChildEnd, dialect: str, earlier: bool
+) -> None:
+    ours, v1 = worlds[0], dialect != "v2"
+    role, settings, calls = DIALECTS[dialect]
+    for number, world in enumerate(worlds):
+        world.start(role, 2 + number, make_config(**settings))
+    handles = [populate(world, v1, number) for number, world in enumerate(worlds)]
+    old, own = ours.dd.incarnation[:8], handles[0]
     if earlier:
-        old = incarnation(ours)
-        again(ours.dd, **SETTINGS)
-        for name, spec in CACHES.items():
-            make(ours, name, spec, 5)
+        again(ours.dd, **settings)
+        own = populate(ours, v1, 5)
     maker = f"cluster 2 (incarnation {old})" if earlier else "cluster 3 (incarnation "
-    named = f"cluster 2 (incarnation {incarnation(ours)})", maker
-    assert ours.dd.link_clusters([info(1, peer.port)], 10_000) == SUCCESS
+    named = f"cluster 2 (incarnation {ours.dd.incarnation[:8]})", maker
+    if not v1:
+        assert ours.dd.link_clusters([info(1, peer.port)], 10_000) == SUCCESS
     rows = CacheKeyByIdAndIndex(1, peer.do(cache_id, "rows"), 0)
-    known = foreign | {"own blocks": ours.caches["blocks"], "own rows": ours.caches["rows"], "peer's rows": rows}
-    known["cpu"] = cpu_cache(ours, "cpu", CACHES["host"].desc)
+    memory = np.zeros((4, 8 * 48), np.uint8)
+    cpu = (KvCache if v1 else Cache).create_cpu_cache(CACHES["host"].desc, [row.ctypes.data for row in memory])
+    known = handles[0 if earlier else 1] | {"cpu": cpu, "peer's rows": rows}
+    known |= {"own blocks": own["blocks"], "own rows": own["rows"]}
     known["key config"] = [TransferWithCacheKeyConfig(BLOCKS, range(1), range(1))]
-    before = picture(ours), [show(world, name) for world in worlds for name in CACHES]
+    before = picture(ours), [show(world, name) for world in worlds for name in world.caches]
     there = [peer.do(show, name) for name in ("blocks", "rows")]
-    refuses(ours.cm, CALLS, known, *named)
-    for world_bytes, was in zip((show(w, n) for w in worlds for n in CACHES), before[1], strict=True):
-        same_bytes(world_bytes, was)
+    refuses(ours.dd.kv_cache_manager if v1 else ours.cm, calls, known, *named)
+    for now, was in zip((show(w, n) for w in worlds for n in w.caches), before[1], strict=True):
+        same_bytes(now, was)
     for name, was in zip(("blocks", "rows"), there, strict=True):
         same_bytes(peer.do(show, name), was)
     assert picture(ours) == before[0]
-
-
-def incarnation(world: World) -> str:
-    """Return what errors say of the present init."""
-    return world.caches["blocks"].grant([0], 60.0).incarnation.hex()[:8]
-
-
-@pytest.mark.parametrize("earlier", [False, True], ids=["of another instance", "of an earlier init"])
-@pytest.mark.parametrize("role", V1_CALLS)
-def test_a_foreign_or_stale_v1_handle_is_refused(worlds: tuple[World, World], role: str, earlier: bool) -> None:
-    ours, theirs = worlds
-    listen = {"listen_ip_info": "127.0.0.1:0"} if role == "PROMPT" else {}
-    for number, world in enumerate((ours, theirs)):
-        world.start(role, 2 + number, make_config(**POOL | listen))
-        kv_make(world, "blocks", desc(), number, blocks=True)
-        kv_make(world, "rows", desc(), number)
-    owner = ours if earlier else theirs
-    foreign = {name: owner.memory[f"kv {name}"] for name in ("blocks", "rows")}
-    if earlier:
-        again(ours.dd, **POOL | listen)
-        kv_make(ours, "blocks", desc(), 5, blocks=True)
-        kv_make(ours, "rows", desc(), 6)
-    memory = np.zeros((4, 8 * 48), np.uint8)
-    cpu = KvCache.create_cpu_cache(CACHES["host"].desc, [row.ctypes.data for row in memory])
-    known = foreign | {"own rows": ours.memory["kv rows"], "cpu": cpu, "peer's rows": CacheKeyByIdAndIndex(1, 1, 0)}
-    before = [show(world, name) for world in worlds for name in foreign]
-    refuses(ours.dd.kv_cache_manager, V1_CALLS[role], known, "cluster 2 (", f"cluster {2 if earlier else 3} (")
-    for now, was in zip((show(world, name) for world in worlds for name in foreign), before, strict=True):
-        same_bytes(now, was)
     assert not memory.any()
 
 
