@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
 
-    from tests.support.ends import ChildEnd, End
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
 
 
 pytestmark = pytest.mark.covers(

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.ends import ChildEnd, LocalEnd
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import ChildEnd, LocalEnd, Pair, World
 
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED

@@ -27,8 +27,7 @@ from tests.support.world import World, make_config
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.support.ends import LocalEnd
-    from tests.support.pairs import Pair
+    from tests.support.kinds import LocalEnd, Pair
 
     Behaviour = Callable[[socket.socket], None]
 

@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
-    from tests.support.ends import ChildEnd, End
+    from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
     from tests.support.layers import Span
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
 
     Place = tuple[int, int]
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from llm_datadist.types.grant import Grant
-    from tests.support.ends import ChildEnd
-    from tests.support.world import World
+    from tests.support.kinds import ChildEnd, World
 
 pytestmark = pytest.mark.covers("Cache.grant", "Grant: active revoke release")
 

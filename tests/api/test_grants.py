@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llm_datadist._links.messages import Message
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, Pair, World
 
 
 pytestmark = pytest.mark.covers(

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
+    from tests.support.kinds import Bytes, Pair
 
 
 pytestmark = pytest.mark.covers("errors.TransferFailed")

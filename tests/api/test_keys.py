@@ -21,9 +21,7 @@ from tests.support.world import World, fill
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.ends import End
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
+    from tests.support.kinds import Bytes, End, Pair
 
     #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
     Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.support.ends import End, LocalEnd
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
+    from tests.support.kinds import Bytes, End, LocalEnd, Pair
 
 
 pytestmark = pytest.mark.covers(

@@ -52,8 +52,7 @@ from tests.support.world import World, fill, make_config, read
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.support.ends import LocalEnd
-    from tests.support.moves import Bytes
+    from tests.support.kinds import Bytes, LocalEnd
 
 
 pytestmark = pytest.mark.covers(

@@ -20,10 +20,7 @@ from tests.support.linking import SUCCESS, alone, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, picture, refused, same_bytes, show
 
 if TYPE_CHECKING:
-    from tests.support.ends import End, LocalEnd
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, End, LocalEnd, Pair, World
 
 
 pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS")

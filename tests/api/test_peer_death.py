@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.ends import ChildEnd, End
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
+    from tests.support.kinds import Bytes, ChildEnd, End, Pair
 
 pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout", "errors.NotLinked")
 

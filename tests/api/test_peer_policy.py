@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.ends import LocalEnd
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, LocalEnd, Pair, World
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET = b"s" * 32

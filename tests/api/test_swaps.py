@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llm_datadist._memory.device import Device
-    from tests.support.ends import LocalEnd
-    from tests.support.world import World
+    from tests.support.kinds import LocalEnd, World
 
 
 pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics")

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import RestrictedRegistry
 
     from llm_datadist.metrics import OperationStatistics
-    from tests.support.ends import ChildEnd, End
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import ChildEnd, End, Pair, World
 
 
 TRACED: Final = {"llm.Tracing": "1"}

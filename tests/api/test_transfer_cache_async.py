@@ -63,10 +63,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.support.kinds import Bytes, Pair, World
     from tests.support.layers import Span
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
 
     #: The receiver's cache, the sender's, its row and the receiver's (None: a blocks key, or address), lists of blocks
     #: and the size of a piece, and what arrives.

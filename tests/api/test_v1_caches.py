@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Pair, World
 
 
 pytestmark = pytest.mark.covers(

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.ends import End
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, End, Pair, World
 
 pytestmark = pytest.mark.covers(
     "KvCacheManager: is_initialized pull_blocks pull_cache transfer_cache_async",

@@ -15,8 +15,7 @@ from llm_datadist.views import tensor_views, torch_views
 from tests.support.world import read, residue
 
 if TYPE_CHECKING:
-    from tests.support.ends import LocalEnd
-    from tests.support.world import World
+    from tests.support.kinds import LocalEnd, World
 
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
 

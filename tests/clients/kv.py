@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tests.support.ends import End
-    from tests.support.world import World
+    from tests.support.kinds import End, World
 
     Tensors = list[NDArray[np.uint8]]
     #: A prompt's seed, its blocks, ours.

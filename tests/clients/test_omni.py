@@ -17,9 +17,7 @@ from tests.support.moves import moved, picture, same_bytes, wait_until
 from tests.support.ranks import host
 
 if TYPE_CHECKING:
-    from tests.support.ends import ChildEnd
-    from tests.support.family import Processes
-    from tests.support.world import World
+    from tests.support.kinds import ChildEnd, Processes, World
 
 #: K, V and rope of a manager: the position is the model id.
 KINDS: Final = (Kind(4, 40, (160,), DataType.DT_BF16),) * 3

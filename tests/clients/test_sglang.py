@@ -18,8 +18,7 @@ from tests.support.moves import moved, same_bytes, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.support.family import Processes
-    from tests.support.world import World
+    from tests.support.kinds import Processes, World
 
 pytestmark = pytest.mark.covers("sglang", "LLMConfig.local_comm_res", "llm.LocalCommRes")
 

@@ -14,8 +14,7 @@ from tests.support.moves import wait_until
 from tests.support.ranks import PREPARING, host
 
 if TYPE_CHECKING:
-    from tests.support.ends import ChildEnd
-    from tests.support.family import Processes
+    from tests.support.kinds import ChildEnd, Processes
 
 pytestmark = pytest.mark.covers("vllm-ascend, v1 engine")
 

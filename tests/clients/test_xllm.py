@@ -15,10 +15,7 @@ from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
 
 if TYPE_CHECKING:
-    from tests.support.ends import ChildEnd
-    from tests.support.family import Processes
-    from tests.support.moves import Bytes
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, ChildEnd, Processes, World
 
 pytestmark = pytest.mark.covers("xllm")
 

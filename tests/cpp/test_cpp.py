@@ -34,9 +34,7 @@ from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tests.support.ends import LocalEnd
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import LocalEnd, Pair, World
 
 
 pytestmark = pytest.mark.covers(

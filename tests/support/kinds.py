@@ -1,0 +1,9 @@
+"""The types that tests name in annotations: for type checkers only."""
+
+from tests.support.ends import ChildEnd, End, LocalEnd
+from tests.support.family import Family, Processes
+from tests.support.moves import Bytes
+from tests.support.pairs import Pair
+from tests.support.world import World
+
+__all__ = ["Bytes", "ChildEnd", "End", "Family", "LocalEnd", "Pair", "Processes", "World"]
