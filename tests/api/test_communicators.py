@@ -416,7 +416,9 @@ def test_busy_ports_cost_only_the_next_one(shm_pair: Pair, busy: str) -> None:
     bytes_move_both_ways(*ends)
 
 
-def test_without_a_free_port_link_is_link_failed_and_nothing_is_left(end: LocalEnd) -> None:
+def test_without_a_free_port_or_with_a_wrong_range_link_fails_and_nothing_is_left(
+    end: LocalEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end.start("MIX", 1)
     name = free_name()
     code = LLMStatusCode.LLM_LINK_FAILED
@@ -425,6 +427,12 @@ def test_without_a_free_port_link_is_link_failed_and_nothing_is_left(end: LocalE
         parts = [host(0), str(ports(name, 1)[7]), PORTS_VARIABLE]
         refused([end], [], LinkRefused, parts, ranks.join, *arguments, status=code)
     assert end.do(ranks.join, *arguments) == 1
+    for text in ("x", "1", "5-4", "0-5", "1-65536", "-", "1-2-3"):
+        monkeypatch.setenv(PORTS_VARIABLE, text)
+        for members in ({1: 0, 2: 1}, {0: 0, 1: 1}):
+            refused(
+                [end], [], ParamError, [PORTS_VARIABLE, text], ranks.join, "n", members, ranks.table(host(0), host(0))
+            )
 
 
 def test_another_communicator_at_the_first_port_is_passed_by(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,16 +444,6 @@ def test_another_communicator_at_the_first_port_is_passed_by(local_pair: Pair, m
     waiting = [Meeting((1, 9)).join(ends[0])[0] for _ in range(4)]
     joined(*ends)
     assert {ends[0].do(status, each) for each in waiting} == {PREPARING}
-
-
-def test_a_wrong_range_of_ports_in_the_environment_is_named(end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    end.start("MIX", 1)
-    for text in ("x", "1", "5-4", "0-5", "1-65536", "-", "1-2-3"):
-        monkeypatch.setenv(PORTS_VARIABLE, text)
-        for members in ({1: 0, 2: 1}, {0: 0, 1: 1}):
-            refused(
-                [end], [], ParamError, [PORTS_VARIABLE, text], ranks.join, "n", members, ranks.table(host(0), host(0))
-            )
 
 
 def test_an_address_that_is_not_of_this_host_is_listened_for_on_all_of_them(shm_pair: Pair) -> None:

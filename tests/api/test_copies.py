@@ -129,7 +129,9 @@ def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(worl
     same_bytes(read(src), source)
 
 
-def test_r09_every_log_record_of_the_call_carries_req_id(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_r09_every_log_record_and_every_error_text_of_the_call_carries_req_id(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "LLM_DATADIST")
     for req_id in (0, 2**64 - 1):
         caplog.clear()
@@ -139,9 +141,6 @@ def test_r09_every_log_record_of_the_call_carries_req_id(world: World, caplog: p
         records = [record.getMessage() for record in caplog.records]
         assert [text for text in records if f"req_id={req_id}" not in text] == []
         assert [text.split()[1] for text in records] == ["started", "succeeded", "started", "failed"]
-
-
-def test_r09_every_error_text_of_the_call_carries_req_id_once(world: World) -> None:
     gone = world.cm.allocate_cache(desc())
     world.cm.deallocate_cache(gone)
     good = {"dst": world.caches["dst"], "src": world.caches["src"]}

@@ -200,7 +200,7 @@ def test_what_a_finalizer_gives_back_in_init_and_finalize_is_gone(ends: tuple[Lo
         things.check_gone()
 
 
-def test_a_put_off_revoke_shows_as_active_until_the_call_ends(end: LocalEnd) -> None:
+def test_inside_of_another_call_a_revoke_is_put_off_and_what_returns_a_promise_is_refused(end: LocalEnd) -> None:
     end.start("PROMPT", 1)
     make(end.world, "kv", Spec(blocks=True), 1)
     cache, seen = end.world.caches["kv"], []
@@ -213,27 +213,21 @@ def test_a_put_off_revoke_shows_as_active_until_the_call_ends(end: LocalEnd) -> 
     AtLine(5, revoke)(lambda: cache.grant([1], LONG))
     assert seen == [True]
     assert grant.end == "revoked"
-
-
-def test_calls_whose_return_is_a_promise_are_refused_inside_of_another_call(end: LocalEnd) -> None:
-    end.start("PROMPT", 1)
-    make(end.world, "kv", Spec(blocks=True), 1)
-    world, cache = end.world, end.world.caches["kv"]
     refused: dict[str, Any] = {
-        "unregister_cache": lambda: world.cm.unregister_cache(7),
-        "unlink_clusters": lambda: world.dd.unlink_clusters([info(1, 1)], 100),
-        "unlink": lambda: world.dd.unlink(7),
+        "unregister_cache": lambda: end.world.cm.unregister_cache(7),
+        "unlink_clusters": lambda: end.world.dd.unlink_clusters([info(1, 1)], 100),
+        "unlink": lambda: end.world.dd.unlink(7),
     }
     for name, call in refused.items():
-        seen: list[str] = []
+        texts: list[str] = []
 
-        def attempt(call: Callable[[], object] = call, seen: list[str] = seen) -> None:
+        def attempt(call: Callable[[], object] = call, texts: list[str] = texts) -> None:
             with pytest.raises(StateError) as caught:
                 call()
-            seen.append(str(caught.value))
+            texts.append(str(caught.value))
 
         AtLine(5, attempt)(lambda: cache.grant([1], LONG))
-        assert seen == [
+        assert texts == [
             f"{name}: called by a finalizer or a callback inside of another call of this library: it would have to "
             "wait for that; call it after that one, or from another thread"
         ]

@@ -181,15 +181,6 @@ def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says
     same_bytes(shm_pair.decoder.do(show, "kv"), dst)
 
 
-def test_a_transfer_that_fails_while_its_grant_lasts_says_what_failed(local_pair: Pair) -> None:
-    both(local_pair, PAGED)
-    data = local_pair.prompt.do(grant, [1])
-    local_pair.prompt.do(make, "another", Spec(blocks=True, blocks_key=OTHER), 3)
-    with pytest.raises(errors.TransferFailed, match="is not of what the key names"):
-        local_pair.decoder.do(pull, data, [1], [1], OTHER)
-    local_pair.decoder.do(pull, data, [1], [1])
-
-
 def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_are_refused(local_pair: Pair) -> None:
     both(local_pair)
     prompt = local_pair.prompt
@@ -273,18 +264,14 @@ def test_a_claimed_grant_pulls_its_blocks_and_ends_when_it_is_released(pair: Pai
     with pytest.raises(ParamError, match=rf"token: {token[:4].hex()} names another grant"):
         prompt.do(give, [1], token)
     assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=1, expired=0, revoked=0, lost=0)
-
-
-def test_a_claim_waits_for_its_grant(pair: Pair) -> None:
-    src, dst = both(pair, PAGED)
-    prompt, decoder = pair.prompt, pair.decoder
+    # A claim waits for its grant.
     token = secrets.token_bytes(16)
     claiming = Call(decoder.do, claim, token)
     wait_until(lambda: prompt.do(totals).waiting == 1)
     prompt.do(give, [4], token)
     claiming.result()
     decoder.do(pull_claimed, [4], [4])
-    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(4, 4)]))
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 2), (5, 1), (4, 4)]))
     assert (prompt.do(totals).waiting, prompt.do(totals).claimed) == (0, 1)
 
 
@@ -395,7 +382,7 @@ def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: 
     assert prompt.do(totals) == GrantStatistics(1, 0, 0, released=1, expired=0, revoked=0, lost=1)
 
 
-def test_a_claim_is_refused_for_what_is_wrong_with_it(local_pair: Pair) -> None:
+def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     both(local_pair, PAGED)
     prompt, decoder = local_pair.prompt, local_pair.decoder
     token = prompt.do(give, [1])
@@ -415,6 +402,16 @@ def test_a_claim_is_refused_for_what_is_wrong_with_it(local_pair: Pair) -> None:
         with pytest.raises(kind, match=text):
             end.do(verb, *arguments)
     assert prompt.do(totals).active == 1
+    monkeypatch.setattr(grants, "MAX_GRANT", 32)
+    token = prompt.do(give, [1, 2])
+    with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
+        decoder.do(claim, token)
+    assert prompt.do(totals).claimed == 0
+    data = prompt.do(grant, [1])
+    prompt.do(make, "another", Spec(blocks=True, blocks_key=OTHER), 3)
+    with pytest.raises(errors.TransferFailed, match="is not of what the key names"):
+        decoder.do(pull, data, [1], [1], OTHER)
+    decoder.do(pull, data, [1], [1])
 
 
 class Peer:
@@ -461,15 +458,6 @@ def test_claims_that_wait_are_bounded_and_late_answers_give_back(
         grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
 
 
-def test_a_grant_of_too_many_blocks_cannot_be_claimed(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    both(local_pair, PAGED)
-    monkeypatch.setattr(grants, "MAX_GRANT", 32)
-    token = local_pair.prompt.do(give, [1, 2])
-    with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
-        local_pair.decoder.do(claim, token)
-    assert local_pair.prompt.do(totals).claimed == 0
-
-
 @pytest.mark.parametrize("name", AT_OWNER)
 def test_a_forked_child_of_the_owner_gives_renews_and_ends_no_grant(shm_pair: Pair, name: str) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
@@ -488,7 +476,7 @@ def test_a_forked_child_of_the_owner_gives_renews_and_ends_no_grant(shm_pair: Pa
     assert prompt.do(picture).grants.revoked == 1
 
 
-def test_a_forked_child_of_the_reader_releases_nothing(shm_pair: Pair) -> None:
+def test_a_forked_child_of_the_reader_releases_nothing_and_what_it_has_is_a_copy(shm_pair: Pair) -> None:
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     shm_pair.start()
     src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
@@ -500,13 +488,8 @@ def test_a_forked_child_of_the_reader_releases_nothing(shm_pair: Pair) -> None:
     decoder.do(pull_claimed, [2], [6])
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(6, 2)]))
     decoder.do(tell, "claimed", "release")
-
-
-def test_a_grant_that_a_forked_child_has_is_a_copy_as_in_any_message(shm_pair: Pair) -> None:
-    shm_pair.start(linked=False)
-    shm_pair.prompt.do(make, "kv", PAGED, 1)
-    data = shm_pair.prompt.do(grant, [1, 2])
-    assert shm_pair.prompt.do(copied) == ("returned", repr((data.hex(), [1, 2])))
+    data = prompt.do(grant, [1, 2])
+    assert prompt.do(copied) == ("returned", repr((data.hex(), [1, 2])))
 
 
 def copied(world: World) -> tuple[str, str]:

@@ -369,8 +369,8 @@ def test_a_cache_of_another_geometry_is_asked_about_and_then_assumed(ends: tuple
     assert waiting(prompt) == {repr((0, number, 0)) for number in (14, 15, 20, 30, 40)}
 
 
-def test_what_one_request_is_not_enough_for_is_asked_about(ends: tuple[End, End, Bytes, Bytes]) -> None:
-    prompt, decoder, _, _ = ends
+def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: tuple[End, End, Bytes, Bytes]) -> None:
+    prompt, decoder, rows, kv = ends
     # A blocks cache has no pin; its answer is kept.
     paged = prompt.do(make, "paged", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 0)), 7)
     mine = decoder.do(make, "paged", Spec(blocks=True), 8)
@@ -382,23 +382,19 @@ def test_what_one_request_is_not_enough_for_is_asked_about(ends: tuple[End, End,
     src, dst = prompt.do(make, "large", large, 9), decoder.do(make, "large", Spec(2, 4, 1 << 20), 10)
     for row, (size, ways) in enumerate(((4096, ASKED), (4096, AT_ONCE), (-1, ASKED), (-1, ASKED))):
         assert decoder.do(pull, "pull_cache", key(50 + row), Use("large"), row, size) == ways
-        for tensor, rows in zip(dst, src, strict=True):
-            tensor[row, : size if size > 0 else None] = rows[row, : size if size > 0 else None]
+        for tensor, of in zip(dst, src, strict=True):
+            tensor[row, : size if size > 0 else None] = of[row, : size if size > 0 else None]
     same_bytes(decoder.do(show, "large"), dst)
+    # A request that overtakes the end of a transfer, which may have consumed the key.
+    decoder.do(_settle_ahead)
+    assert decoder.do(pull, "pull_cache", key(11), KV, 1) == REFUSED
+    same_bytes(decoder.do(show, "kv"), moved(kv, rows, [(1, 1)]))
 
 
 def _settle_ahead(world: World) -> None:
     """What has ended a transfer is counted here, and is on its way for ever."""
     assert world.dd._engine is not None
     world.dd._engine.links.get(1).settled += 1
-
-
-def test_a_request_that_overtakes_the_end_of_a_transfer_is_refused(ends: tuple[End, End, Bytes, Bytes]) -> None:
-    """That transfer may have consumed the key."""
-    _, decoder, src, dst = ends
-    decoder.do(_settle_ahead)
-    assert decoder.do(pull, "pull_cache", key(11), KV, 1) == REFUSED
-    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(1, 1)]))
 
 
 def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is_not_consumed(

@@ -373,21 +373,24 @@ def check(pair: Pair, theirs: dict[str, Bytes], ours: dict[str, Bytes]) -> None:
 
 
 @RCA
-def test_r16_pulls_and_pushes_work_between_all_placements(pair: Pair, rca: bool) -> None:
+def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_places(pair: Pair, rca: bool) -> None:
     pair.start(rca=rca)
     for there, here in itertools.product(Placement, Placement):
         exchange(pair, Spec(placement=there), Spec(placement=here), push=rca)
-
-
-@RCA
-def test_r16_registered_memory_moves_private_only_here_and_in_a_pool_at_either_end(pair: Pair, rca: bool) -> None:
-    """None means accessible for both placements."""
-    pair.start(rca=rca)
+    # None means accessible for both placements.
     for accessible, placement in itertools.product((None, True), Placement):
         there = Spec(memory="inside", accessible=accessible, placement=placement)
         exchange(pair, there, Spec(memory="private"), push=rca)
     if pair.transport == "inproc":
         exchange(pair, Spec(memory="private"), Spec(memory="private"), push=rca)
+    src = pair.prompt.do(_shifted)
+    dst = pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    pair.decoder.do(blocks, "pull_blocks")
+    wanted = moved(dst, src, BLOCK_PAIRS)
+    same_bytes(pair.decoder.do(show, "kv"), wanted)
+    if rca:
+        pair.decoder.do(blocks, "push_blocks")
+        same_bytes(pair.prompt.do(show, "kv"), moved(src, wanted, BLOCK_PAIRS))
 
 
 def test_r16_remote_accessible_false_refuses_nothing_that_is_done_here(tcp_pair: Pair) -> None:
@@ -420,19 +423,6 @@ def test_registered_private_memory_of_another_process_is_refused_with_what_to_do
         for end, name in itertools.product(ends, names):
             end.do(forget, name)
     exchange(pair, Spec(), Spec(), push=rca)  # the link is as good as before
-
-
-@RCA
-def test_registered_tensors_at_odd_places_of_a_pool_are_a_remote_end(pair: Pair, rca: bool) -> None:
-    pair.start(rca=rca)
-    src = pair.prompt.do(_shifted)
-    dst = pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-    pair.decoder.do(blocks, "pull_blocks")
-    wanted = moved(dst, src, BLOCK_PAIRS)
-    same_bytes(pair.decoder.do(show, "kv"), wanted)
-    if rca:
-        pair.decoder.do(blocks, "push_blocks")
-        same_bytes(pair.prompt.do(show, "kv"), moved(src, wanted, BLOCK_PAIRS))
 
 
 def _shifted(world: World) -> Bytes:

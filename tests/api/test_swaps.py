@@ -371,15 +371,7 @@ def refuse_swaps(end: LocalEnd, rows: list[Row]) -> None:
     refuse([end], Table("cm.swap_blocks", {}, {}, *rows))
 
 
-@pytest.mark.parametrize(("src", "dst"), [("device", "host"), ("host", "device")])
-def test_r01_swap_refuses_what_is_no_cache_and_no_dict(full: LocalEnd, src: str, dst: str) -> None:
-    good = {"src_cache": Use(src), "dst_cache": Use(dst), "src_to_dst": GOOD}
-    cache = Argument(("no cache", 1, []))
-    specs = {"src_cache": cache, "dst_cache": cache, "src_to_dst": SWAP_PAIRS}
-    refuse([full], Table("cm.swap_blocks", good, specs, no_op(src_to_dst={})))
-
-
-def test_r01_r16_r17_swap_refuses_what_breaks_a_rule(full: LocalEnd) -> None:
+def test_r01_r16_r17_swap_refuses_what_is_no_cache_and_what_breaks_a_rule(full: LocalEnd) -> None:
     rows = [
         *both_ways(RULE, "continuous", "host", "{}", "not a blocks cache"),
         *both_ways(MISMATCH, "wider", "host", "block sizes differ", "128", "64"),
@@ -403,6 +395,11 @@ def test_r01_r16_r17_swap_refuses_what_breaks_a_rule(full: LocalEnd) -> None:
         unmapped = Cache.create_cpu_cache(host.cache_desc, addrs)
         rows += both_ways(RULE, unmapped, "device", "{}", f"tensor_addrs[{at}]=0x8", "must be mapped")
     refuse_swaps(full, rows)
+    argument = Argument(("no cache", 1, []))
+    specs = {"src_cache": argument, "dst_cache": argument, "src_to_dst": SWAP_PAIRS}
+    for src, dst in (("device", "host"), ("host", "device")):
+        good = {"src_cache": Use(src), "dst_cache": Use(dst), "src_to_dst": GOOD}
+        refuse([full], Table("cm.swap_blocks", good, specs, no_op(src_to_dst={})))
 
 
 @pytest.mark.parametrize("shift", [-64, 64, 63, -(DEVICE_BLOCKS - 1) * 64, (DEVICE_BLOCKS - 1) * 64])

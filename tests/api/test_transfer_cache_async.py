@@ -193,6 +193,10 @@ def test_r18_r05_dst_layer_range_counts_from_the_source_range_and_no_key_is_cons
     assert decoder.do(send, "kv", [keyed(prompt, "kv", range(4), dst_row=0)]).first is OK
     wait_until(lambda: prompt.do(picture).pins == 0)
     assert len(prompt.do(picture).keys) == 1
+    # Many transfers at once each end for themselves.
+    before, source = make_both(prompt, decoder, KV, KV)
+    decoder.do(_many, [keyed(shm_pair.prompt, "kv", range(3), row=row, dst_row=row) for row in range(4)])
+    same_bytes(received(prompt), spanned(before, source, [(0, 0, 4 * STRIDE)]))
 
 
 # --- raw addresses ---------------------------------------------------------------------------------------------------
@@ -689,13 +693,6 @@ world = pair.decoder.world
 task = world.cm.transfer_cache_async(world.caches["kv"], Late(), [keyed(pair.prompt, "kv", range(32), dst_row=1)])
 atexit.register(gone.set)  # runs first of all
 """
-
-
-def test_many_transfers_at_once_each_end_for_themselves(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    before, source = make_both(shm_pair.prompt, shm_pair.decoder, KV, KV)
-    shm_pair.decoder.do(_many, [keyed(shm_pair.prompt, "kv", range(3), row=row, dst_row=row) for row in range(4)])
-    same_bytes(received(shm_pair.prompt), spanned(before, source, [(0, 0, 4 * STRIDE)]))
 
 
 def _many(world: World, configs: list[Any]) -> None:
