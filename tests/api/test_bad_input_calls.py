@@ -23,16 +23,92 @@ from llm_datadist import (
     config,
 )
 from llm_datadist.errors import NotInitialized
-from tests.api.conftest import ACCESSIBLE, PLAIN, PROMPT_CACHES
 from tests.support import refusals
 from tests.support.linking import free_port, info, link, unlink
 from tests.support.memory import FIXED_ADDRS
-from tests.support.moves import Use
+from tests.support.moves import Spec as CacheSpec
+from tests.support.moves import Use, make
+from tests.support.pairs import pair_of
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op
-from tests.support.world import residue, settled
+from tests.support.world import World, fill, residue, settled, small_pool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.pairs import Pair
+
+
+# --- the scene of the tables: two linked ends full of caches, made once per file: no row changes it ---
+#: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.
+PROMPT_CACHES: Final[dict[str, CacheSpec]] = {
+    "rows": CacheSpec(4, 3, 32, keys=(CacheKey(1, 10), CacheKey(1, 11), CacheKey(1, 12))),
+    "paged": CacheSpec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 0)),
+    "narrow rows": CacheSpec(4, 3, 16, keys=(CacheKey(1, 30), CacheKey(1, 0, model_id=1))),
+    "two tensors": CacheSpec(2, 3, 32, keys=(CacheKey(1, 40),)),
+    "wide blocks": CacheSpec(4, 6, 64, blocks=True, blocks_key=BlocksCacheKey(1, 1)),
+    "two paged tensors": CacheSpec(2, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 2)),
+    "hidden rows": CacheSpec(4, 3, 32, memory="private", accessible=False),
+    "hidden blocks": CacheSpec(
+        4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 3), memory="private", accessible=False
+    ),
+    "five tensors": CacheSpec(5, 3, 32, keys=(CacheKey(1, 50),)),
+    "prefix": CacheSpec(4, 3, 32, keys=(CacheKey(1, 2**64 - 1, 0, 20),)),
+}
+
+#: The decoder's, which is the end that calls.
+DECODER_CACHES: Final[dict[str, CacheSpec]] = {
+    "rows": CacheSpec(4, 3, 32, keys=(CacheKey(2, 1),)),
+    "more rows": CacheSpec(4, 5, 32),
+    "narrow rows": CacheSpec(4, 3, 16),
+    "two tensors": CacheSpec(2, 3, 32),
+    "five tensors": CacheSpec(5, 3, 32),
+    "paged": CacheSpec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(2, 0)),
+    "more blocks": CacheSpec(4, 6, 32, blocks=True),
+    "host": CacheSpec(4, 8, 32, blocks=True, placement=Placement.HOST, memory="private"),
+    "freed rows": CacheSpec(4, 3, 32),
+    "freed blocks": CacheSpec(4, 6, 32, blocks=True),
+    "waiting": CacheSpec(4, 3, 32, keys=(CacheKey(2, 50),)),
+}
+
+
+def _populate(world: World, specs: dict[str, CacheSpec]) -> None:
+    for seed, (name, spec) in enumerate(specs.items()):
+        make(world, name, spec, seed)
+
+
+def _populate_decoder(world: World) -> None:
+    """Beside those of the table: one of another element type, two that were given back, one that waits for a pull."""
+    _populate(world, DECODER_CACHES)
+    world.caches["signed"] = world.cm.allocate_cache(CacheDesc(4, [3, 32], DataType.DT_INT8))
+    fill(world.caches["signed"], 99)
+    world.cm.deallocate_cache(world.caches["freed rows"])
+    world.cm.deallocate_blocks_cache(world.caches["freed blocks"])
+    world.cm.deallocate_cache(world.caches["waiting"])
+
+
+def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iterator[Pair]:
+    for pair in pair_of(request, transport):
+        pair.start(rca=rca, **small_pool())
+        pair.prompt.do(_populate, PROMPT_CACHES)
+        pair.decoder.do(_populate_decoder)
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two linked ends; one at a time, since the child processes are those of all tests. See :data:`PLAIN`."""
+    yield from _scene(request, "shm", rca=request.param)
+
+
+#: Without and with remote cache access; neither has a host pool.
+PLAIN: Final = pytest.mark.parametrize("scene", [pytest.param(False, id="shm")], indirect=True, scope="module")
+ACCESSIBLE: Final = pytest.mark.parametrize("scene", [pytest.param(True, id="shm")], indirect=True, scope="module")
+
+
+@pytest.fixture
+def fresh_scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The same in this process, for a test that does change it; with remote cache access."""
+    yield from _scene(request, "inproc", rca=True)
 
 
 INT8: Final = DataType.DT_INT8
