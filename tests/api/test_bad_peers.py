@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 
     Behaviour = Callable[[socket.socket], None]
 
-pytestmark = pytest.mark.covers(
-    "LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR",
-    "errors.ProtocolError",
-)
+pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR", "errors.ProtocolError")
 
 Code = LLMStatusCode
 MAX = 2**63 - 1

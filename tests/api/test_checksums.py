@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     Place = tuple[int, int]
 
-pytestmark = pytest.mark.covers("errors.ChecksumMismatch", "LLMStatusCode.LLM_SUCCESS", "errors.DeadlineExceeded")
+pytestmark = pytest.mark.covers("errors: ChecksumMismatch DeadlineExceeded", "LLMStatusCode.LLM_SUCCESS")
 
 ON = {"llm.Checksum": "1"}
 KEY = CacheKey(1, 10)

@@ -39,10 +39,7 @@ if TYPE_CHECKING:
     from tests.support.pairs import Pair
 
 
-pytestmark = pytest.mark.covers(
-    "LLMDataDist: link query_register_mem_status unlink explain_communicator",
-    "LLMDataDist: explain_communicator link query_register_mem_status unlink",
-)
+pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
 
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
 

@@ -38,12 +38,11 @@ if TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.covers(
+    "GrantStatistics",
     "Cache.grant",
-    "Grant: active from_bytes revoke to_bytes",
+    "Grant: active from_bytes revoke to_bytes claimed end release released renew",
     "errors: CacheNotFound GrantEnded StateError",
     "CacheManager.claim_grant",
-    "Grant: active claimed end release released renew revoke",
-    "GrantStatistics",
     "LLMDataDist.incarnation",
 )
 

@@ -65,13 +65,12 @@ pytestmark = pytest.mark.covers(
     "_shutdown_handler",
     "tensor_views",
     "LLMDataDist",
+    "Cache",
+    "KvCache",
     "LLMDataDist: cache_manager finalize init listen_port llm_engine_instance",
     "LLMStatusCode: LLM_ENGINE_FINALIZED LLM_FAILED",
-    "errors.NotInitialized",
-    "Cache",
+    "errors: NotInitialized CacheError",
     "Cache.grant",
-    "KvCache",
-    "errors.CacheError",
     "Grant: active revoke release",
 )
 

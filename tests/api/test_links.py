@@ -41,10 +41,9 @@ pytestmark = pytest.mark.covers(
     "CacheKey.cluster_id",
     "CacheKeyByIdAndIndex.cluster_id",
     "LLMConfig: local_comm_res transfer_backend",
-    "LLMDataDist: cluster_id explain link_clusters unlink_clusters",
+    "LLMDataDist: cluster_id explain link_clusters unlink_clusters switch_role",
     "LLMStatusCode: LLM_ALREADY_LINK LLM_LINK_FAILED LLM_SUSPECT_REMOTE_ERROR",
     "llm: LocalCommRes TransferBackend",
-    "LLMDataDist.switch_role",
 )
 
 ALREADY, FAILED = LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_LINK_FAILED

@@ -57,18 +57,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers(
     "Registry",
+    "MemInfo",
     "Cache.cache_id",
     "CacheKeyByIdAndIndex.cache_id",
-    "CacheManager: allocate_blocks_cache allocate_cache deallocate_blocks_cache deallocate_cache",
-    "CacheManager: register_blocks_cache register_cache remap_registered_memory remove_cache_key unregister_cache",
-    "LLMDataDist.check_integrity",
-    "LLMStatusCode.LLM_OUT_OF_MEMORY",
-    "MemInfo",
+    "CacheManager: allocate_blocks_cache allocate_cache deallocate_blocks_cache deallocate_cache register_blocks_cache",
+    "CacheManager: register_cache remap_registered_memory remove_cache_key unregister_cache",
+    "LLMDataDist: check_integrity explain",
+    "LLMStatusCode: LLM_OUT_OF_MEMORY LLM_FEATURE_NOT_ENABLED",
     "errors: NotLinked OutOfMemory",
-    "llm.MemPoolConfig",
-    "llm.HostMemPoolConfig",
-    "LLMStatusCode.LLM_FEATURE_NOT_ENABLED",
-    "LLMDataDist.explain",
+    "llm: MemPoolConfig HostMemPoolConfig",
 )
 
 PAGE = 4096

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tests.support.kinds import Bytes, ChildEnd, End, Pair
 
-pytestmark = pytest.mark.covers("llm.ShmSocketDir", "llm.PeerTimeout", "errors.NotLinked")
+pytestmark = pytest.mark.covers("llm: ShmSocketDir PeerTimeout", "errors.NotLinked")
 
 KEY = CacheKey(1, 10)
 ROWS, PAGED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)

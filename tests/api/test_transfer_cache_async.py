@@ -73,9 +73,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers(
     "CacheTask",
     "CacheManager.transfer_cache_async",
-    "CacheTask.errors",
+    "CacheTask: errors get_results synchronize",
     "llm: Checksum Transport",
-    "CacheTask: get_results synchronize",
     "LayerSynchronizer.synchronize_layer",
     "errors.StateError",
 )

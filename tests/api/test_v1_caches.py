@@ -62,15 +62,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.covers(
     "KvCache",
+    "KvCacheManager",
     "KvCache: *",
-    "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache",
-    "KvCacheManager: get_cache_tensors remove_cache_key swap_blocks",
+    "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache get_cache_tensors",
+    "KvCacheManager: remove_cache_key swap_blocks check_cache_key is_initialized pull_blocks pull_cache",
+    "KvCacheManager: transfer_cache_async",
     "LLMConfig.mem_pool_cfg",
     "llm.MemPoolConfig",
-    "KvCacheManager",
-    "KvCache: cache_desc create_cpu_cache",
-    "KvCacheManager: check_cache_key deallocate_cache is_initialized remove_cache_key",
-    "KvCacheManager: is_initialized pull_blocks pull_cache transfer_cache_async",
     "LLMDataDist: check_link_status link_clusters",
 )
 

@@ -38,12 +38,11 @@ if TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.covers(
-    "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined",
+    "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined Cache",
+    "cpp_api: CacheDesc CacheIndex KvCacheExtParam",
     "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache SetRole UnlinkLlmClusters datadist",
-    "cpp_api.LlmDataDist: AllocateCache DeallocateCache UnregisterKvCache last_error",
-    "cpp_api: Cache CacheDesc CacheIndex KvCacheExtParam LlmDataDist Undefined",
-    "cpp_api.LlmDataDist: CopyKvBlocks CopyKvCache PullKvBlocks PullKvCache PushKvBlocks PushKvCache",
-    "cpp_api.RegisterCfg",
+    "cpp_api.LlmDataDist: AllocateCache DeallocateCache UnregisterKvCache last_error CopyKvBlocks CopyKvCache",
+    "cpp_api.LlmDataDist: PullKvBlocks PullKvCache PushKvBlocks PushKvCache",
 )
 
 FAILED = cpp_api.LLMStatusCode.LLM_FAILED
