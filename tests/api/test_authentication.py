@@ -67,9 +67,7 @@ def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("here", ["plain", "secret", "certificate"])
 @pytest.mark.parametrize("there", ["plain", "secret", "certificate"])
-def test_two_ends_link_only_if_they_authenticate_the_same_way(
-    pair: Pair, tmp_path: Path, there: str, here: str
-) -> None:
+def test_two_ends_link_only_if_they_authenticate_alike(pair: Pair, tmp_path: Path, there: str, here: str) -> None:
     """An end believes every secret of its file and shows the first; a certificate may name several clusters or all."""
     authority = Authority(tmp_path)
     old, new = secret_file(tmp_path / "a", old=SECRET, new=OTHER), secret_file(tmp_path / "b", n=OTHER, o=SECRET)
@@ -146,9 +144,7 @@ CERTIFICATES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("side", ["prompt", "decoder"])
 @pytest.mark.parametrize("fault", CERTIFICATES)
-def test_a_certificate_is_good_for_the_clusters_it_names_in_its_time_by_its_ca(
-    shm_pair: Pair, tmp_path: Path, side: str, fault: str
-) -> None:
+def test_a_certificate_is_good_for_its_clusters_and_time(shm_pair: Pair, tmp_path: Path, side: str, fault: str) -> None:
     authority = Authority(tmp_path)
     good = {"prompt": authority.issue("prompt", [1]), "decoder": authority.issue("decoder", [2])}
     maker = Authority(tmp_path, "other") if fault == "foreign" else authority
@@ -466,9 +462,7 @@ def rules(*verbs: str, **more: Any) -> dict[str, Any]:
     return dict.fromkeys(("link", *verbs), True) | more
 
 
-def start_with_policy(
-    pair: Pair, folder: Path, policy: dict[str, Any], *, by: str = "prompt", rca: bool = False
-) -> None:
+def with_policy(pair: Pair, folder: Path, policy: dict[str, Any], *, by: str = "prompt", rca: bool = False) -> None:
     """Start both ends with a shared secret, not linked; one of them has the policy."""
     extra = {"llm.Transport": pair.transport} | secret_file(folder / "secrets", a=SECRET)
     theirs = extra | {"llm.PeerPolicy": json.dumps(policy)}
@@ -515,7 +509,7 @@ def test_a_peer_does_what_it_may(route: tuple[Pair, str], tmp_path: Path, rca: b
     A pull consumes the key of a row without RCA, a push with it; of registered memory no key is consumed.
     """
     pair, memory = route
-    start_with_policy(pair, tmp_path, {"2": ALL | ({denied: False} if denied else {}), "*": ALL}, rca=rca)
+    with_policy(pair, tmp_path, {"2": ALL | ({denied: False} if denied else {}), "*": ALL}, rca=rca)
     pair.link()
     prompt, decoder, keys = pair.prompt, pair.decoder, (CacheKey(1, req_id=7), CacheKey(1, req_id=8))
     there: dict[str, Bytes] = {
@@ -578,7 +572,7 @@ def test_clusters_that_are_not_named_or_may_not_link_are_not_linked(pair: Pair, 
         ({"3": {}, "*": ALL}, True),
     ]
     for policy, may in policies:
-        start_with_policy(pair, tmp_path, policy, by=by)
+        with_policy(pair, tmp_path, policy, by=by)
         before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
         if may:
             pair.link()
@@ -609,7 +603,7 @@ def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
     shm_pair: Pair, tmp_path: Path, by: str, transport: str, verbs: dict[str, Any], reason: str
 ) -> None:
     shm_pair.transport = transport
-    start_with_policy(shm_pair, tmp_path, {"*": verbs}, by=by)
+    with_policy(shm_pair, tmp_path, {"*": verbs}, by=by)
     with pytest.raises(LinkRefused) as caught:
         shm_pair.decoder.do(dial_any, shm_pair.prompt.port)
     text = str(caught.value)
@@ -644,11 +638,9 @@ def dial_any(world: World, port: int) -> None:
 
 
 @pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])
-def test_models_bound_what_a_peer_finds_by_key_id_and_address(
-    route: tuple[Pair, str], tmp_path: Path, rca: bool
-) -> None:
+def test_models_bound_what_a_peer_finds_in_any_way(route: tuple[Pair, str], tmp_path: Path, rca: bool) -> None:
     pair, memory = route
-    start_with_policy(pair, tmp_path, {"2": ALL | {"models": [0, 3]}}, rca=rca)
+    with_policy(pair, tmp_path, {"2": ALL | {"models": [0, 3]}}, rca=rca)
     pair.link()
     used = [end.do(explain, peer) for end, peer in ((pair.prompt, 2), (pair.decoder, 1))]
     assert {each.transport for each in used} == {"tcp" if pair.transport == "auto" else pair.transport}
@@ -728,7 +720,7 @@ def test_a_peer_maps_of_our_pools_what_it_may_use(
 ) -> None:
     """Whichever end dials; the end with the policy goes on reading its peer."""
     shm_pair.transport = "auto"
-    start_with_policy(shm_pair, tmp_path, {"*": verbs}, by=by, rca=True)
+    with_policy(shm_pair, tmp_path, {"*": verbs}, by=by, rca=True)
     shm_pair.link()
     owner, peer = (shm_pair.prompt, shm_pair.decoder)[:: 1 if by == "prompt" else -1]
     assert peer.do(mapped, owner.do(pools)) == permissions
@@ -880,7 +872,7 @@ def test_a_certificate_binds_the_cluster_id_that_a_policy_names(local_pair: Pair
 
 
 def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    start_with_policy(local_pair, tmp_path, {"2": ALL})
+    with_policy(local_pair, tmp_path, {"2": ALL})
     local_pair.link()
     secret = (tmp_path / "secrets").read_text().split()[1]
     for end in (local_pair.prompt, local_pair.decoder):

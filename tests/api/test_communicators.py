@@ -257,9 +257,7 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("victim", [1, 3], ids=["it listened", "it dialled"])
-def test_r22_a_member_killed_once_it_was_met_does_not_count(
-    four: list[ChildEnd], victim: int, comes_back: bool
-) -> None:
+def test_r22_a_member_killed_once_met_does_not_count(four: list[ChildEnd], victim: int, comes_back: bool) -> None:
     """Cluster 2 has met the victim; then the victim is killed, and then cluster 4 comes."""
     waiting, late, dying, other = four
     seconds = SECONDS if comes_back else {"link_total_time": 2}
@@ -413,9 +411,7 @@ def test_busy_ports_cost_only_the_next_one(shm_pair: Pair, busy: str) -> None:
     bytes_move_both_ways(*ends)
 
 
-def test_without_a_free_port_or_with_a_wrong_range_link_fails_and_nothing_is_left(
-    end: LocalEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_free_port_link_fails_and_nothing_is_left(end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     end.start("MIX", 1)
     name = free_name()
     code = LLMStatusCode.LLM_LINK_FAILED

@@ -129,9 +129,7 @@ def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(worl
     same_bytes(read(src), source)
 
 
-def test_r09_every_log_record_and_every_error_text_of_the_call_carries_req_id(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "LLM_DATADIST")
     for req_id in (0, 2**64 - 1):
         caplog.clear()

@@ -423,9 +423,7 @@ class Peer:
         self.told.append(message)
 
 
-def test_claims_that_wait_are_bounded_and_late_answers_give_back(
-    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     both(local_pair, PAGED)
     given = local_pair.prompt.do(lambda world: world.dd._engine).grants
     monkeypatch.setattr(grants, "_MAX_WAITING", 3)

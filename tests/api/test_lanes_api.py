@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from tests.support.kinds import Bytes, End, Pair, World
 
+    Ends = tuple[End, End, Bytes, Bytes]
 
 pytestmark = pytest.mark.covers("CacheManager: pull_blocks pull_cache")
 
@@ -303,7 +304,7 @@ def waiting(end: End) -> set[str]:
 
 
 @pytest.fixture
-def ends(tcp_pair: Pair) -> Iterator[tuple[End, End, Bytes, Bytes]]:
+def ends(tcp_pair: Pair) -> Iterator[Ends]:
     """A producer with keys 10 to 15 of one cache, a consumer that has pulled key 10 into its row 7."""
     tcp_pair.start(sync_kv_timeout=20_000)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
@@ -314,9 +315,7 @@ def ends(tcp_pair: Pair) -> Iterator[tuple[End, End, Bytes, Bytes]]:
     assert prompt.do(picture).unknown_releases == 0
 
 
-def test_every_pull_by_key_but_the_first_is_one_request_and_brings_the_row_of_its_key(
-    ends: tuple[End, End, Bytes, Bytes],
-) -> None:
+def test_every_pull_by_key_but_the_first_is_one_request_and_brings_the_row_of_its_key(ends: Ends) -> None:
     prompt, decoder, src, dst = ends
     for number, into in ((13, 0), (11, 5)):
         assert decoder.do(pull, "pull_cache", key(number), KV, into) == AT_ONCE
@@ -345,7 +344,7 @@ def test_every_pull_by_key_but_the_first_is_one_request_and_brings_the_row_of_it
     same_bytes(decoder.do(show, "kv"), dst)
 
 
-def test_a_cache_of_another_geometry_is_asked_about_and_then_assumed(ends: tuple[End, End, Bytes, Bytes]) -> None:
+def test_a_cache_of_another_geometry_is_asked_about_and_then_assumed(ends: Ends) -> None:
     prompt, decoder, src, dst = ends
     wide = prompt.do(make, "wide", Spec(rows=3, stride=80, keys=keys(20, 21, 22)), 4)
     assert decoder.do(pull, "pull_cache", key(21), KV, 1) == REFUSED
@@ -369,7 +368,7 @@ def test_a_cache_of_another_geometry_is_asked_about_and_then_assumed(ends: tuple
     assert waiting(prompt) == {repr((0, number, 0)) for number in (14, 15, 20, 30, 40)}
 
 
-def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: tuple[End, End, Bytes, Bytes]) -> None:
+def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: Ends) -> None:
     prompt, decoder, rows, kv = ends
     # A blocks cache has no pin; its answer is kept.
     paged = prompt.do(make, "paged", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 0)), 7)
@@ -398,7 +397,7 @@ def _settle_ahead(world: World) -> None:
 
 
 def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is_not_consumed(
-    ends: tuple[End, End, Bytes, Bytes], tmp_path: Path
+    ends: Ends, tmp_path: Path
 ) -> None:
     prompt, decoder, src, dst = ends
     decoder.do(begin_there, "first", gated_call, 1, "after copy", tmp_path, "pull_cache", key(11), KV, 1)
@@ -415,9 +414,7 @@ def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is
     same_bytes(decoder.do(show, "kv"), moved(dst, new, [(3, 0)]))
 
 
-def test_the_memory_of_a_key_that_is_removed_waits_for_the_pull(
-    ends: tuple[End, End, Bytes, Bytes], tmp_path: Path
-) -> None:
+def test_the_memory_of_a_key_that_is_removed_waits_for_the_pull(ends: Ends, tmp_path: Path) -> None:
     prompt, decoder, _, _ = ends
     prompt.do(make, "one", Spec(keys=keys(60)), 3)
     with stopped(decoder, "after copy", tmp_path, "pull_cache", key(60), KV, 1) as pulling:

@@ -391,9 +391,7 @@ def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
 
 @pytest.mark.parametrize("by_address", ["auto"], indirect=True)
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-def test_r07_by_address_what_may_still_be_written_is_given_to_no_other(
-    by_address: Pair, tmp_path: Path, blocks: bool
-) -> None:
+def test_r07_by_address_what_may_be_written_is_not_given_away(by_address: Pair, tmp_path: Path, blocks: bool) -> None:
     """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache."""
     prompt, decoder = by_address.prompt, by_address.decoder
     prompt.do(make, "kv", Spec(6, 4, STRIDE, blocks=blocks), 1)

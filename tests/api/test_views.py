@@ -53,7 +53,7 @@ def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
     assert tensor_views(cache)[0].shape == (1, 3)
 
 
-def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(
+def test_only_a_cache_that_is_there_and_of_a_known_type_has_views(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wrong, kind in ((None, NoneArgument), (1, TypeError), ("cache", TypeError)):

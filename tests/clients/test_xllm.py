@@ -84,9 +84,7 @@ def begun(end: ChildEnd, cluster: int, *args: Any) -> tuple[ClusterInfo, Bytes]:
     return ClusterInfo(cluster, 0, [IpInfo("127.0.0.1", 0)], [IpInfo("127.0.0.1", port)]), end.do(shown)
 
 
-def test_one_cache_per_layer_and_role_to_every_destination(
-    processes: Processes, ends: tuple[ChildEnd, ChildEnd]
-) -> None:
+def test_one_cache_per_layer_and_role_to_every_decoder(processes: Processes, ends: tuple[ChildEnd, ChildEnd]) -> None:
     (prompt, decoder), second = ends, processes.child("second decoder")
     layers = 80
     at_prompt, src = begun(prompt, PROMPT, LlmRole.kPrompt, 1, 2 * layers, 1)
