@@ -29,10 +29,7 @@ from llm_datadist._links import handshake, messages
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
-from tests.support.background import Call
-from tests.support.ends import ChildEnd
-from tests.support.family import Family, one_family
-from tests.support.frozen import freeze, frozen
+from tests.support.ends import Call, ChildEnd, Family, freeze, frozen, one_family
 from tests.support.grants import at_owner, grant
 from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until

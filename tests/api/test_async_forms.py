@@ -28,7 +28,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStat
 from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
 from tests.support import linking, moves
-from tests.support.frozen import frozen
+from tests.support.ends import frozen
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 

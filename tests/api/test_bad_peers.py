@@ -23,7 +23,7 @@ from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
-from tests.support.background import Call
+from tests.support.ends import Call
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair, pair_of

@@ -24,8 +24,7 @@ from llm_datadist._links.retry import RetryQueue
 from llm_datadist.errors import CacheNotFound, LinkRefused, LLMException, NotLinked, ParamError
 from llm_datadist.testing import loopback_links
 from tests.support import linking, ranks
-from tests.support.background import Call
-from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.ends import Call, ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
 from tests.support.moves import Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status

@@ -22,9 +22,7 @@ from llm_datadist.metrics import GrantStatistics
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support import moves
-from tests.support.background import Call
-from tests.support.family import Family, one_family
-from tests.support.frozen import frozen
+from tests.support.ends import Call, Family, frozen, one_family
 from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
 from tests.support.linking import SUCCESS, explain, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until

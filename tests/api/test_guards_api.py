@@ -16,9 +16,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStat
 from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support import moves
-from tests.support.background import ended, in_background
-from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.frozen import freeze
+from tests.support.ends import ChildEnd, LocalEnd, ended, freeze, in_background
 from tests.support.linking import SUCCESS, finalize, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, residue, settled

@@ -26,8 +26,7 @@ from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support import linking, moves, seccomp
 from tests.support.authority import Authority
-from tests.support.ends import ChildEnd
-from tests.support.frozen import frozen
+from tests.support.ends import ChildEnd, frozen
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, explain, info, link, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 

@@ -41,8 +41,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
 from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.views import tensor_views
-from tests.support.background import Call
-from tests.support.ends import LocalEnd
+from tests.support.ends import Call, LocalEnd
 from tests.support.grants import LONG, grant, tell
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link

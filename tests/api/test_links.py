@@ -22,7 +22,7 @@ from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
 from tests.support import linking, ranks
 from tests.support.authority import secret_file
-from tests.support.background import Call, begin_there, result_there
+from tests.support.ends import Call, begin_there, result_there
 from tests.support.linking import OK, SUCCESS, bytes_move_both_ways, info, link, links, reachable, switch, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import Meeting, drop, host, join, new_name, table

@@ -14,7 +14,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType
 from llm_datadist.errors import CacheMismatch, ParamError
 from tests.support import moves
-from tests.support.background import Call
+from tests.support.ends import Call
 from tests.support.layers import INVALID, keyed, send
 from tests.support.linking import SUCCESS, alone, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, picture, refused, same_bytes, show

@@ -18,9 +18,7 @@ from faults.strangers import silent_port
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
-from tests.support.background import begin_there, result_there
-from tests.support.family import Family, one_family
-from tests.support.frozen import freeze, frozen
+from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init

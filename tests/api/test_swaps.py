@@ -16,9 +16,8 @@ from llm_datadist._memory.device import HostDevice
 from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist.errors import OutOfMemory
 from llm_datadist.testing import StagedDevice
-from tests.support.background import Call
-from tests.support.devices import BrokenDevice
-from tests.support.memory import cpu_cache, desc, pool, state, user_memory
+from tests.support.ends import Call
+from tests.support.memory import BrokenDevice, cpu_cache, desc, pool, state, user_memory
 from tests.support.moves import Spec, Use, make, moved, same_bytes, show, wait_until
 from tests.support.refusals import MISMATCH, RULE, SWAP_PAIRS, Kind, Row, Table, attempt, bad, no_op, raises, refuse
 from tests.support.refusals import Spec as Argument

@@ -42,8 +42,7 @@ from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, OutOfM
 from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 from tests.support import ranks, refusals
-from tests.support.ends import ChildEnd, LocalEnd
-from tests.support.frozen import freeze, frozen
+from tests.support.ends import ChildEnd, LocalEnd, freeze, frozen
 from tests.support.layers import Always, Gated, addresses
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, redials, result_there, switch, unlink
 from tests.support.memory import user_memory

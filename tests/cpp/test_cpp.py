@@ -22,11 +22,10 @@ from llm_datadist.errors import NotInitialized, NotLinked, ParamError
 from llm_datadist.testing import StagedDevice
 from tests.support import cpp, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
-from tests.support.devices import BrokenDevice
-from tests.support.frozen import frozen
+from tests.support.ends import frozen
 from tests.support.linking import SUCCESS, alone, info
 from tests.support.linking import link as link_v2
-from tests.support.memory import FIXED_ADDRS
+from tests.support.memory import FIXED_ADDRS, BrokenDevice
 from tests.support.moves import Spec as CacheSpec
 from tests.support.moves import Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table, bad, integer, refuse, refuse_each

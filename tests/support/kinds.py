@@ -1,7 +1,6 @@
 """The types that tests name in annotations: for type checkers only."""
 
-from tests.support.ends import ChildEnd, End, LocalEnd
-from tests.support.family import Family, Processes
+from tests.support.ends import ChildEnd, End, Family, LocalEnd, Processes
 from tests.support.moves import Bytes
 from tests.support.pairs import Pair
 from tests.support.world import World

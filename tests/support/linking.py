@@ -11,7 +11,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotLinked
-from tests.support.background import Call, begin_there, result_there, runs_there
+from tests.support.ends import Call, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.world import cluster_info as info
 
