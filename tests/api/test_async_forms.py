@@ -16,6 +16,7 @@ import os
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -30,7 +31,7 @@ from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, P
 from tests.support import linking, moves
 from tests.support.ends import frozen
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
-from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -390,7 +391,7 @@ def every_local_call(world: World) -> None:
     assert world.dd.explain(1).remote_cluster_id == 1
     for name, expected in held.items():
         same_bytes(show(world, name), expected)
-        forget(world, name)
+        moves.forget(world, name)
         del world.caches[name]
 
 
@@ -420,7 +421,7 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
     assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
     for method, (args, pairs) in TRANSFERS.items():
         name = args[1].name
-        decoder.do(call, method, *args)
+        wait_until(partial(in_time, decoder, call, method, *args))
         if method.startswith("pull"):
             target[name] = moved(target[name], source[name], pairs)
         else:

@@ -24,6 +24,7 @@ from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.views import tensor_views
+from tests.support import moves
 from tests.support.layers import spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -328,7 +329,8 @@ def test_r06_no_answer_in_time_is_no_success(shm_pair: Pair, tmp_path: Path) -> 
     (tmp_path / "go").touch()
     assert (kept(shm_pair), verified(shm_pair.decoder)) == (1, 0)
     wait_until(lambda: shm_pair.prompt.do(questions) == 0)
-    shm_pair.decoder.do(call, "pull_cache", KEY, KV, 5)  # a late answer is taken for no other
+    # A late answer is taken for no other.
+    wait_until(lambda: moves.in_time(shm_pair.decoder, call, "pull_cache", KEY, KV, 5))
     assert verified(shm_pair.decoder) == TENSORS * STRIDE
 
 

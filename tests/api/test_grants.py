@@ -167,7 +167,7 @@ def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says
     shm_pair.prompt.do(make, "kv", PAGED, 1)
     dst = shm_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
     data = shm_pair.prompt.do(grant, [1])
-    shm_pair.decoder.do(pull, data, [1], [1])  # so that the place is known
+    wait_until(lambda: moves.in_time(shm_pair.decoder, pull, data, [1], [1]))  # so that the place is known
     shm_pair.decoder.do(refill, "kv", 2)
     shm_pair.prompt.do(reuse)
     with frozen(shm_pair.prompt):

