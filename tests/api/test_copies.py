@@ -152,10 +152,10 @@ def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: py
     ]
     for change, kind in wrong:
         status = GONE if kind is CacheNotFound else LLMStatusCode.LLM_PARAM_INVALID
-        for req_id in (4711, None):
+        for number in (4711, None):
             with refused(world, kind, status=status) as caught:
-                world.cm.copy_cache(**(good | change), req_id=req_id)
-            assert str(caught.value).count("req_id") == str(caught.value).count("req_id=4711") == (req_id is not None)
+                world.cm.copy_cache(**(good | change), req_id=number)
+            assert str(caught.value).count("req_id") == str(caught.value).count("req_id=4711") == (number is not None)
 
 
 def test_r01_checks_come_in_the_documented_order(world: World) -> None:

@@ -372,8 +372,8 @@ def check(pair: Pair, theirs: dict[str, Bytes], ours: dict[str, Bytes]) -> None:
 @RCA
 def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_places(pair: Pair, rca: bool) -> None:
     pair.start(rca=rca)
-    for there, here in itertools.product(Placement, Placement):
-        exchange(pair, Spec(placement=there), Spec(placement=here), push=rca)
+    for of, to in itertools.product(Placement, Placement):
+        exchange(pair, Spec(placement=of), Spec(placement=to), push=rca)
     # None means accessible for both placements.
     for accessible, placement in itertools.product((None, True), Placement):
         there = Spec(memory="inside", accessible=accessible, placement=placement)

@@ -69,9 +69,9 @@ def test_only_a_cache_that_is_there_and_of_a_known_type_has_views(
     # Without torch.
     cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_FLOAT))
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(LLMException, match=r"torch_views needs torch.*tensor_views") as caught:
+    with pytest.raises(LLMException, match=r"torch_views needs torch.*tensor_views") as without:
         torch_views(cache)
-    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    assert without.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
 def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(end: LocalEnd) -> None:

@@ -108,13 +108,13 @@ def test_twelve_threads_push_over_the_links_that_the_decoders_opened(processes: 
     for own, end in zip((1, 3), decoders, strict=True):
         for kind, (each, found) in enumerate(zip(kinds, end.do(kv), strict=True)):
             expected = each.held(1000 * own + kind)
-            for prompt, chunks in enumerate(sent):
-                source = each.held(2000 * prompt + kind)
+            for number, chunks in enumerate(sent):
+                source = each.held(2000 * number + kind)
                 for chunk in (chunk for chunk in chunks if chunk.dst_cluster == own):
                     pairs = list(zip(chunk.dst, chunk.src, strict=True))
                     if each is AUX:
                         pairs = [] if chunk.aux is None else [chunk.aux[::-1]]
                     expected = moved(expected, source, pairs)
             same_bytes(found, expected)
-    for prompt, end in enumerate(prompts):
-        holds(end, kinds, 2000 * prompt)
+    for number, end in enumerate(prompts):
+        holds(end, kinds, 2000 * number)
