@@ -318,8 +318,7 @@ def _await_in_a_fork(world: World) -> int:
 TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK
 BUDGET_MS = 150
 PATIENT = {"llm.PeerTimeout": "600"}  # the calls end by their own time, not because the peer counts as dead
-KEY = CacheKey(1, 10)
-ROWS, KEYED = Spec(keys=(KEY,)), Spec(blocks=True, blocks_key=BLOCKS)
+ROWS, KEYED = Spec(keys=(CacheKey(1, 10),)), Spec(blocks=True, blocks_key=BLOCKS)
 
 #: Every transfer: its arguments, and which (destination, source) rows it moves. Cache 1 is the prompt's "rows".
 TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {

@@ -444,8 +444,7 @@ def test_memory_is_mapped_where_both_ends_admit_each_others_user(
     owner.stop()
 
 
-VERBS = ("pull", "push", "locate", "consume")
-ALL: dict[str, Any] = dict.fromkeys(("link", *VERBS), True)
+ALL: dict[str, Any] = dict.fromkeys(("link", *("pull", "push", "locate", "consume")), True)
 #: name -> (ends that the fixture makes, llm.Transport, where the caches are)
 ROUTES = {
     "inproc": ("inproc", "inproc", "pool"),

@@ -118,7 +118,6 @@ ADDRS: Final = FIXED_ADDRS
 UNKNOWN_ROWS: Final = Cache(99, DESC, ADDRS)
 UNKNOWN_BLOCKS: Final = Cache(99, DESC, ADDRS, is_blocks_cache=True)
 PLACEHOLDER: Final = CacheKey(1, MAX)
-TWO_IDS: Final = CacheKey(1, 10, 0, 20)
 #: The prompt's ids count from 1 in the order of making (interface I11).
 ID: Final = {name: number for number, name in enumerate(PROMPT_CACHES, start=1)}
 
@@ -207,7 +206,6 @@ CLUSTERS: Final = Spec(
     (TYPE, "{}[1]", [info(1, 9), 1]),
     (TYPE, "{}[0]", [[info(1, 9)]]),
 )
-TIMEOUT: Final = integer(1, 2**31 - 1, -1, -(2**31) - 1)
 
 # --- caches and their memory ------------------------------------------------------------------------------------------
 NO_ROOM: Final = (
@@ -357,7 +355,7 @@ PULL_CACHE_BY_KEY: Final = Table(
     "cm.pull_cache",
     GOOD_ROW_BY_KEY,
     {},
-    *each(RULE, "exactly one", cache_key=[PLACEHOLDER, TWO_IDS]),
+    *each(RULE, "exactly one", cache_key=[PLACEHOLDER, CacheKey(1, 10, 0, 20)]),
     bad(RULE, "our own", cache_key=CacheKey(2, 1)),
     bad(UNLINKED, "77", cache_key=CacheKey(77, 10)),
     bad(GONE, "req_id=13", cache_key=CacheKey(1, 13)),
@@ -458,7 +456,7 @@ WITHOUT_ACCESS: Final = [
 ]
 
 # --- links of style A: what is raised; what is returned is in test_bad_input_calls.py -----------------------------
-LINK: Final = {"clusters": CLUSTERS, "timeout": TIMEOUT}
+LINK: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1, -(2**31) - 1)}
 LINKS: Final = (
     Table(
         "dd.link_clusters",
@@ -520,7 +518,6 @@ HIXL: Final = OPTIONS | {"llm.TransferBackend": "hixl"}
 HIXL_BY_RES: Final = {"llm.TransferBackend": "hixl", "llm.LocalCommRes": ""}
 DIRECT: Final = {"llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}
 POOLS: Final = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
-GIB: Final = 2**30
 
 #: Option, bad values, and what the error names beside the option and the value.
 BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
@@ -586,7 +583,7 @@ BAD_INIT: Final[list[tuple[Any, refusals.Kind, tuple[str, ...]]]] = [
     (OPTIONS | {"llm.SyncKvCacheWaitTime": "9" * 5000}, RULE, ("llm.SyncKvCacheWaitTime", "whole number")),
     *((OPTIONS | {"llm.listenIpInfo": text}, RULE, ("listen_ip_info", repr(text))) for text in BAD_LISTEN),
     *((OPTIONS | {pool: text}, RULE, (part,)) for pool in POOLS for text, part in BAD_POOLS),
-    (OPTIONS | {POOLS[1]: f'{{"memory_size": {20 * GIB + 65536}}}'}, RULE, (POOLS[1],)),
+    (OPTIONS | {POOLS[1]: f'{{"memory_size": {20 * (2**30) + 65536}}}'}, RULE, (POOLS[1],)),
     *(
         (OPTIONS | {key: text}, RULE, (f"{key}: {text[:200]!r} has {text[-1]!r}: NUL and lone surrogates are not",))
         for key in ALL_KEYS

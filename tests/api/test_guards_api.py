@@ -302,7 +302,6 @@ SMALL_POOL: dict[str, Any] = {"mem_pool_cfg": f'{{"memory_size": {MIB}, "page_sh
 POOL_ROWS, STRIDE = 160, 4096  # of the 256 pages of that pool
 NBYTES = POOL_ROWS * STRIDE
 SECOND = Spec(1, POOL_ROWS, STRIDE, blocks=True)
-SMALL = Spec(1, 64, STRIDE, blocks=True)
 SHORT = 200  # a sync_kv_timeout that a test waits for
 
 
@@ -364,7 +363,7 @@ def test_memory_under_a_stopped_writer_is_not_used_again(pushed: Pushed, tmp_pat
         assert owner.do(picture).lost_writers == (how == "unlinked")
         owner.do(forget, "kv")
         assert owner.do(quarantined) == NBYTES
-        other = owner.do(make, "other", SMALL, 3)
+        other = owner.do(make, "other", Spec(1, 64, STRIDE, blocks=True), 3)
         with pytest.raises(OutOfMemory) as caught:
             owner.do(make, "second", SECOND, 4)
         if how == "killed":
