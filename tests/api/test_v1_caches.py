@@ -185,7 +185,7 @@ def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, p
     assert (caches.live, caches.deferred) == (1, 1)  # the published one waits for its key
 
 
-def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -> None:
+def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cache_and_outlive_it(end: LocalEnd) -> None:
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
     cache = manager.allocate_cache(desc())
@@ -195,12 +195,6 @@ def test_a_copy_of_a_handle_is_the_handle_and_it_is_not_pickled(end: LocalEnd) -
     gc.collect()
     manager.remove_cache_key(PLACEHOLDER)
     assert end.do(picture).caches.live == 1, "a copy that is dropped must not free the cache"
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: LocalEnd) -> None:
-    start_end(end, "PROMPT", **DIRECT)
-    manager = end.world.dd.kv_cache_manager
     cache = manager.allocate_blocks_cache(CacheDesc(3, [4, 2, 3], DataType.DT_INT16))
     tensors = [tensor for index in range(3) for tensor in manager.get_cache_tensors(cache, index)]
     assert [(each.tensor_desc.dtype, each.tensor_desc.shape) for each in tensors] == [
@@ -220,6 +214,7 @@ def test_get_cache_tensors_is_the_memory_of_the_cache_and_outlives_it(end: Local
         assert (view == index).all()
 
 
+# --- memory ----------------------------------------------------------------------------------------------------------
 # --- copies and swaps ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) -> None:
