@@ -235,7 +235,7 @@ def test_r07_once_cancelled_error_is_raised_nothing_writes_any_more(scene: Scene
 
 
 @pytest.mark.parametrize("method", ["pull_blocks_async", "push_blocks_async"])
-def test_r07_a_call_that_waits_for_bytes_over_tcp_ends_long_before_its_time(tcp_pair: Pair, method: str) -> None:
+def test_r07_a_call_that_waits_for_bytes_on_lanes_ends_long_before_its_time(tcp_pair: Pair, method: str) -> None:
     """As often as it likes: that it had no time left says nothing about the data lanes."""
     tcp_pair.start(rca=True, sync_kv_timeout=600_000, extra={"llm.PeerTimeout": "600"})
     source, before = tcp_pair.prompt.do(make, "kv", SOURCE, 1), tcp_pair.decoder.do(make, "kv", PAGED, 2)
