@@ -133,13 +133,8 @@ def _pem(folder: Path) -> dict[str, str]:
 
 
 #: What is wrong with the certificate of one side: the clusters that it names, when it ends, or who made it.
-CERTIFICATES: dict[str, list[Any]] = {
-    "none": [],
-    "another": [3],
-    "alike": ["2x", "22", ""],
-    "expired": ["*"],
-    "foreign": ["*"],
-}
+CERTIFICATES: dict[str, list[Any]] = {"none": [], "another": [3], "alike": ["2x", "22", ""]}
+CERTIFICATES |= {"expired": ["*"], "foreign": ["*"]}
 
 
 @pytest.mark.parametrize("side", ["prompt", "decoder"])
@@ -446,12 +441,8 @@ def test_memory_is_mapped_where_both_ends_admit_each_others_user(
 
 ALL: dict[str, Any] = dict.fromkeys(("link", *("pull", "push", "locate", "consume")), True)
 #: name -> (ends that the fixture makes, llm.Transport, where the caches are)
-ROUTES = {
-    "inproc": ("inproc", "inproc", "pool"),
-    "shm": ("shm", "auto", "pool"),
-    "cma": ("shm", "auto", "private"),
-    "tcp": ("tcp", "tcp", "pool"),
-}
+ROUTES = {"inproc": ("inproc", "inproc", "pool"), "tcp": ("tcp", "tcp", "pool")}
+ROUTES |= {"shm": ("shm", "auto", "pool"), "cma": ("shm", "auto", "private")}
 SOURCE_BLOCKS, TARGET_BLOCKS = [1, 6], [0, 3]
 PAIRS = list(zip(TARGET_BLOCKS, SOURCE_BLOCKS, strict=True))
 
@@ -750,12 +741,8 @@ def offered(name: str, hello: wire.Hello, exports: Exports) -> Iterator[Packet]:
 
 def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: LocalEnd) -> None:
     """Strangers 66 to 69 link or not as the policy says; 70 is not named."""
-    named: dict[int, dict[str, Any]] = {
-        66: rules(),
-        67: rules("pull"),
-        68: rules("push"),
-        69: rules("pull", "push", models=[1]),
-    }
+    named: dict[int, dict[str, Any]] = {66: rules(), 67: rules("pull"), 68: rules("push")}
+    named[69] = rules("pull", "push", models=[1])
     extra = {"llm.Insecure": "1", "llm.PeerPolicy": json.dumps({str(key): value for key, value in named.items()})}
     settings: dict[str, Any] = {"enable_remote_cache_accessible": True}
     end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, **settings)
@@ -846,9 +833,8 @@ def test_a_policy_needs_peers_that_prove_who_they_are(
     path = tmp_path / "policy.json"
     path.write_text(' {"7": {"link": true}}')
     extra = {"llm.PeerPolicy": str(path)}
-    with pytest.raises(
-        ParamError, match=r"llm.PeerPolicy: without authentication .* llm.AuthSecretFile .*llm.Insecure"
-    ):
+    needed = r"llm.PeerPolicy: without authentication .* llm.AuthSecretFile .*llm.Insecure"
+    with pytest.raises(ParamError, match=needed):
         end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
     end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | {"llm.Insecure": "1"})
     assert "llm.PeerPolicy without authentication: peers are believed" in caplog.text

@@ -249,11 +249,8 @@ def test_rule_10_the_pins_of_a_peer_are_bounded_released_once_each_and_go_with_i
             other.say(*(wire.Release(pin, 0, 4) for pin in pins))
             other.is_served()
         now = prompt.do(picture)
-        assert (now.pins, now.unknown_releases - before.unknown_releases, now.keys) == (
-            len(pins),
-            len(pins),
-            before.keys,
-        )
+        told = now.unknown_releases - before.unknown_releases
+        assert (now.pins, told, now.keys) == (len(pins), len(pins), before.keys)
         # One released, one more. The same frame again releases nothing, and consumes no part of the key either.
         stranger.say(*[wire.Release(pins[0], 0, 2)] * 3, question(9999, KEY))
         assert stranger.hear(wire.Resolved).id == 9999

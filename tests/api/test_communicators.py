@@ -422,9 +422,8 @@ def test_without_a_free_port_link_fails_and_nothing_is_left(end: LocalEnd, monke
     for text in ("x", "1", "5-4", "0-5", "1-65536", "-", "1-2-3"):
         monkeypatch.setenv(PORTS_VARIABLE, text)
         for members in ({1: 0, 2: 1}, {0: 0, 1: 1}):
-            refused(
-                [end], [], ParamError, [PORTS_VARIABLE, text], ranks.join, "n", members, ranks.table(host(0), host(0))
-            )
+            given = "n", members, ranks.table(host(0), host(0))
+            refused([end], [], ParamError, [PORTS_VARIABLE, text], ranks.join, *given)
 
 
 def test_another_communicator_at_the_first_port_is_passed_by(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,9 +466,8 @@ STRANGERS: Final[dict[str, tuple[int, dict[str, Any] | None, LLMStatusCode]]] = 
 def test_strangers_at_the_port_cost_their_own_connection_only_and_the_preparation_goes_on(shm_pair: Pair) -> None:
     ends = ranks.start_two(shm_pair)
     meeting = Meeting((1, 2), table=ranks.table("127.0.0.1", "127.0.0.1"))  # where strangers reach them
-    said = CommunicatorId(
-        meeting.name, list(meeting.ranks.items()), RankTable.parse(meeting.table).digest, token=b"t" * 16
-    )
+    digest = RankTable.parse(meeting.table).digest
+    said = CommunicatorId(meeting.name, list(meeting.ranks.items()), digest, token=b"t" * 16)
     meeting.join(ends[0])
     port = _open_port(meeting.name)
     for name, (cluster_id, changes, code) in STRANGERS.items():
@@ -488,9 +486,8 @@ def test_strangers_at_the_port_cost_their_own_connection_only_and_the_preparatio
         half.say(CONTROL_PREAMBLE[:5])
         meeting.join(ends[1])
         assert settle(ends, [1, 1]) == [OK, OK]
-        wait_until(
-            lambda: not linking.reachable(port), 5
-        )  # closed once all are met, whatever strangers are still there
+        # Closed once all are met, whatever strangers are still there.
+        wait_until(lambda: not linking.reachable(port), 5)
         assert silent.is_hung_up_on()
     bytes_move_both_ways(*ends)
 

@@ -23,9 +23,7 @@ from tests.support.world import fill, read
 if TYPE_CHECKING:
     from tests.support.world import World
 
-pytestmark = pytest.mark.covers(
-    "CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache", "LLMStatusCode.LLM_TIMEOUT"
-)
+pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
 
 ROW = 64  # bytes of a row of desc()
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

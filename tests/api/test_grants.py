@@ -83,9 +83,8 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
     prompt, decoder = pair.prompt, pair.decoder
 
     def refused(data: bytes, blocks: list[int], why: str) -> None:
-        with pytest.raises(
-            GrantEnded, match=rf"<Grant [0-9a-f]{{8}} of .*> has ended: {why}, \d+\.\d s ago$"
-        ) as caught:
+        ended = rf"<Grant [0-9a-f]{{8}} of .*> has ended: {why}, \d+\.\d s ago$"
+        with pytest.raises(GrantEnded, match=ended) as caught:
             decoder.do(pull, data, blocks, [4 + n for n in range(len(blocks))])
         error = caught.value
         assert (error.status_code, error.retryable, error.peer) == (LLMStatusCode.LLM_FAILED, False, 1)
@@ -371,11 +370,8 @@ def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: 
             decoder.finish()
         decoder.do(tell, "claimed", "release")  # there is nobody to tell
     wait_until(lambda: not prompt.do(state, mine)[0])
-    assert [prompt.do(state, token) for token in (mine, released, unclaimed)] == [
-        (False, False),
-        (False, True),
-        (True, False),
-    ]
+    states = [prompt.do(state, token) for token in (mine, released, unclaimed)]
+    assert states == [(False, False), (False, True), (True, False)]
     assert prompt.do(totals) == GrantStatistics(1, 0, 0, released=1, expired=0, revoked=0, lost=1)
 
 

@@ -117,10 +117,8 @@ def test_only_unregister_ends_what_is_registered_and_no_byte_of_it_changes(world
         blocks = world.cm.register_blocks_cache(desc(placement=placement), addrs, BlocksCacheKey(1))
         assert (rows.tensor_addrs, blocks.tensor_addrs) == (addrs, addrs)
         assert all(type(address) is int for address in rows.tensor_addrs)
-        assert [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)] == [
-            (2 * number + 1, False),
-            (2 * number + 2, True),
-        ]
+        kinds = [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)]
+        assert kinds == [(2 * number + 1, False), (2 * number + 2, True)]
         world.cm.deallocate_cache(rows)
         world.cm.deallocate_blocks_cache(blocks)
         assert rows.tensor_addrs == blocks.tensor_addrs == []

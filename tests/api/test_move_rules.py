@@ -162,10 +162,8 @@ def populate(pair: Pair, *, blocks: bool) -> tuple[dict[str, Any], dict[str, Any
     keys = () if blocks else tuple(CacheKey(1, number) for number in range(8))
     source = replace(HALF, blocks=blocks, keys=keys, blocks_key=BLOCKS if blocks else None)
     there = {"kv": pair.prompt.do(make, "kv", source, 1)}
-    here = {
-        name: pair.decoder.do(make, name, replace(spec, blocks=blocks), seed)
-        for seed, (name, (spec, _)) in enumerate(TARGETS.items(), 2)
-    }
+    specs = [(name, replace(spec, blocks=blocks)) for name, (spec, _) in TARGETS.items()]
+    here = {name: pair.decoder.do(make, name, spec, seed) for seed, (name, spec) in enumerate(specs, 2)}
     return there, here
 
 

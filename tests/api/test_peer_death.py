@@ -382,9 +382,8 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
         for port in (prompt.port, silent):  # silent, but linked
             assert decoder.do(link, [info(1, port)], 500) == (ALREADY, [ALREADY])
     with redial_without_answer(shm_pair):
-        linking.not_linked(
-            decoder, 1, "; the link was lost ", " s ago: ", f"; 127.0.0.1:{prompt.port} is being dialled again"
-        )
+        again = f"; 127.0.0.1:{prompt.port} is being dialled again"
+        linking.not_linked(decoder, 1, "; the link was lost ", " s ago: ", again)
         assert decoder.do(links) == {}
         assert [each.address for each in decoder.do(redials)] == [f"127.0.0.1:{prompt.port}"]
         assert decoder.do(link, [info(1, prompt.port)], 200) == (TIMEOUT, [TIMEOUT])

@@ -210,17 +210,14 @@ def test_the_parent_is_the_callers_span_also_of_awaited_calls(spans: InMemorySpa
     layers = Ready()
     with tracer.start_as_current_span("step"):
         decoder.cm.pull_blocks(BLOCKS, kv, [0], [0])
-        decoder.cm.transfer_cache_async(
-            rows, layers, [TransferWithCacheKeyConfig(row, range(2), range(2))]
-        ).synchronize()
+        configs = (TransferWithCacheKeyConfig(row, range(2), range(2)),)
+        decoder.cm.transfer_cache_async(rows, layers, configs).synchronize()
         assert getattr(trace.get_current_span(), "name", "") == "step"
     wait_until(lambda: len(spans.get_finished_spans()) == 4 + 4 + 3)
     known = {span.context.span_id: span for span in spans.get_finished_spans() if span.context is not None}
     pairs = sorted((known[span.parent.span_id].name, span.name) for span in known.values() if span.parent is not None)
-    assert pairs == [(f"request {n}", "pull_blocks") for n in range(4)] + [
-        ("step", "pull_blocks"),
-        ("step", "transfer_cache_async"),
-    ]
+    calls = [(f"request {n}", "pull_blocks") for n in range(4)]
+    assert pairs == [*calls, ("step", "pull_blocks"), ("step", "transfer_cache_async")]
     assert layers.current == ["transfer_cache_async"] * 2
 
 
@@ -400,13 +397,8 @@ def test_histograms_and_failures_equal_what_was_done(shm_pair: Pair) -> None:
         assert sum(by.seconds for by in each.transports) == pytest.approx(each.seconds)
     numbers = _numbers(shm_pair.decoder)
     pulled = 'cluster="2",operation="pull_blocks"'
-    assert (
-        numbers['llm_datadist_operation_failures_total{cluster="2",kind="CacheNotFound",operation="pull_blocks"}'] == 1
-    )
-    assert (
-        numbers[
-            'llm_datadist_operation_duration_seconds_bucket{cluster="2",le="+Inf",operation="pull_blocks",transport="shm"}'
-        ]
-        == 5
-    )
+    failed = 'llm_datadist_operation_failures_total{cluster="2",kind="CacheNotFound",operation="pull_blocks"}'
+    assert numbers[failed] == 1
+    bucket = '{cluster="2",le="+Inf",operation="pull_blocks",transport="shm"}'
+    assert numbers[f"llm_datadist_operation_duration_seconds_bucket{bucket}"] == 5
     assert numbers[f"llm_datadist_operations_total{{{pulled}}}"] == 6

@@ -700,14 +700,8 @@ def _many(world: World, configs: list[Any]) -> None:
 # --- wrong arguments --------------------------------------------------------------------------------------------------
 FOUR, TWO_LAYERS = 4, Spec(4, 4, STRIDE)
 SIZE = FOUR * STRIDE
-NUMBERS = Kind(
-    (1, {0}),
-    (TYPE, "{}", [0.5]),
-    (NONE, "{}", [None]),
-    (RULE, "{}", [-1], [2**64]),
-    (RULE, "{} is empty", []),
-    none_ok=True,
-)
+_RULES: Any = (RULE, "{}", [-1], [2**64]), (RULE, "{} is empty", [])
+NUMBERS = Kind((1, {0}), (TYPE, "{}", [0.5]), (NONE, "{}", [None]), *_RULES, none_ok=True)
 SPECS = {
     "src_cache": Kind((1,), (RULE, "HOST", Use("host")), (RULE, "even", Use("odd"))),
     "layer_synchronizer": Kind((print,)),
@@ -766,9 +760,8 @@ def test_r01_a_wrong_argument_is_refused_and_nothing_happens(local_pair: Pair, r
     arguments = {"src_cache": Use("kv"), "layer_synchronizer": always, "transfer_configs": [good]}
     configs = [config for row in rows for config in row.changes["transfer_configs"]]
     ranges = [config.src_layer_range for config in configs]
-    refuse(
-        (local_pair.decoder, local_pair.prompt), Table("cm.transfer_cache_async", arguments, SPECS, *BLOCK_ROWS, *rows)
-    )
+    table = Table("cm.transfer_cache_async", arguments, SPECS, *BLOCK_ROWS, *rows)
+    refuse((local_pair.decoder, local_pair.prompt), table)
     assert always.asked == []
     assert [config.src_layer_range for config in configs] == ranges, "written back by a refused call"
     assert local_pair.decoder.do(send, "kv", [good]).results[0] is not None, "and a good call is taken after all that"

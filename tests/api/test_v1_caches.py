@@ -197,9 +197,8 @@ def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cach
     assert end.do(picture).caches.live == 1, "a copy that is dropped must not free the cache"
     cache = manager.allocate_blocks_cache(CacheDesc(3, [4, 2, 3], DataType.DT_INT16))
     tensors = [tensor for index in range(3) for tensor in manager.get_cache_tensors(cache, index)]
-    assert [(each.tensor_desc.dtype, each.tensor_desc.shape) for each in tensors] == [
-        (DataType.DT_INT16, [4, 2, 3])
-    ] * 3
+    kinds = [(each.tensor_desc.dtype, each.tensor_desc.shape) for each in tensors]
+    assert kinds == [(DataType.DT_INT16, [4, 2, 3])] * 3
     views = [tensor.numpy() for tensor in tensors]
     assert [(view.shape, view.dtype.name) for view in views] == [((4, 2, 3), "int16")] * 3
     assert [view.ctypes.data for view in views] == cache.per_device_tensor_addrs[0]
@@ -221,11 +220,8 @@ def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) ->
     device = StagedDevice() if staged else None
     start_end(end, "DECODER", device=device)
     manager = end.world.dd.kv_cache_manager
-    caches = [
-        manager.allocate_cache(desc()),
-        manager.allocate_cache(desc(rows=3)),
-        manager.allocate_blocks_cache(desc()),
-    ]
+    caches = [manager.allocate_cache(desc()), manager.allocate_cache(desc(rows=3))]
+    caches.append(manager.allocate_blocks_cache(desc()))
     host_desc = CacheDesc(4, [8, 48], DataType.DT_UINT8, Placement.HOST)
     addrs = user_memory(end.world, "host", host_desc)
     for given in (addrs, [addrs]):  # one list for the one device will do
@@ -674,11 +670,8 @@ def test_a_call_that_cannot_be_links_nothing(end: LocalEnd, prompts: list[LocalE
     assert end.do(link, []) == (INVALID, [])
     refused = end.do(link, [*clusters, clusters[0]])
     assert refused == (REPEAT, [FAILED, FAILED, REPEAT])
-    assert [str(status.error) for status in refused[1]] == [
-        "None",
-        "None",
-        "clusters[2]: cluster 11 is in the list twice",
-    ]
+    twice = "clusters[2]: cluster 11 is in the list twice"
+    assert [str(status.error) for status in refused[1]] == ["None", "None", twice]
     assert end.do(links) == {}
     for force in (False, True):
         assert end.do(unlink, clusters, 5000, force) == (OK, [NOT_YET] * 2)
@@ -876,10 +869,8 @@ PULLS: dict[str, tuple[Any, ...]] = {
 
 def both_kinds(end: End, seed: int) -> dict[str, Bytes]:
     key = BLOCKS if end.cluster_id == 1 else None
-    return {
-        "kv": end.do(kv_make, "kv", desc(), seed),
-        "paged": end.do(kv_make, "paged", desc(), seed + 1, (), True, key),
-    }
+    rows = end.do(kv_make, "kv", desc(), seed)
+    return {"kv": rows, "paged": end.do(kv_make, "paged", desc(), seed + 1, (), True, key)}
 
 
 #: Offsets into the rows of source and destination, size, and how many bytes move.

@@ -26,11 +26,15 @@ BLOCKS: Final = [5, 6, 7, 30, 2], [0, 1, 11, 10, 39]
 PROMPT, DECODER = (int(IPv4Address(ip)) << 32 | 26000 << 16 | 8 for ip in ("203.0.113.7", "198.51.100.9"))
 
 
+#: An empty local_comm_res stands for CacheManager.
+DYNAMIC: Any = {"enable_remote_cache_accessible": True, "local_comm_res": "", "sync_kv_timeout": 5000}
+
+
 def dynamic(end: ChildEnd, cluster_id: int, seed: int, port: int = 0, kinds: Any = KINDS) -> int:
-    """Start an end: only prompts listen, decoders give no key; an empty local_comm_res stands for CacheManager."""
+    """Start an end: only prompts listen, decoders give no key."""
     decoder = cluster_id == DECODER
     listen = {} if decoder else {"listen_ip_info": f"127.0.0.1:{port}"}
-    given = options(enable_remote_cache_accessible=True, local_comm_res="", sync_kv_timeout=5000, **listen)
+    given = options(**DYNAMIC, **listen)
     found: int = play((end, "start", "DECODER" if decoder else "PROMPT", cluster_id, given, kinds, seed, not decoder))
     return found
 
@@ -105,9 +109,7 @@ def test_force_unlink_by_bare_id_is_a_success(processes: Processes, two: tuple[C
 @pytest.mark.covers("omni-npu")
 def test_sleep_mode_the_prompts_object_is_initialised_again(two: tuple[ChildEnd, ChildEnd, int]) -> None:
     prompt, decoder, port = two
-    given = options(
-        enable_remote_cache_accessible=True, local_comm_res="", sync_kv_timeout=5000, listen_ip_info="127.0.0.1:0"
-    )
+    given = options(**DYNAMIC, listen_ip_info="127.0.0.1:0")
     for nap in range(3):
         play((decoder, "link_clusters", [info(PROMPT, port)], 5000), (decoder, "pull", PROMPT, *BLOCKS))
         holds(decoder, KINDS, 20 + nap, (10 + 100 * nap, *BLOCKS))

@@ -234,9 +234,8 @@ def test_a_link_keeps_the_role_until_each_side_has_unlinked_by_force(shm_pair: P
     alone(*ends)
     for force in (True, False):  # of what is not linked it is a success
         assert decoder.do(run, "UnlinkLlmClusters", [cluster(1, port)], 10_000, force) == (OK, [OK])
-    assert (
-        decoder.do(run, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2]) is cpp_api.LLMStatusCode.LLM_NOT_YET_LINK
-    )
+    status = decoder.do(run, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [1], [2])
+    assert status is cpp_api.LLMStatusCode.LLM_NOT_YET_LINK
     assert isinstance(decoder.do(_last_error), NotLinked)
     same = {LISTEN_IP: f"127.0.0.1:{port}"}  # the listener is left alone where the address stays
     assert prompt.do(run, "SetRole", LlmRole.kMix, same) is OK

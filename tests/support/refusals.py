@@ -75,11 +75,8 @@ class Spec:
     def rows(self, name: str) -> list[Row]:
         none = [] if self._none_ok else [Row({name: None}, NONE, (name, "None"))]
         wrong = [Row({name: value}, TYPE, (name, type(value).__name__)) for value in self.wrong]
-        return [
-            *none,
-            *wrong,
-            *(row for kind, text, *values in self.inner for row in each(kind, text, **{name: values})),
-        ]
+        inner = [row for kind, text, *values in self.inner for row in each(kind, text, **{name: values})]
+        return [*none, *wrong, *inner]
 
 
 class Table:
@@ -154,11 +151,8 @@ _LAYER_RANGE: Final = Spec(
     none_ok=True,
 )
 #: The two ranges of layers and the tensors of each, of caches of 2 layers of 2 tensors; and rows beside those.
-LAYERS: Final = {
-    "src_layer_range": _LAYER_RANGE,
-    "dst_layer_range": _LAYER_RANGE,
-    "tensor_num_per_layer": integer(1, 2**32 - 1, -1),
-}
+LAYERS: Final = dict.fromkeys(("src_layer_range", "dst_layer_range"), _LAYER_RANGE)
+LAYERS["tensor_num_per_layer"] = integer(1, 2**32 - 1, -1)
 ONE_LAYER: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
 UNEQUAL_LAYERS: Final = (
     bad(RULE, "equal lengths", src_layer_range=range(1), dst_layer_range=range(2)),
