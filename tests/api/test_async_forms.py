@@ -89,8 +89,7 @@ def scene(local_pair: Pair) -> Scene:
 
 
 def test_pulls_pushes_copies_and_swaps_are_awaited(tcp_pair: Pair) -> None:
-    tcp_pair.start(rca=True)
-    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    prompt, decoder = tcp_pair.start(rca=True)
     there = {"kv": prompt.do(make, "kv", SOURCE, 1), "row": prompt.do(make, "row", Spec(), 2)}
     here = {"kv": decoder.do(make, "kv", PAGED, 3), "row": decoder.do(make, "row", Spec(), 4)}
     here["host"] = decoder.do(make, "host", Spec(blocks=True, placement=Placement.HOST), 5)
@@ -396,8 +395,7 @@ def every_local_call(world: World) -> None:
 
 @STALLS
 def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm_pair: Pair, what: str) -> None:
-    shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     source = {"rows": prompt.do(make, "rows", ROWS, 0), "paged": prompt.do(make, "paged", KEYED, 1)}
     target = {"rows": decoder.do(make, "rows", Spec(), 2), "paged": decoder.do(make, "paged", Spec(blocks=True), 3)}
     before, keys = decoder.do(picture), prompt.do(picture).keys
@@ -442,8 +440,7 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
 
 
 def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pair: Pair, tmp_path: Path) -> None:
-    pair.start(rca=True, sync_kv_timeout=500)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=True, sync_kv_timeout=500)
     theirs, ours = prompt.do(make, "rows", ROWS, 1), decoder.do(make, "rows", Spec(), 2)
     keys = prompt.do(picture).keys
     for step, method in (("deadline", "pull_cache"), ("write deadline", "push_cache")):

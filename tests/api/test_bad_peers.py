@@ -511,8 +511,7 @@ def pull(world: World, row: int, layers: int = 2) -> None:
 def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin_back(
     local_pair: Pair, mapped: bool
 ) -> None:
-    local_pair.start()
-    prompt, decoder = local_pair.prompt, local_pair.decoder
+    prompt, decoder = local_pair.start()
     src, dst = prompt.do(make, "kv", Spec(keys=(ROW_KEY,)), 1), decoder.do(make, "kv", Spec(), 2)
     prompt.do(count_messages)
     liar = Liar(prompt)  # type: ignore[arg-type]  # both ends are here

@@ -451,8 +451,7 @@ def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monke
 
 @pytest.mark.parametrize("name", AT_OWNER)
 def test_a_forked_child_of_the_owner_gives_renews_and_ends_no_grant(shm_pair: Pair, name: str) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    shm_pair.start()
+    prompt, decoder = shm_pair.start()
     src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
     data, before = prompt.do(grant, [1, 2]), prompt.do(picture)
     kind, text = prompt.do(at_owner, name)
@@ -468,8 +467,7 @@ def test_a_forked_child_of_the_owner_gives_renews_and_ends_no_grant(shm_pair: Pa
 
 
 def test_a_forked_child_of_the_reader_releases_nothing_and_what_it_has_is_a_copy(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    shm_pair.start()
+    prompt, decoder = shm_pair.start()
     src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
     prompt.do(grant, [1, 2], LONG, "kv", TOKEN)
     decoder.do(claim, TOKEN)

@@ -50,8 +50,7 @@ def kept(pair: Pair) -> int:
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
 @pytest.mark.parametrize("rca", [False, True])
 def test_r15_the_answer_about_a_blocks_cache_is_kept_while_it_has_the_key(pair: Pair, source: Spec, rca: bool) -> None:
-    pair.start(rca=rca)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=rca)
     prompt.do(count_messages)
     target = decoder.do(make, "kv", TARGET, 2)
 
@@ -93,8 +92,7 @@ def test_r15_the_answer_about_a_blocks_cache_is_kept_while_it_has_the_key(pair: 
 
 
 def test_r15_an_answer_that_no_longer_fits_is_asked_for_again(pair: Pair) -> None:
-    pair.start()
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start()
     prompt.do(make, "kv", PAGED, 1)
     decoder.do(make, "kv", TARGET, 2)
     decoder.do(call, *PULL)
@@ -146,8 +144,7 @@ def test_r15_pushes_keep_their_own_answers_and_see_what_is_registered_and_freed(
 
 
 def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_in_turn(pair: Pair) -> None:
-    pair.start(rca=True)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=True)
     source = prompt.do(make, "kv", PAGED, 1)
     #: As many blocks as the source, fewer, more; and what is unfit.
     rows = {"same": (4, 8, 48), "short": (4, 3, 48), "long": (4, 12, 48), "wide": (4, 8, 96), "few": (2, 8, 48)}
@@ -226,8 +223,7 @@ CHANGES: Final[list[tuple[Any, ...]]] = [
 def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_named(
     pair: Pair, tmp_path: Path, args: tuple[Any, ...], step: str, source: Spec, what: str, mapped: Any, lanes: Any
 ) -> None:
-    pair.start(rca=args is PUSH)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=args is PUSH)
     prompt.do(count_messages)
     src, dst = prompt.do(make, "kv", source, 1), decoder.do(make, "kv", Spec(blocks=source.blocks), 2)
     outcome, error = lanes if pair.transport == "tcp" else mapped, None
@@ -486,8 +482,7 @@ def test_finalize_names_the_writer_of_memory(pushed: Pushed, tmp_path: Path, cap
 
 @pytest.mark.parametrize("push", [False, True])
 def test_in_one_process_registered_memory_waits_for_readers_too(local_pair: Pair, tmp_path: Path, push: bool) -> None:
-    local_pair.start(rca=True)
-    prompt, decoder = local_pair.prompt, local_pair.decoder
+    prompt, decoder = local_pair.start(rca=True)
     decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
     step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
     for memory in ("private", "pool"):

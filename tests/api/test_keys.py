@@ -169,8 +169,7 @@ PULLED = [(0, 0), (3, 3), (1, 3), (2, 8), (4, 7), (6, 4), (8, 6)]
 
 
 def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_else_does(pair: Pair) -> None:
-    pair.start()
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start()
     src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
     registered = prompt.do(make, "registered", REGISTERED, 3)  # cache 3, in the memory of cache 2
     prompt.do(make, "paged", Spec(blocks=True, blocks_key=BLOCKS), 4)
@@ -224,8 +223,7 @@ PUSHES: list[Step] = [
 
 
 def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_pulls_nothing(pair: Pair) -> None:
-    pair.start(rca=True)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=True)
     prompt.do(make, "kv", SOURCE, 1)
     src = decoder.do(make, "kv", Spec(rows=9), 2)
     registered = prompt.do(make, "registered", REGISTERED, 3)

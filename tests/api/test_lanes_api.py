@@ -306,8 +306,7 @@ def waiting(end: End) -> set[str]:
 @pytest.fixture
 def ends(tcp_pair: Pair) -> Iterator[Ends]:
     """A producer with keys 10 to 15 of one cache, a consumer that has pulled key 10 into its row 7."""
-    tcp_pair.start(sync_kv_timeout=20_000)
-    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    prompt, decoder = tcp_pair.start(sync_kv_timeout=20_000)
     src = prompt.do(make, "kv", Spec(keys=keys(10, 11, 12, 13, 14, 15)), 1)
     dst = decoder.do(make, "kv", Spec(), 2)
     assert decoder.do(pull, "pull_cache", key(10), KV, 7) == ASKED
@@ -427,8 +426,7 @@ def test_the_memory_of_a_key_that_is_removed_waits_for_the_pull(ends: Ends, tmp_
 
 
 def test_r07_a_pull_from_an_owner_that_stands_still_ends_in_time_and_leaves_no_pin(tcp_pair: Pair) -> None:
-    tcp_pair.start(sync_kv_timeout=400, extra={"llm.PeerTimeout": "600"})
-    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    prompt, decoder = tcp_pair.start(sync_kv_timeout=400, extra={"llm.PeerTimeout": "600"})
     src, dst = prompt.do(make, "kv", Spec(keys=keys(10, 11, 12)), 1), decoder.do(make, "kv", Spec(), 2)
     decoder.do(call, "pull_cache", key(10), KV, 0)
     with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:

@@ -154,8 +154,7 @@ def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local
 
 
 def test_the_name_of_a_host_is_looked_up_in_a_thread_in_time(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    local_pair.start(linked=False, extra={"llm.Insecure": "0"})
-    prompt, decoder = local_pair.prompt, local_pair.decoder
+    prompt, decoder = local_pair.start(linked=False, extra={"llm.Insecure": "0"})
     real, answer = socket.getaddrinfo, threading.Event()
     #: Nobody listens at the first two; the last is beyond this host, where nothing may be dialled without credentials.
     known = {"prefill.test": ("::1", "127.0.0.2", "127.0.0.1"), "far.test": ("127.0.0.1", "192.0.2.1")}

@@ -376,8 +376,7 @@ def redial_without_answer(pair: Pair) -> Iterator[None]:
 
 
 def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_finalize_ends_it(shm_pair: Pair) -> None:
-    shm_pair.start(extra=PATIENT)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(extra=PATIENT)
     with frozen(prompt), silent_port() as silent:
         for port in (prompt.port, silent):  # silent, but linked
             assert decoder.do(link, [info(1, port)], 500) == (ALREADY, [ALREADY])
@@ -438,8 +437,7 @@ def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) 
 
 def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pair) -> None:
     """By force, or when it had lost the link already: the redial is refused."""
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    shm_pair.start()
+    prompt, decoder = shm_pair.start()
     assert prompt.do(linking.unlink, [info(2)], 5000, True) == SUCCESS
     wait_until(lambda: prompt.do(links) == decoder.do(links) == {} and decoder.do(redials) == ())
     shm_pair.link()

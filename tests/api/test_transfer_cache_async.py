@@ -183,8 +183,7 @@ def layers_arrive_in_order(pair: Pair, rca: bool) -> None:
 
 
 def test_r18_r05_dst_layer_range_counts_from_the_source_range_and_no_key_is_consumed(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(rca=True)
     before, source = make_both(prompt, decoder, Spec(8, 2, STRIDE, keys=(CacheKey(1, 5),)), Spec(8, 2, STRIDE))
     assert decoder.do(send, "kv", [keyed(prompt, "kv", range(2, 4), range(2), row=1, dst_row=0)]).results == [OK]
     tensors = [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -445,8 +444,7 @@ def sent(pair: Pair, synchronizer: LayerSynchronizer, *configs: range) -> CacheT
 
 # --- what fails, and what must be reported ---------------------------------------------------------------------------
 def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_config_is(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(rca=True)
     before, source = make_both(prompt, decoder, KV, KV)
     good, later, last, whole = (by_key(shm_pair, each) for each in (range(1), range(1, 2), range(2, 3), range(3)))
     # A synchronizer that says no or dies; what else it may raise: tests/unit/test_tasks.py.
@@ -481,8 +479,7 @@ def to_cache(config: Any, cluster_id: int, cache_id: int) -> Any:
 
 
 def test_r17_what_does_not_fit_the_destination_is_invalid_and_nothing_moves(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True)
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(rca=True)
     decoder.do(make, "kv", Spec(6, 4, STRIDE, blocks=True), 2)
 
     def attempt(config: Any, blocks: tuple[Any, ...], text: str) -> None:
@@ -578,8 +575,7 @@ def test_a_source_that_is_given_back_meanwhile_is_sent_whole_and_unregister_wait
 # --- links and peers that end ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rca", [True, False], ids=["key", "address"])
 def test_a_link_given_up_midway_fails_what_is_unfinished_unless_it_goes_by_address(shm_pair: Pair, rca: bool) -> None:
-    shm_pair.start(rca=rca, extra={"llm.Transport": "shm" if rca else "auto"})
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(rca=rca, extra={"llm.Transport": "shm" if rca else "auto"})
     before, source = make_both(prompt, decoder, KV, KV)
     layers = (range(1), range(3))
     decoder.do(begin, "kv", [by_key(shm_pair, each) if rca else raw(prompt, "kv", each) for each in layers])

@@ -283,8 +283,7 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method:
 
 # --- freed memory is unmapped, but never under a peer that may still be at it -----------------------------------------
 def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair, tmp_path: Path) -> None:
-    prompt, decoder = local_pair.prompt, local_pair.decoder
-    local_pair.start(**DIRECT)
+    prompt, decoder = local_pair.start(**DIRECT)
     prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     decoder.do(kv_make, "kv", desc(), 2, (), True)
     args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and moved nothing
@@ -356,8 +355,7 @@ def test_memory_under_a_writer_stays_mapped(
 
 
 def test_a_handle_dropped_during_its_transfer_frees_nothing_before_the_end(local_pair: Pair, tmp_path: Path) -> None:
-    local_pair.start(**DIRECT)
-    prompt, decoder = local_pair.prompt, local_pair.decoder
+    prompt, decoder = local_pair.start(**DIRECT)
     src = prompt.do(kv_make, "kv", desc(), 1)
     decoder.do(kv_make, "kv", desc(), 2)
     number = prompt.do(cache_id, "kv")
@@ -682,8 +680,7 @@ def test_a_call_that_cannot_be_links_nothing(end: LocalEnd, prompts: list[LocalE
 
 
 def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair, tmp_path: Path) -> None:
-    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
-    tcp_pair.start(**POOL)
+    prompt, decoder = tcp_pair.start(**POOL)
     key, cluster = CacheKey(1, 10), info(1, prompt.port)
     src = prompt.do(kv_make, "kv", desc(), 1, (key,))
     dst = decoder.do(kv_make, "kv", desc(), 2)
@@ -710,8 +707,7 @@ def test_a_running_pull_makes_the_link_busy_for_unlink_and_probe(tcp_pair: Pair,
 
 
 def test_check_link_status_and_pulls_of_a_stopped_peer_time_out(shm_pair: Pair) -> None:
-    shm_pair.start(**POOL, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
+    prompt, decoder = shm_pair.start(**POOL, sync_kv_timeout=200, extra={"llm.PeerTimeout": "600"})
     theirs, mine = both_kinds(prompt, 1), both_kinds(decoder, 3)
     decoder.do(probe, 1)
     with frozen(prompt):
@@ -747,8 +743,7 @@ def test_check_link_status_and_link_refuse_what_is_no_cluster_id_and_the_other_m
 
 # --- switch_role ------------------------------------------------------------------------------------------------------
 def test_a_link_keeps_the_role_and_after_it_keys_and_pulls_go_by_the_role_of_now(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.prompt, shm_pair.decoder
-    shm_pair.start(**POOL, enable_switch_role=True)
+    prompt, decoder = shm_pair.start(**POOL, enable_switch_role=True)
     prompt.do(kv_make, "kv", desc(rows=2), 1, (CacheKey(1, 7),))
     exist = LLMStatusCode.LLM_EXIST_LINK
     for end, role in ((prompt, "DECODER"), (decoder, "PROMPT")):
