@@ -787,7 +787,7 @@ MEMORY = pytest.mark.parametrize("memory", [POOL, DIRECT], ids=["pool", "direct"
 
 
 @MEMORY
-def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memory: dict[str, Any]) -> None:
+def test_r12_r26_a_row_consumes_its_key_blocks_do_not_both_go_to_addresses(pair: Pair, memory: dict[str, Any]) -> None:
     src, dst = both(pair, **memory)
     prompt, decoder = pair.prompt, pair.decoder
     decoder.do(kv_call, "pull_cache", ROW_KEYS[1], Use("kv"), 5)
@@ -798,9 +798,27 @@ def test_r12_a_row_is_pulled_by_key_which_is_consumed_and_by_id(pair: Pair, memo
         decoder.do(kv_call, "pull_cache", ROW_KEYS[1], Use("kv"))
     for row in (0, 7):  # by id and row: row 0 carries the other key, row 7 none
         decoder.do(kv_call, "pull_cache", CacheKeyByIdAndIndex(1, 1, row), Use("kv"), row)
-    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 0), (7, 7)]))
+    dst = moved(dst, src, [(0, 0), (7, 7)])
+    same_bytes(decoder.do(show, "kv"), dst)
     same_bytes(prompt.do(show, "kv"), src)
     consumed(pair, 0)
+    theirs = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
+    mine = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
+    for _ in range(2):
+        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 2, 7, 6], [3, 4, 0, 3])
+    of_layers = partial(kv_call, src_layer_range=range(1, 2), dst_layer_range=range(1))
+    decoder.do(of_layers, "pull_blocks", BLOCKS, Use("paged"), [5], [5])
+    mine = moved(moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)]), theirs, [(5, 5)], [(0, 2), (1, 3)])
+    same_bytes(decoder.do(show, "paged"), mine)
+    consumed(pair, 1)
+    at_row_5 = [address + 5 * 48 for address in decoder.do(addresses, "kv")]
+    assert prompt.do(send, "kv", TransferConfig(2, at_row_5, None, 2)) == SUCCESS
+    place = TransferConfig(2, decoder.do(addresses, "paged"))
+    assert prompt.do(send, "paged", place, [0, 1, 2, 3, 7], [3, 2, 5, 0, 2]) == SUCCESS
+    mine = moved(mine, theirs, [(3, 0), (2, 1), (5, 2), (0, 3), (2, 7)])
+    for end, rows, blocks in ((decoder, moved(dst, src, [(5, 2)]), mine), (prompt, src, theirs)):
+        same_bytes(end.do(show, "kv"), rows)
+        same_bytes(end.do(show, "paged"), blocks)
 
 
 @pytest.mark.parametrize(("transport", "by_id"), [("auto", False), ("tcp", True)])
@@ -826,29 +844,6 @@ def test_r05_r12_r28_both_ends_are_0_and_what_is_deallocated_waits(shm_pair: Pai
             wait_until(lambda: prompt.do(picture).pools[0].used_bytes == 0)
             assert (prompt.do(picture).keys, prompt.do(picture).caches.nbytes) == ((), 0)
     assert decoder.do(unlink, [info(0, prompt.port)]) == SUCCESS
-
-
-@MEMORY
-def test_r12_r26_blocks_are_pulled_by_a_key_that_stays_and_go_to_addresses(pair: Pair, memory: dict[str, Any]) -> None:
-    src, dst = both(pair, **memory)
-    prompt, decoder = pair.prompt, pair.decoder
-    theirs = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
-    mine = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
-    for _ in range(2):
-        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 2, 7, 6], [3, 4, 0, 3])
-    of_layers = partial(kv_call, src_layer_range=range(1, 2), dst_layer_range=range(1))
-    decoder.do(of_layers, "pull_blocks", BLOCKS, Use("paged"), [5], [5])
-    mine = moved(moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)]), theirs, [(5, 5)], [(0, 2), (1, 3)])
-    same_bytes(decoder.do(show, "paged"), mine)
-    consumed(pair, 3)
-    at_row_5 = [address + 5 * 48 for address in decoder.do(addresses, "kv")]
-    assert prompt.do(send, "kv", TransferConfig(2, at_row_5, None, 2)) == SUCCESS
-    place = TransferConfig(2, decoder.do(addresses, "paged"))
-    assert prompt.do(send, "paged", place, [0, 1, 2, 3, 7], [3, 2, 5, 0, 2]) == SUCCESS
-    mine = moved(mine, theirs, [(3, 0), (2, 1), (5, 2), (0, 3), (2, 7)])
-    for end, rows, blocks in ((decoder, moved(dst, src, [(5, 2)]), mine), (prompt, src, theirs)):
-        same_bytes(end.do(show, "kv"), rows)
-        same_bytes(end.do(show, "paged"), blocks)
 
 
 def send(world: World, name: str, config: TransferConfig, *blocks: list[int]) -> Any:
