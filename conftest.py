@@ -13,8 +13,7 @@ import pytest
 from hypothesis import settings
 
 from llm_datadist.config import INSECURE_VARIABLE
-from tests.support.ends import NURSERY, ChildEnd, LocalEnd
-from tests.support.family import Processes
+from tests.support.ends import NURSERY, ChildEnd, LocalEnd, Processes
 from tests.support.pairs import TRANSPORTS, pairs
 from tests.support.source import ROOT
 from tests.support.world import baseline, settled_of

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from faults.gates import STEPS, Gate, shut, watched
 from llm_datadist._links.messages import Release, Resolve
-from tests.support.background import Call
-from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.ends import Call, ChildEnd, LocalEnd
 from tests.support.moves import call
 from tests.support.v1 import kv_call
 

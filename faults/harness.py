@@ -20,8 +20,7 @@ import numpy as np
 from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
-from tests.support.background import Call
-from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.ends import Call, ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, info, link
 
 if TYPE_CHECKING:

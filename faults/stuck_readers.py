@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from faults import stuck_ends as ends
 from faults.harness import Processes, holds_within, say
 from faults.midcopy import frozen, peek
-from tests.support.frozen import freeze
+from tests.support.ends import freeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

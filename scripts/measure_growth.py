@@ -40,7 +40,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.progress import steps
 from scripts.measure_peers import Peer, close_peers, offer
-from tests.support.background import Call
+from tests.support.ends import Call
 from tests.support.linking import SUCCESS, info, link
 
 if TYPE_CHECKING:

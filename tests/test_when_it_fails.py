@@ -28,12 +28,9 @@ from llm_datadist._cache.registry import Event, Lifecycle
 from llm_datadist._links import handshake, messages
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.types.grant import Grant
-from tests.api.test_forked import at_owner, offer
 from tests.support.authority import secret_file
-from tests.support.background import Call
-from tests.support.ends import ChildEnd
-from tests.support.family import Family, one_family
-from tests.support.frozen import freeze, frozen
+from tests.support.ends import Call, ChildEnd, Family, freeze, frozen, one_family
+from tests.support.grants import at_owner, grant
 from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
 from tests.support.source import ROOT
@@ -529,7 +526,7 @@ def _(stage: Stage) -> None:
 @scene("is a fork")
 def _(stage: Stage) -> None:
     pair = stage.pair("shm")
-    pair.prompt.do(offer)
+    pair.prompt.do(grant, [1, 2])
     kind, text = pair.prompt.do(at_owner, "revoke")
     stage.printed.append(f"{kind}: {text}")
 

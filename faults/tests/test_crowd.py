@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from faults.crowd import CROWD, MANNERS, Crowd, footprint, prepare, pull
-from tests.support.background import begin_there, result_there
+from tests.support.ends import begin_there, result_there
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import wait_until
 

@@ -23,7 +23,7 @@ KEY = CacheKey(1, 10)
 PUSH_ONLY = {"before write", "write deadline", "after write", "consumed", "target consumed"}
 INITIATOR = [name for name, step in STEPS.items() if step.end == "initiator"]
 TARGET = [name for name, step in STEPS.items() if step.end == "target"]
-LATE = {"deadline", "write deadline"}  # the call's own time passes there: tests/api/test_deadlines.py
+LATE = {"deadline", "write deadline"}  # the call's own time passes there: tests/api/test_async_forms.py
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -1,33 +1,44 @@
 """The awaited calls: what the blocking ones do, argument errors at once, cancellation that leaves memory safe
-(interface R7)."""
+(interface R7); and every public call against everything that can stall: typed and within its time, and nothing is
+broken after (interface R6, R7): the link stays usable, no pin is left, no key is consumed.
+
+What a call may wait for, and what ends the wait: a transfer for the peer's answer, ``sync_kv_timeout``; linking for the
+listener and for this process's own other calls, its timeout; unlinking for running operations, for the peer's answer
+and for a redial's attempt, its timeout; finalize for its own threads. Nothing else waits for a peer.
+
+No time is asserted: a call that hangs is one whose end gives no answer at all (:class:`ChildEnd`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from faults.gated import count_messages, releases, resolves, stopped
 from faults.gates import Gate, shut
-from faults.stalls import stall
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
-from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError, StateError
-from tests.support import moves
-from tests.support.frozen import frozen
-from tests.support.linking import bytes_move_both_ways, info, links_of
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from faults.stalls import go_on, stall, stall_there
+from faults.strangers import Stranger
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
+from llm_datadist._links.messages import Failed, Pong, frame
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
+from tests.support import linking, moves
+from tests.support.ends import frozen
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
 
-    from tests.support.ends import ChildEnd
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
+
 
 pytestmark = pytest.mark.covers(
     "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",
@@ -78,8 +89,7 @@ def scene(local_pair: Pair) -> Scene:
 
 
 def test_pulls_pushes_copies_and_swaps_are_awaited(tcp_pair: Pair) -> None:
-    tcp_pair.start(rca=True)
-    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    prompt, decoder = tcp_pair.start(rca=True)
     there = {"kv": prompt.do(make, "kv", SOURCE, 1), "row": prompt.do(make, "row", Spec(), 2)}
     here = {"kv": decoder.do(make, "kv", PAGED, 3), "row": decoder.do(make, "row", Spec(), 4)}
     here["host"] = decoder.do(make, "host", Spec(blocks=True, placement=Placement.HOST), 5)
@@ -155,9 +165,7 @@ async def _cancelled(coroutine: Coroutine[Any, Any, None], when: Callable[[], No
     assert task.cancelled()
 
 
-def test_r07_a_call_cancelled_before_one_of_32_threads_is_free_does_nothing_after_its_end_it_cannot_be(
-    scene: Scene,
-) -> None:
+def test_r07_a_call_cancelled_before_a_thread_is_free_does_nothing_after_its_end_it_cannot_be(scene: Scene) -> None:
     async def cancel_one_that_queues() -> None:
         with stall(scene.world.dd, "registry"):
             cache = scene.world.caches["kv"]
@@ -226,7 +234,7 @@ def test_r07_once_cancelled_error_is_raised_nothing_writes_any_more(scene: Scene
 
 
 @pytest.mark.parametrize("method", ["pull_blocks_async", "push_blocks_async"])
-def test_r07_a_call_that_waits_for_bytes_over_tcp_ends_long_before_its_time(tcp_pair: Pair, method: str) -> None:
+def test_r07_a_call_that_waits_for_bytes_on_lanes_ends_long_before_its_time(tcp_pair: Pair, method: str) -> None:
     """As often as it likes: that it had no time left says nothing about the data lanes."""
     tcp_pair.start(rca=True, sync_kv_timeout=600_000, extra={"llm.PeerTimeout": "600"})
     source, before = tcp_pair.prompt.do(make, "kv", SOURCE, 1), tcp_pair.decoder.do(make, "kv", PAGED, 2)
@@ -304,3 +312,169 @@ def _await_in_a_fork(world: World) -> int:
             os._exit(3)
     asyncio.run(ahead)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK
+BUDGET_MS = 150
+PATIENT = {"llm.PeerTimeout": "600"}  # the calls end by their own time, not because the peer counts as dead
+ROWS, KEYED = Spec(keys=(CacheKey(1, 10),)), Spec(blocks=True, blocks_key=BLOCKS)
+
+#: Every transfer: its arguments, and which (destination, source) rows it moves. Cache 1 is the prompt's "rows".
+TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
+    "pull_cache": ((CacheKeyByIdAndIndex(1, 1, 0), Use("rows"), 3), [(3, 0)]),
+    "pull_blocks": ((BLOCKS, Use("paged"), [1, 6], [0, 3]), [(0, 1), (3, 6)]),
+    "push_cache": ((CacheKeyByIdAndIndex(1, 1, 2), Use("rows"), 1), [(2, 1)]),
+    "push_blocks": ((BLOCKS, Use("paged"), [5], [7]), [(7, 5)]),
+}
+
+
+STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
+
+
+@contextmanager
+def stalled(pair: Pair, what: str) -> Iterator[None]:
+    """The peer's process does nothing at all; what is sent to it waits here. Or only its control thread is deaf."""
+    with ExitStack() as stalling:
+        if what == "deaf control thread":
+            pair.prompt.do(stall_there, "control")
+            stalling.callback(pair.prompt.do, go_on)
+        else:
+            stalling.enter_context(frozen(pair.prompt))
+        if what == "full socket":
+            pair.decoder.do(fill_socket)
+        yield
+
+
+def fill_socket(world: World) -> None:
+    link_ = linking.links_of(world).get(1)
+    while not link_.channel._backlog:
+        link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
+
+
+def wait_for_answer(world: World) -> None:
+    """Wait until the peer has worked off all that was said to it meanwhile."""
+    link_ = linking.links_of(world).get(1)
+    number = link_.ping()
+    wait_until(lambda: link_.last_pong >= number, 30)
+
+
+def times_out(end: End, method: str, *args: Any) -> None:
+    with pytest.raises(DeadlineExceeded) as caught:
+        end.do(call, method, *args)
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert (error.status_code, error.phase, error.budget_ms, error.retryable) == (TIMEOUT, "resolve", BUDGET_MS, True)
+    assert error.elapsed_ms >= BUDGET_MS
+    assert [part for part in (method, f"{BUDGET_MS} ms") if part not in str(error)] == []
+    assert "\n" not in str(error)
+
+
+def every_local_call(world: World) -> None:
+    """Make each call that needs no peer, and prove what it says with bytes."""
+    specs = {
+        "a": Spec(keys=(CacheKey(2, 99),)),
+        "b": Spec(blocks=True),
+        "host": Spec(placement=Placement.HOST, blocks=True),
+        "r": Spec(memory="private"),
+        "registered blocks": Spec(memory="private", blocks=True),
+    }
+    held = {name: make(world, name, spec, 50 + seed) for seed, (name, spec) in enumerate(specs.items())}
+    call(world, "copy_cache", Use("r"), Use("a"), 4, 5)
+    held["r"] = moved(held["r"], held["a"], [(4, 5)])
+    call(world, "copy_blocks", Use("b"), {0: [6]})
+    held["b"] = moved(held["b"], held["b"], [(6, 0)])
+    call(world, "swap_blocks", Use("b"), Use("host"), {1: 2})
+    held["host"] = moved(held["host"], held["b"], [(2, 1)])
+    call(world, "remove_cache_key", CacheKey(2, 99))
+    assert world.dd.explain(1).remote_cluster_id == 1
+    for name, expected in held.items():
+        same_bytes(show(world, name), expected)
+        moves.forget(world, name)
+        del world.caches[name]
+
+
+@STALLS
+def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm_pair: Pair, what: str) -> None:
+    prompt, decoder = shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    source = {"rows": prompt.do(make, "rows", ROWS, 0), "paged": prompt.do(make, "paged", KEYED, 1)}
+    target = {"rows": decoder.do(make, "rows", Spec(), 2), "paged": decoder.do(make, "paged", Spec(blocks=True), 3)}
+    before, keys = decoder.do(picture), prompt.do(picture).keys
+    prompt.do(count_messages)
+    with stalled(shm_pair, what):
+        for method, (args, _) in TRANSFERS.items():
+            times_out(decoder, method, *args)
+        decoder.do(every_local_call)
+        assert decoder.do(picture).caches == before.caches
+        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (ALREADY, [ALREADY])
+        assert decoder.do(link, [info(None, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+        assert decoder.do(unlink, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+    for name in ("rows", "paged"):
+        same_bytes(decoder.do(show, name), target[name])
+        same_bytes(prompt.do(show, name), source[name])
+    decoder.do(wait_for_answer)
+    wait_until(lambda: linking.linked(prompt, decoder))
+    # The peer answers late: the pins of those answers, of rows, are given back.
+    wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
+    assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
+    for method, (args, pairs) in TRANSFERS.items():
+        name = args[1].name
+        wait_until(partial(in_time, decoder, call, method, *args))
+        if method.startswith("pull"):
+            target[name] = moved(target[name], source[name], pairs)
+        else:
+            source[name] = moved(source[name], target[name], pairs)
+        same_bytes(decoder.do(show, name), target[name])
+        same_bytes(prompt.do(show, name), source[name])
+    wait_until(lambda: prompt.do(picture).pins == 0)
+    # Parting: by a forced unlink, after which the link can be made again; by finalize.
+    with stalled(shm_pair, what):
+        assert decoder.do(unlink, [info(1)], BUDGET_MS, True) == SUCCESS
+        assert decoder.do(links) == {}
+        assert decoder.do(link, [info(1, prompt.port)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+    alone(prompt)
+    shm_pair.link()
+    bytes_move_both_ways(prompt, decoder)
+    with stalled(shm_pair, what):
+        decoder.do(linking.finalize)
+    alone(prompt)
+
+
+def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pair: Pair, tmp_path: Path) -> None:
+    prompt, decoder = pair.start(rca=True, sync_kv_timeout=500)
+    theirs, ours = prompt.do(make, "rows", ROWS, 1), decoder.do(make, "rows", Spec(), 2)
+    keys = prompt.do(picture).keys
+    for step, method in (("deadline", "pull_cache"), ("write deadline", "push_cache")):
+        (folder := tmp_path / method).mkdir()
+        args, pairs = TRANSFERS[method]
+        with stopped(decoder, step, folder, method, *args) as move, pytest.raises(DeadlineExceeded) as caught:
+            move.finish()
+        assert (caught.value.status_code, caught.value.phase) == (TIMEOUT, "copy")
+        wait_until(lambda: prompt.do(picture).pins == 0)
+        assert prompt.do(picture).keys == keys
+        same_bytes(prompt.do(show, "rows"), theirs)
+        same_bytes(decoder.do(show, "rows"), ours)
+        decoder.do(call, method, *args)
+        if method == "pull_cache":
+            ours = moved(ours, theirs, pairs)
+        else:
+            theirs = moved(theirs, ours, pairs)
+    same_bytes(prompt.do(show, "rows"), theirs)
+    same_bytes(decoder.do(show, "rows"), ours)
+
+
+def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:
+    """It has begun to answer and stops inside: each call ends by itself, and goes well once the rest has come."""
+    shm_pair.start(linked=False, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
+    prompt = shm_pair.prompt
+    before = prompt.do(make, "rows", ROWS, 1)
+    with Stranger(prompt.port) as stranger:
+        stranger.link()
+        whole = frame(Pong(1))
+        stranger.say(whole[:5])
+        for _ in range(2):
+            times_out(prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)
+        assert prompt.do(unlink, [info(66, 1)], BUDGET_MS) == (TIMEOUT, [TIMEOUT])
+        stranger.say(whole[5:])
+        stranger.is_served()
+        assert prompt.do(links) == {66: "ready"}
+        same_bytes(prompt.do(show, "rows"), before)

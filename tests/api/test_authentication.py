@@ -1,35 +1,53 @@
-"""Who may link: secrets and certificates at both ends, what a stranger is told, and what a changed byte costs."""
+"""Credentials: secrets and certificates, what links, what each end says of a refusal, files that are wrong; those that
+change while links are made, used and lost; and llm.PeerPolicy: what a peer may do, over every transport."""
 
 from __future__ import annotations
 
+import datetime
 import errno
+import json
+import mmap
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from faults.strangers import Stranger
-from llm_datadist import LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist._links.credentials import Credentials, Secret
+from llm_datadist._links.credentials import Credentials, Secret, new_secret
+from llm_datadist._memory.exports import Exports
+from llm_datadist._native import readable
+from llm_datadist._transport import samehost
+from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.cli import keys as cli_keys
 from llm_datadist.config import CredentialFiles
-from llm_datadist.errors import AuthFailed, OutOfMemory, ParamError
+from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, OutOfMemory, ParamError
+from llm_datadist.integrations.references import ReferenceKeys
 from tests.doctor.hosts import needs
+from tests.support import linking, moves
 from tests.support.authority import DAY, NOW, Authority, secret_file
-from tests.support.linking import bytes_move_both_ways, info, link, links, links_of
-from tests.support.moves import picture, wait_until
+from tests.support.grants import LONG, claim, grant, tell
+from tests.support.layers import Always, outcome, raw, spanned
+from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, linked, links, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.pairs import pair_of
+from tests.support.users import USER, become
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.support.ends import LocalEnd
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, ChildEnd, LocalEnd, Pair, World
+
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -37,44 +55,44 @@ SECRET, OTHER = b"s" * 32, b"o" * 32
 
 def dial(world: World, cluster_id: int, port: int) -> None:
     """Link as ``link_clusters`` does, which turns what is raised here into a status."""
-    links_of(world).link(cluster_id, ("127.0.0.1", port), Deadline(10_000))
+    linking.links_of(world).link(cluster_id, ("127.0.0.1", port), Deadline(10_000))
 
 
 def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
     """Start both ends, not linked, with these options."""
     extra = {"llm.Transport": pair.transport}
     pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | there)
-    pair.decoder.start("DECODER", 2, extra=extra | here)
+    pair.decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0", extra=extra | here)
 
 
 @pytest.mark.parametrize("here", ["plain", "secret", "certificate"])
 @pytest.mark.parametrize("there", ["plain", "secret", "certificate"])
-def test_two_ends_link_only_if_they_authenticate_in_the_same_way(
-    pair: Pair, tmp_path: Path, there: str, here: str
-) -> None:
+def test_two_ends_link_only_if_they_authenticate_alike(pair: Pair, tmp_path: Path, there: str, here: str) -> None:
+    """An end believes every secret of its file and shows the first; a certificate may name several clusters or all."""
     authority = Authority(tmp_path)
+    old, new = secret_file(tmp_path / "a", old=SECRET, new=OTHER), secret_file(tmp_path / "b", n=OTHER, o=SECRET)
     ways: dict[str, list[dict[str, str]]] = {
         "plain": [{}, {}],
-        "secret": [secret_file(tmp_path / "secrets", a=SECRET)] * 2,
-        "certificate": [authority.issue("prompt", [1]), authority.issue("decoder", [2])],
+        "secret": [old, new],
+        "certificate": [authority.issue("prompt", [7, 1]), authority.issue("decoder", ["*"])],
     }
     start(pair, ways[there][0], ways[here][1])
     if there == here:
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)
-        return
-    before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
+    else:
+        not_admitted(pair)
+
+
+def not_admitted(pair: Pair) -> None:
+    """The decoder is refused, and nothing changes at either end."""
+    ends = (pair.prompt, pair.decoder)
+    before = [end.do(picture) for end in ends]
     assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
     with pytest.raises(AuthFailed):
         pair.decoder.do(dial, 1, pair.prompt.port)
-    assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
-    assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
-
-
-def refused_with(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
-    start(pair, there, here)
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
-    assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
+    assert [end.do(picture) for end in ends] == before
+    assert [end.do(links) for end in ends] == [{}, {}]
 
 
 @pytest.mark.parametrize("refuses", ["dialler", "listener"])
@@ -114,40 +132,21 @@ def _pem(folder: Path) -> dict[str, str]:
     return {option: str(folder / name) for option, name in files.items()}
 
 
-def test_an_end_believes_every_secret_of_its_file_and_shows_the_first(shm_pair: Pair, tmp_path: Path) -> None:
-    start(shm_pair, secret_file(tmp_path / "a", old=SECRET, new=OTHER), secret_file(tmp_path / "b", n=OTHER, o=SECRET))
-    shm_pair.link()
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-@pytest.mark.parametrize("clusters", [[], [3], ["2x", "22", ""]], ids=["none", "another", "alike"])
-@pytest.mark.parametrize("side", ["prompt", "decoder"])
-def test_a_certificate_is_good_for_the_clusters_that_it_names(
-    shm_pair: Pair, tmp_path: Path, side: str, clusters: list[Any]
-) -> None:
-    authority = Authority(tmp_path)
-    named = {"prompt": [1], "decoder": [2]} | {side: clusters}
-    refused_with(shm_pair, authority.issue("prompt", named["prompt"]), authority.issue("decoder", named["decoder"]))
-
-
-def test_a_certificate_may_name_several_clusters_or_all(shm_pair: Pair, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    start(shm_pair, authority.issue("prompt", [7, 1]), authority.issue("decoder", ["*"]))
-    shm_pair.link()
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+#: What is wrong with the certificate of one side: the clusters that it names, when it ends, or who made it.
+CERTIFICATES: dict[str, list[Any]] = {"none": [], "another": [3], "alike": ["2x", "22", ""]}
+CERTIFICATES |= {"expired": ["*"], "foreign": ["*"]}
 
 
 @pytest.mark.parametrize("side", ["prompt", "decoder"])
-@pytest.mark.parametrize("fault", ["expired", "foreign"])
-def test_a_certificate_that_is_over_or_of_another_ca(shm_pair: Pair, tmp_path: Path, side: str, fault: str) -> None:
+@pytest.mark.parametrize("fault", CERTIFICATES)
+def test_a_certificate_is_good_for_its_clusters_and_time(shm_pair: Pair, tmp_path: Path, side: str, fault: str) -> None:
     authority = Authority(tmp_path)
     good = {"prompt": authority.issue("prompt", [1]), "decoder": authority.issue("decoder", [2])}
-    if fault == "expired":
-        bad = authority.issue("bad", ["*"], expires=NOW - DAY)
-    else:
-        bad = Authority(tmp_path, "other").issue("bad", ["*"]) | {"llm.TlsCa": str(authority.path)}
-    good[side] = bad
-    refused_with(shm_pair, good["prompt"], good["decoder"])
+    maker = Authority(tmp_path, "other") if fault == "foreign" else authority
+    bad = maker.issue("bad", CERTIFICATES[fault], expires=NOW - DAY if fault == "expired" else NOW + DAY)
+    good[side] = bad | {"llm.TlsCa": str(authority.path)}
+    start(shm_pair, good["prompt"], good["decoder"])
+    not_admitted(shm_pair)
 
 
 def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -> None:
@@ -182,9 +181,7 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
         ({"llm.TlsCert": "{folder}/good", "llm.TlsKey": "{folder}/open", "llm.TlsCa": "{folder}/good"}, "mode 0644"),
     ],
 )
-def test_bad_files_are_named_before_anything_happens(
-    end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str
-) -> None:
+def test_bad_files_are_named_at_init(end: LocalEnd, tmp_path: Path, options: dict[str, str], rule: str) -> None:
     secret_file(tmp_path / "good", a=SECRET)
     os.mkfifo(tmp_path / "pipe", 0o600)
     secret_file(tmp_path / "open", a=SECRET)
@@ -226,9 +223,7 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     assert done.stdout.startswith(said), done.stderr
 
 
-def test_a_derived_key_for_which_no_descriptor_is_left_is_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_derived_key_without_a_descriptor_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -236,3 +231,644 @@ def test_a_derived_key_for_which_no_descriptor_is_left_is_out_of_memory(
     monkeypatch.setattr(os, "memfd_create", exhausted)
     with pytest.raises(OutOfMemory, match=r"llm\.AuthSecretFile: .*Too many open files"):
         Credentials(CredentialFiles(secrets=tmp_path / "secrets"))
+
+
+ROTATIONS = 10
+
+
+class Rotated:
+    """The files of secrets of both ends, as an operator changes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = [folder / "prompt", folder / "decoder"]
+        first = new_secret(folder / "first", "0").read_text()
+        self._lines = [first]
+        for number in range(len(self.files)):
+            self._write(number, [first])
+
+    def steps(self, number: int) -> list[tuple[int, list[str]]]:
+        """Return what is written into which file: a new secret, then that one first, then it alone."""
+        old = self._lines[-1]
+        scratch = self.files[0].with_name(f"new{number}")
+        new = new_secret(scratch, str(number)).read_text()
+        self._lines.append(new)
+        return [(end, lines) for lines in ([old, new], [new, old], [new]) for end in range(2)]
+
+    def do(self, step: tuple[int, list[str]]) -> None:
+        self._write(*step)
+
+    def _write(self, number: int, lines: list[str]) -> None:
+        replacement = self.files[number].with_suffix(".new")
+        replacement.touch(mode=0o600)
+        replacement.write_text("".join(lines))
+        os.replace(replacement, self.files[number])
+
+
+def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) -> None:
+    rotated = Rotated(tmp_path)
+    start(pair, *({"llm.AuthSecretFile": str(file)} for file in rotated.files))
+    pair.link()
+    source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
+    for number in range(1, ROTATIONS + 1):
+        for step in rotated.steps(number):
+            rotated.do(step)
+            pair.decoder.do(call, "pull_blocks", BLOCKS, Use("into"), [0], [1])
+            same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
+            assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+            assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_path: Path) -> None:
+    file = new_secret(tmp_path / "secrets", "0")
+    good = file.read_text()
+    extra = {"llm.AuthSecretFile": str(file)}
+    shm_pair.start(extra=extra)
+    for bad in ("", "words that are no secret\n", good + good):
+        file.write_text(bad)
+        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+        shm_pair.link()
+    file.unlink()
+    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+    shm_pair.link()
+    new_secret(file, "other")  # both ends read it: still the same at both
+    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+    shm_pair.link()
+
+
+def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = new_secret(tmp_path / "secrets", "0")
+    credentials, references = Credentials(CredentialFiles(secrets=file)), ReferenceKeys(file)
+    caplog.set_level("WARNING", "LLM_DATADIST")
+    began = time.monotonic()
+    for number in range(200):
+        file.write_text("junk" * (1 + number % 2))
+        credentials.session(server_side=False)
+        references.sign(b"")
+    most = 1 + int(time.monotonic() - began)
+    for name in ("credentials", "secrets of references"):
+        said = [each.getMessage() for each in caplog.records if f"the {name} cannot be read again" in each.getMessage()]
+        assert 1 <= len(said) <= most
+        assert f"line 1 of {file} is not of the form" in said[0]
+
+
+AGED = {"llm.MaxLinkAge": "1", "llm.PeerTimeout": "3"}
+
+
+def authenticated(world: World) -> float:
+    """Return when the peer was authenticated."""
+    (there,) = world.dd.statistics().links
+    assert there.authenticated_at is not None
+    return there.authenticated_at
+
+
+def wait_for_renewal(world: World) -> None:
+    """Return once the peer has been authenticated again."""
+    before = authenticated(world)
+    wait_until(lambda: authenticated(world) > before)
+
+
+def pull_until_told(world: World) -> int:
+    """Pull again and again until told to stop; return how often."""
+    world.memory["stop"], pulls = threading.Event(), 0
+    while not world.memory["stop"].is_set():
+        call(world, "pull_blocks", BLOCKS, Use("into"), [0], [1])
+        pulls += 1
+    return pulls
+
+
+def tell_to_stop(world: World) -> None:
+    world.memory["stop"].set()
+
+
+def renewed_while_it_is_used(pair: Pair, until: Callable[[], None]) -> None:
+    """Pull all the time, until that returns: no pull fails, and the link is the same one."""
+    source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
+    number = pair.decoder.do(linking.link_number, 1)
+    pair.decoder.do(linking.begin_there, "pulls", pull_until_told)
+    until()
+    pair.decoder.do(tell_to_stop)
+    pulls = pair.decoder.do(linking.result_there, "pulls")
+    assert isinstance(pulls, int), pulls
+    assert pulls > 0
+    assert pair.decoder.do(linking.link_number, 1) == number
+    same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
+
+
+def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Path) -> None:
+    secrets = secret_file(tmp_path / "secrets", a=SECRET)
+    start(pair, secrets, secrets | AGED)
+    pair.link()
+    renewed_while_it_is_used(pair, lambda: pair.prompt.do(wait_for_renewal))
+    pair.decoder.do(wait_for_renewal)
+
+
+def test_ten_rotations_cost_no_pull_of_a_link_that_is_authenticated_again(tcp_pair: Pair, tmp_path: Path) -> None:
+    rotated = Rotated(tmp_path)
+    prompt, decoder = ({"llm.AuthSecretFile": str(file)} | AGED for file in rotated.files)
+    start(tcp_pair, prompt, decoder)
+    tcp_pair.link()
+
+    def rotate() -> None:
+        for number in range(1, ROTATIONS + 1):
+            for step in rotated.steps(number):
+                rotated.do(step)
+                time.sleep(0.1)
+            tcp_pair.prompt.do(wait_for_renewal)
+
+    renewed_while_it_is_used(tcp_pair, rotate)
+
+
+def test_a_peer_whose_secret_was_taken_back_is_unlinked_until_it_has_a_new_one(pair: Pair, tmp_path: Path) -> None:
+    files = [tmp_path / "prompt", tmp_path / "decoder"]
+    prompt, decoder = (secret_file(file, a=SECRET) for file in files)
+    start(pair, prompt | AGED, decoder)
+    pair.link()
+    secret_file(files[0], b=OTHER)
+    linking.alone(pair.prompt, pair.decoder)
+    linking.not_linked(pair.decoder, 1, "the link was lost", "is being dialled again")
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (failed, [failed])
+    secret_file(files[1], b=OTHER)
+    wait_until(lambda: linked(pair.prompt, pair.decoder), 30)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def test_a_certificate_that_expires_ends_its_links(shm_pair: Pair, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    now = datetime.datetime.now(datetime.UTC)
+    decoder = authority.issue("decoder", [2], expires=now + datetime.timedelta(seconds=5))
+    start(shm_pair, authority.issue("prompt", [1]) | AGED, decoder)
+    shm_pair.link()
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+    linking.alone(shm_pair.prompt, shm_pair.decoder)
+    assert datetime.datetime.now(datetime.UTC) > now + datetime.timedelta(seconds=4)
+    decoder = authority.issue("decoder", [2], expires=NOW + datetime.timedelta(days=1))  # in place: it is read again
+    wait_until(lambda: linked(shm_pair.prompt, shm_pair.decoder), 30)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize(
+    ("prompt", "decoder", "folder", "transport"),
+    [
+        (str(USER), "root", False, "shm"),
+        (f"7, {USER}", "0", True, "shm"),
+        (None, "0", False, "tcp"),
+        (str(USER), None, True, "tcp"),
+        ("7", "0", False, "tcp"),
+    ],
+)
+def test_memory_is_mapped_where_both_ends_admit_each_others_user(
+    four: list[ChildEnd], socket_folder: Path, prompt: str | None, decoder: str | None, folder: bool, transport: str
+) -> None:
+    socket_folder.chmod(0o1777)
+    owner, reader = four[:2]
+    reader.do(become, USER)
+    place = {"llm.ShmSocketDir": str(socket_folder)} if folder else {}
+    for end, (role, number), users in ((owner, ("PROMPT", 1), prompt), (reader, ("DECODER", 2), decoder)):
+        admitted = {} if users is None else {"llm.SameHostUsers": users}
+        end.start(role, number, listen_ip_info="127.0.0.1:0", extra=place | admitted)
+    assert reader.do(link, [info(1, owner.port)]) == SUCCESS
+    said = reader.do(linking.explain, 1)
+    assert said.transport == transport
+    assert ("llm.SameHostUsers of both may admit" in said.reason) is (transport == "tcp"), said.reason
+    bytes_move_both_ways(owner, reader)
+    reader.stop()
+    owner.stop()
+
+
+ALL: dict[str, Any] = dict.fromkeys(("link", *("pull", "push", "locate", "consume")), True)
+#: name -> (ends that the fixture makes, llm.Transport, where the caches are)
+ROUTES = {"inproc": ("inproc", "inproc", "pool"), "tcp": ("tcp", "tcp", "pool")}
+ROUTES |= {"shm": ("shm", "auto", "pool"), "cma": ("shm", "auto", "private")}
+SOURCE_BLOCKS, TARGET_BLOCKS = [1, 6], [0, 3]
+PAIRS = list(zip(TARGET_BLOCKS, SOURCE_BLOCKS, strict=True))
+
+
+def rules(*verbs: str, **more: Any) -> dict[str, Any]:
+    """Return what lets a peer link and do this."""
+    return dict.fromkeys(("link", *verbs), True) | more
+
+
+def with_policy(pair: Pair, folder: Path, policy: dict[str, Any], *, by: str = "prompt", rca: bool = False) -> None:
+    """Start both ends with a shared secret, not linked; one of them has the policy."""
+    extra = {"llm.Transport": pair.transport} | secret_file(folder / "secrets", a=SECRET)
+    theirs = extra | {"llm.PeerPolicy": json.dumps(policy)}
+    settings: dict[str, Any] = {"enable_remote_cache_accessible": True} if rca else {}
+    prompt, decoder = (theirs, extra) if by == "prompt" else (extra, theirs)
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=prompt, **settings)
+    pair.decoder.start("DECODER", 2, extra=decoder, **settings)
+
+
+@pytest.fixture(params=ROUTES)
+def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, str]]:
+    """Two ends, not started, and where their caches are to be."""
+    ends, transport, memory = ROUTES[request.param]
+    for pair in pair_of(request, ends):
+        pair.transport = transport
+        yield pair, memory
+
+
+def send_raw(world: World, config: Any) -> Any:
+    """Push blocks to addresses; raise what the transfer failed with."""
+    task = world.cm.transfer_cache_async(world.caches["kv"], Always(), [config], SOURCE_BLOCKS, TARGET_BLOCKS)
+    outcome(task)
+    for error in task.errors:
+        if error is not None:
+            raise error
+
+
+def over(pair: Pair, memory: str) -> None:
+    """Check that the owner's link uses the transport of the route."""
+    used, auto = pair.prompt.do(explain, 2), "cma" if memory == "private" else "shm"
+    name = used.private_transport if memory == "private" else used.transport
+    assert name == (auto if pair.transport == "auto" else pair.transport)
+
+
+#: With remote cache access or without, what is denied. Each verb at every server: tests/unit/test_access_matrix.py.
+DENIED = [(True, ""), (True, "pull"), (True, "push"), (True, "consume")]
+DENIED += [(False, ""), (False, "push"), (False, "locate"), (False, "consume")]
+
+
+@pytest.mark.parametrize(("rca", "denied"), DENIED, ids=[f"{'rca' if rca else 'alone'}-{no}" for rca, no in DENIED])
+def test_a_peer_does_what_it_may(route: tuple[Pair, str], tmp_path: Path, rca: bool, denied: str) -> None:
+    """What is denied changes nothing at either end, and the link goes on; the owner may do all of it at its peer.
+
+    A pull consumes the key of a row without RCA, a push with it; of registered memory no key is consumed.
+    """
+    pair, memory = route
+    with_policy(pair, tmp_path, {"2": ALL | ({denied: False} if denied else {}), "*": ALL}, rca=rca)
+    pair.link()
+    prompt, decoder, keys = pair.prompt, pair.decoder, (CacheKey(1, req_id=7), CacheKey(1, req_id=8))
+    there: dict[str, Bytes] = {
+        "kv": prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS, memory=memory), 1),
+        "row": prompt.do(make, "row", Spec(rows=1, keys=keys[:1]), 2),
+        "kept": prompt.do(make, "kept", Spec(rows=1, keys=keys[1:], memory="private"), 3),
+    }
+    here: dict[str, Bytes] = {
+        "kv": decoder.do(make, "kv", Spec(blocks=True, memory=memory), 4),
+        "own": decoder.do(make, "own", Spec(rows=1, memory=memory), 5),
+    }
+    rows = [CacheKeyByIdAndIndex(1, prompt.do(moves.cache_id, name), 0) for name in ("row", "kept")] if rca else keys
+    verb, to, blocks = "push" if rca else "pull", raw(prompt, "kv", range(2)), (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
+
+    def tries(verbs: set[str], function: Any, *args: Any) -> bool:
+        """Return True if the call, which takes these verbs, goes well, as it has to where none of them is denied."""
+        if denied in verbs:
+            text = f"llm.PeerPolicy of the owner does not allow cluster 2 to {denied}"
+            refused((decoder, prompt), [*there, *here], CacheMismatch, [text], function, *args)
+            return False
+        decoder.do(function, *args)
+        return True
+
+    if tries({"pull"}, call, "pull_blocks", BLOCKS, *blocks):
+        here["kv"] = moved(here["kv"], there["kv"], PAIRS)
+    prompt.do(grant, [0], LONG, "kv", bytes(16))
+    if tries({"pull"}, claim, bytes(16)):
+        decoder.do(tell, "claimed", "release")
+        wait_until(lambda: not prompt.do(tell, "grant", "active"))
+    if not rca and tries({"push", "locate"}, send_raw, to):
+        there["kv"] = spanned(there["kv"], here["kv"], [(dst * 48, src * 48, 48) for dst, src in PAIRS])
+    if rca and tries({"push"}, call, "push_blocks", BLOCKS, *blocks):
+        there["kv"] = moved(there["kv"], here["kv"], PAIRS)
+    if not denied:
+        over(pair, memory)
+    for verbs, name, row in (({verb, "consume"}, "row", rows[0]), ({verb}, "kept", rows[1])):
+        if tries(verbs, call, f"{verb}_cache", row, Use("own")):
+            there[name], here["own"] = (here["own"],) * 2 if rca else (there[name],) * 2
+    consumed = not {verb, "consume"} & {denied}
+    wait_until(lambda: len([key for key in prompt.do(picture).keys if "7" in key.key]) == 1 - consumed)
+    mine = BlocksCacheKey(2, 9)
+    source: Bytes = decoder.do(make, "mine", Spec(blocks=True, blocks_key=mine, memory=memory), 6)
+    prompt.do(call, "pull_blocks", mine, Use("kv"), [2], [5])
+    there["kv"] = moved(there["kv"], source, [(5, 2)])
+    for end, held in ((prompt, there), (decoder, here)):
+        for name, expected in held.items():
+            same_bytes(end.do(show, name), expected)
+
+
+@pytest.mark.parametrize("by", ["prompt", "decoder"])
+def test_clusters_that_are_not_named_or_may_not_link_are_not_linked(pair: Pair, tmp_path: Path, by: str) -> None:
+    """Whichever end dials; nothing changes at either end, and the peer is told nothing of the policy."""
+    peer = "2" if by == "prompt" else "1"
+    policies: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"3": ALL}, False),
+        ({peer: ALL | {"link": False}, "*": ALL}, False),
+        ({peer: {"pull": True, "push": True}}, False),
+        ({peer: {"link": True}}, True),
+        ({"3": {}, "*": ALL}, True),
+    ]
+    for policy, may in policies:
+        with_policy(pair, tmp_path, policy, by=by)
+        before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
+        if may:
+            pair.link()
+        else:
+            with pytest.raises(AuthFailed) as caught:
+                pair.decoder.do(dial_any, pair.prompt.port)
+            assert caught.value.status_code is FAILED
+            if by == "prompt":
+                assert "asks for authentication" in str(caught.value)
+            assert ("PeerPolicy" in str(caught.value)) is (by == "decoder")
+            assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
+            assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
+            assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
+        pair.decoder.stop()
+        pair.prompt.stop()
+
+
+@pytest.mark.parametrize("by", ["prompt", "decoder"])
+@pytest.mark.parametrize(
+    ("transport", "verbs", "reason"),
+    [
+        ("shm", rules("push"), "llm.PeerPolicy allows cluster {} to push only"),
+        ("cma", rules("pull", models=[0]), "llm.PeerPolicy allows cluster {} some models only"),
+        ("cma", rules(), "the peer lets this end into none of its memory"),
+    ],
+)
+def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
+    shm_pair: Pair, tmp_path: Path, by: str, transport: str, verbs: dict[str, Any], reason: str
+) -> None:
+    shm_pair.transport = transport
+    with_policy(shm_pair, tmp_path, {"*": verbs}, by=by)
+    with pytest.raises(LinkRefused) as caught:
+        shm_pair.decoder.do(dial_any, shm_pair.prompt.port)
+    text = str(caught.value)
+    assert reason.format(2 if by == "prompt" else 1) in text or ("chose differently" in text and verbs == rules())
+    assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
+
+
+def test_both_ends_may_have_a_policy(shm_pair: Pair, tmp_path: Path) -> None:
+    """Each end gives its own reason for tcp, and decides for itself."""
+    shm_pair.transport = "auto"
+    secrets = secret_file(tmp_path / "secrets", a=SECRET)
+    for end, cluster_id, may in ((shm_pair.prompt, 1, rules("pull", models=[0])), (shm_pair.decoder, 2, rules("push"))):
+        extra = secrets | {"llm.PeerPolicy": json.dumps({str(3 - cluster_id): may})}
+        end.start("PROMPT", cluster_id, listen_ip_info="127.0.0.1:0", extra=extra)
+    shm_pair.link()
+    there, here = shm_pair.prompt.do(explain, 2), shm_pair.decoder.do(explain, 1)
+    assert (there.transport, here.transport) == ("tcp", "tcp")
+    assert "llm.PeerPolicy allows cluster 2 some models only" in there.reason
+    assert "llm.PeerPolicy allows cluster 1 to push only" in here.reason
+    source: Bytes = shm_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    target: Bytes = shm_pair.decoder.do(make, "kv", Spec(blocks=True, blocks_key=BlocksCacheKey(2, 0)), 2)
+    text = "does not allow cluster 1 to pull"
+    back = call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS
+    refused((shm_pair.prompt, shm_pair.decoder), ["kv"], CacheMismatch, [text], *back)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
+    same_bytes(shm_pair.decoder.do(show, "kv"), moved(target, source, PAIRS))
+
+
+def dial_any(world: World, port: int) -> None:
+    """Link to whoever listens there."""
+    linking.links_of(world).link(None, ("127.0.0.1", port), Deadline(10_000))
+
+
+@pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])
+def test_models_bound_what_a_peer_finds_in_any_way(route: tuple[Pair, str], tmp_path: Path, rca: bool) -> None:
+    pair, memory = route
+    with_policy(pair, tmp_path, {"2": ALL | {"models": [0, 3]}}, rca=rca)
+    pair.link()
+    used = [end.do(explain, peer) for end, peer in ((pair.prompt, 2), (pair.decoder, 1))]
+    assert {each.transport for each in used} == {"tcp" if pair.transport == "auto" else pair.transport}
+    if pair.transport == "auto":
+        assert all("llm.PeerPolicy allows cluster 2 some models only" in each.reason for each in used)
+    names = ["shut", "no key", "row", "open", "kv", "mine"]
+    shut, key, row = BlocksCacheKey(1, 5), BlocksCacheKey(1, 3), CacheKey(1, req_id=1, model_id=5)
+    pair.prompt.do(make, "shut", Spec(blocks=True, blocks_key=shut, memory=memory), 1)
+    pair.prompt.do(make, "no key", Spec(rows=2), 2)
+    pair.prompt.do(make, "row", Spec(rows=1, keys=(row,), memory=memory), 3)
+    there: Bytes = pair.prompt.do(make, "open", Spec(blocks=True, blocks_key=key, memory=memory), 4)
+    here: Bytes = pair.decoder.do(make, "kv", Spec(blocks=True, memory=memory), 5)
+    pair.decoder.do(make, "mine", Spec(rows=2), 6)
+    pair.prompt.do(grant, [0], LONG, "shut", bytes(16))
+    ids = {name: CacheKeyByIdAndIndex(1, pair.prompt.do(moves.cache_id, name), 0) for name in names[:3]}
+    blocks, mine = (Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS), Use("mine")
+    model, cache = "to use model 5", "which has no key of its models"
+    attempts: list[tuple[str, Any, *tuple[Any, ...]]] = [
+        (model, call, "pull_blocks", shut, *blocks),
+        (cache, call, "pull_cache", ids["no key"], mine),
+        (cache, call, "pull_cache", ids["row"], mine),
+        (cache, claim, bytes(16)),
+    ]
+    if rca:
+        attempts += [
+            (model, call, "push_blocks", shut, *blocks),
+            (cache, call, "push_blocks", ids["shut"], *blocks),
+            (cache, call, "push_cache", ids["no key"], mine),
+            # How many rows it has is not told either.
+            (cache, call, "push_cache", CacheKeyByIdAndIndex(1, ids["no key"].cache_id, 7), mine),
+        ]
+    else:
+        attempts.append((model, call, "pull_cache", row, mine))
+        attempts.append(("in none of the 1 caches", send_raw, raw(pair.prompt, "shut", range(2))))
+    for text, *args in attempts:
+        refused((pair.decoder, pair.prompt), names, CacheMismatch, [text], *args)
+    pair.decoder.do(call, "pull_blocks", key, *blocks)
+    here = moved(here, there, PAIRS)
+    if rca:
+        pair.decoder.do(call, "push_blocks", key, Use("kv"), [2], [5])
+        there = moved(there, here, [(5, 2)])
+    else:
+        pair.decoder.do(send_raw, raw(pair.prompt, "open", range(2)))
+        there = spanned(there, here, [(dst * 48, src * 48, 48) for dst, src in PAIRS])
+    same_bytes(pair.decoder.do(show, "kv"), here)
+    same_bytes(pair.prompt.do(show, "open"), there)
+
+
+def pools(world: World) -> list[int]:
+    """Return the inodes of the memfds behind the pools."""
+    engine = world.dd._require_engine("test")
+    segments: list[Any] = list(engine.store.exports.regions.values())
+    return [os.fstat(segment.fd).st_ino for segment in segments]
+
+
+def mapped(world: World, inodes: list[int]) -> list[str]:
+    """Return the permissions under which this process has mapped these files."""
+    with open("/proc/self/maps") as maps:
+        lines = [line.split(maxsplit=5) for line in maps]
+    return sorted(line[1] for line in lines if int(line[4]) in inodes and "memfd" in line[5])
+
+
+@pytest.mark.parametrize("by", ["prompt", "decoder"])
+@pytest.mark.parametrize(
+    ("verbs", "permissions", "transports"),
+    [
+        (rules("pull", "push"), ["rw-s", "rw-s"], ("shm", "cma")),
+        (rules("pull"), ["r--s", "r--s"], ("shm", "cma")),
+        (rules("locate", "consume"), [], ("shm", None)),
+        (rules("push"), [], ("tcp", "tcp")),
+        (rules("pull", "push", models=[0]), [], ("tcp", "tcp")),
+    ],
+    ids=["both", "pull", "neither", "push", "models"],
+)
+def test_a_peer_maps_of_our_pools_what_it_may_use(
+    shm_pair: Pair, tmp_path: Path, verbs: dict[str, Any], permissions: list[str], transports: Any, by: str
+) -> None:
+    """Whichever end dials; the end with the policy goes on reading its peer."""
+    shm_pair.transport = "auto"
+    with_policy(shm_pair, tmp_path, {"*": verbs}, by=by, rca=True)
+    shm_pair.link()
+    owner, peer = (shm_pair.prompt, shm_pair.decoder)[:: 1 if by == "prompt" else -1]
+    assert peer.do(mapped, owner.do(pools)) == permissions
+    assert owner.do(mapped, peer.do(pools)) == (["rw-s", "rw-s"] if transports[0] == "shm" else [])
+    seen = peer.do(explain, owner.cluster_id)
+    assert (seen.transport, seen.private_transport) == transports
+    assert owner.do(explain, peer.cluster_id).transport == transports[0]
+    key = BlocksCacheKey(peer.cluster_id, 0)
+    source: Bytes = peer.do(make, "kv", Spec(blocks=True, blocks_key=key), 1)
+    target: Bytes = owner.do(make, "kv", Spec(blocks=True), 2)
+    owner.do(call, "pull_blocks", key, Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
+    same_bytes(owner.do(show, "kv"), moved(target, source, PAIRS))
+
+
+@contextmanager
+def offered(name: str, hello: wire.Hello, exports: Exports) -> Iterator[Packet]:
+    """Yield what the same-host listener answers to a stranger that says its token."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, MemoryOffer(exports, hello.token) as offer:
+        sock.settimeout(20)
+        sock.connect(samehost._address(name))
+        while not readable(sock.fileno()):
+            with suppress(PermissionError):  # until the listener has admitted this process
+                offer.send(sock)
+                break
+        with Packet.receive(sock) as packet:
+            yield packet
+
+
+def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: LocalEnd) -> None:
+    """Strangers 66 to 69 link or not as the policy says; 70 is not named."""
+    named: dict[int, dict[str, Any]] = {66: rules(), 67: rules("pull"), 68: rules("push")}
+    named[69] = rules("pull", "push", models=[1])
+    extra = {"llm.Insecure": "1", "llm.PeerPolicy": json.dumps({str(key): value for key, value in named.items()})}
+    settings: dict[str, Any] = {"enable_remote_cache_accessible": True}
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, **settings)
+    inodes, name = set(end.do(pools)), ""
+    for cluster_id, may in named.items():
+        with Stranger(end.port, cluster_id) as stranger:
+            hello = stranger.hello(remote_accessible=True)
+            stranger.say(wire.CONTROL_PREAMBLE, hello)
+            name = stranger.hear(wire.Welcome).rendezvous
+            assert stranger._guards is not None
+            exports = Exports(stranger.incarnation, {}, stranger._guards, writable=False)
+            with offered(name, hello, exports) as packet:
+                answer = decode(packet.data)
+                got = [fd for fd in packet.fds if os.fstat(fd).st_ino in inodes]
+                assert len(got) == (2 if may == rules("pull") else 0)
+                for fd in got:
+                    mmap.mmap(fd, 4096, prot=mmap.PROT_READ).close()
+                    with pytest.raises(PermissionError):
+                        mmap.mmap(fd, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+                        os.pwrite(fd, b"x", 0)
+                    assert caught.value.errno == errno.EBADF
+                if cluster_id in (68, 69):
+                    assert isinstance(answer, Refusal)
+                    assert packet.fds == []
+                else:
+                    assert isinstance(answer, RendezvousHello)
+                    assert (answer.cookie_address == 0) is (cluster_id == 66)
+    with Stranger(end.port, 70) as stranger:
+        hello = stranger.hello(remote_accessible=True)
+        stranger.say(wire.CONTROL_PREAMBLE, hello)
+        told = stranger.hear(wire.Refused)
+        assert (told.code, told.text) == (FAILED, "this listener asks for authentication")
+        assert stranger.is_hung_up_on()
+        assert stranger._guards is not None
+        with offered(name, hello, Exports(stranger.incarnation, {}, stranger._guards, writable=False)) as packet:
+            assert packet.fds == []
+            assert isinstance(decode(packet.data), Refusal)
+    assert end.do(links) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"7": {"read": true}}', "'7'.*unknown field `read`.*known are link, pull, push, locate, consume, models"),
+        ('{"7": {"pull": 1}}', r"'7'.*Expected `bool`, got `int` - at `\$.pull`"),
+        ('{"7": {"pull": null}}', r"'7'.*Expected `bool`, got `null` - at `\$.pull`"),
+        ('{"*": 3}', r"'\*'.*Expected `object`, got `int`"),
+        ('{"seven": {}}', "'seven' is no cluster id"),
+        ('{"-1": {}}', "'-1' is no cluster id"),
+        ('{"07": {}}', "'07' is no cluster id"),
+        ('{"18446744073709551616": {}}', "'18446744073709551616' is no cluster id.*at most 18446744073709551615"),
+        ('{"7": {"models": 3}}', r"'7'.*Expected `array`, got `int` - at `\$.models`"),
+        ('{"7": {"models": ["0"]}}', r"'7'.*Expected `int`, got `str` - at `\$.models\[0\]`"),
+        ('{"7": {"models": [true]}}', r"'7'.*Expected `int`, got `bool`"),
+        ('{"7": {"models": [-1]}}', "'7'.*Expected `int` >= 0"),
+        ('{"7": {"models": [18446744073709551616]}}', "'7': models: 18446744073709551616 is no model id"),
+        ('{"7": {"link": tru}}', "no JSON object of cluster ids: .*JSON is malformed|Expecting value"),
+        ('{"7": ' + "[" * 100_000, "no JSON object of cluster ids|Expected `object`"),
+        ("{folder}/latin", "latin': no JSON object of cluster ids"),
+        ('{"7": {}, "8": {}, "7": {"link": true}}', "'7' is there twice"),
+        ('{"7": {"link": false, "link": true}}', "'link' is there twice"),
+        ('{"7": {"link": true}', "no JSON object of cluster ids: Input data was truncated"),
+        ("", "neither JSON nor the path of a file"),
+        ("{folder}/missing", "missing' cannot be read: No such file"),
+        ("{folder}", "is no regular file|cannot be read: Is a directory"),
+        ("{folder}/list", "list': no JSON object of cluster ids: Expected `object`, got `array`"),
+        ("{folder}/verb", "verb': '7'.*unknown field `read`"),
+        ("x\0y", "NUL and lone surrogates are not allowed"),
+    ],
+)
+def test_errors_of_a_policy_are_named_at_init(end: LocalEnd, tmp_path: Path, text: str, rule: str) -> None:
+    (tmp_path / "list").write_text("[]")
+    (tmp_path / "latin").write_bytes(b'{"7\xe9": {}}')
+    (tmp_path / "verb").write_text('{"7": {"read": true}}')
+    extra = secret_file(tmp_path / "secrets", a=SECRET) | {"llm.PeerPolicy": text.replace("{folder}", str(tmp_path))}
+    with pytest.raises(ParamError, match=rule) as caught:
+        end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
+    assert str(caught.value).startswith("llm.PeerPolicy")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_needs_peers_that_prove_who_they_are(
+    end: LocalEnd, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or ``llm.Insecure``, by which they are believed; a policy may be in a file."""
+    monkeypatch.delenv("LLM_DATADIST_INSECURE", raising=False)
+    path = tmp_path / "policy.json"
+    path.write_text(' {"7": {"link": true}}')
+    extra = {"llm.PeerPolicy": str(path)}
+    needed = r"llm.PeerPolicy: without authentication .* llm.AuthSecretFile .*llm.Insecure"
+    with pytest.raises(ParamError, match=needed):
+        end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | {"llm.Insecure": "1"})
+    assert "llm.PeerPolicy without authentication: peers are believed" in caplog.text
+
+
+def test_a_certificate_binds_the_cluster_id_that_a_policy_names(local_pair: Pair, tmp_path: Path) -> None:
+    """So a peer that says another id, which may do more, is not linked."""
+    authority = Authority(tmp_path)
+    policy = {"llm.PeerPolicy": json.dumps({"9": ALL, "2": rules("pull")})}
+    extra = {"llm.Transport": "tcp"}
+    there, here = (extra | authority.issue(name, clusters) for name, clusters in (("prompt", [1]), ("decoder", [2])))
+    local_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=there | policy)
+    local_pair.decoder.start("DECODER", 9, extra=here)
+    assert local_pair.decoder.do(link, [info(1, local_pair.prompt.port)]) == (FAILED, [FAILED])
+    local_pair.decoder.stop()
+    local_pair.decoder.start("DECODER", 2, extra=here)
+    local_pair.link()
+    with pytest.raises(CacheNotFound):
+        local_pair.decoder.do(linking.pull_from, 1)
+
+
+def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with_policy(local_pair, tmp_path, {"2": ALL})
+    local_pair.link()
+    secret = (tmp_path / "secrets").read_text().split()[1]
+    for end in (local_pair.prompt, local_pair.decoder):
+        texts = [*end.do(texts_of), caplog.text]
+        assert [text for text in texts if secret in text or SECRET.decode() in text] == []
+        assert any("statistics" in text.lower() for text in texts)
+
+
+def texts_of(world: World) -> list[str]:
+    """Return all that an end says of itself."""
+    engine = world.dd._require_engine("test")
+    own = [engine, engine.options, engine._access, vars(engine), engine.links.all()]
+    objects = [world.dd, world.dd.statistics(), *own]
+    return [repr(each) for each in objects] + [str(each) for each in objects]

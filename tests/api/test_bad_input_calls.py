@@ -1,8 +1,10 @@
-"""Bad input to the calls of CacheManager and to the links of style A: one table per call (interface §3.4, §6, R1)."""
+"""Bad input to every call of CacheManager and LLMDataDist: one table per call (interface §3, §6, R1)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -12,43 +14,102 @@ from llm_datadist import (
     CacheKeyByIdAndIndex,
     DataType,
     LLMClusterInfo,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
     MemInfo,
     Memtype,
     Placement,
+    config,
 )
-from tests.api.conftest import ACCESSIBLE, PLAIN, PROMPT_CACHES
-from tests.support.linking import info
+from llm_datadist.errors import NotInitialized
+from tests.support import refusals
+from tests.support.linking import free_port, info, link, unlink
 from tests.support.memory import FIXED_ADDRS
-from tests.support.moves import Use
-from tests.support.refusals import (
-    BLOCK_LIST,
-    COPY_PAIRS,
-    FULL,
-    GONE,
-    IN_USE,
-    INT64,
-    LAYERS,
-    MISMATCH,
-    NONE,
-    ONE_LAYER,
-    RULE,
-    TYPE,
-    UINT32,
-    UINT64,
-    UNEQUAL_LAYERS,
-    UNLINKED,
-    Spec,
-    Table,
-    attempt,
-    bad,
-    each,
-    integer,
-    no_op,
-    refuse,
-)
+from tests.support.moves import Spec as CacheSpec
+from tests.support.moves import Use, make
+from tests.support.pairs import pair_of
+from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op
+from tests.support.world import World, fill, residue, settled, small_pool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.pairs import Pair
+
+
+# --- the scene of the tables: two linked ends full of caches, made once per file: no row changes it ---
+#: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.
+PROMPT_CACHES: Final[dict[str, CacheSpec]] = {
+    "rows": CacheSpec(4, 3, 32, keys=(CacheKey(1, 10), CacheKey(1, 11), CacheKey(1, 12))),
+    "paged": CacheSpec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 0)),
+    "narrow rows": CacheSpec(4, 3, 16, keys=(CacheKey(1, 30), CacheKey(1, 0, model_id=1))),
+    "two tensors": CacheSpec(2, 3, 32, keys=(CacheKey(1, 40),)),
+    "wide blocks": CacheSpec(4, 6, 64, blocks=True, blocks_key=BlocksCacheKey(1, 1)),
+    "two paged tensors": CacheSpec(2, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 2)),
+    "hidden rows": CacheSpec(4, 3, 32, memory="private", accessible=False),
+    "hidden blocks": CacheSpec(
+        4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(1, 3), memory="private", accessible=False
+    ),
+    "five tensors": CacheSpec(5, 3, 32, keys=(CacheKey(1, 50),)),
+    "prefix": CacheSpec(4, 3, 32, keys=(CacheKey(1, 2**64 - 1, 0, 20),)),
+}
+
+#: The decoder's, which is the end that calls.
+DECODER_CACHES: Final[dict[str, CacheSpec]] = {
+    "rows": CacheSpec(4, 3, 32, keys=(CacheKey(2, 1),)),
+    "more rows": CacheSpec(4, 5, 32),
+    "narrow rows": CacheSpec(4, 3, 16),
+    "two tensors": CacheSpec(2, 3, 32),
+    "five tensors": CacheSpec(5, 3, 32),
+    "paged": CacheSpec(4, 6, 32, blocks=True, blocks_key=BlocksCacheKey(2, 0)),
+    "more blocks": CacheSpec(4, 6, 32, blocks=True),
+    "host": CacheSpec(4, 8, 32, blocks=True, placement=Placement.HOST, memory="private"),
+    "freed rows": CacheSpec(4, 3, 32),
+    "freed blocks": CacheSpec(4, 6, 32, blocks=True),
+    "waiting": CacheSpec(4, 3, 32, keys=(CacheKey(2, 50),)),
+}
+
+
+def _populate(world: World, specs: dict[str, CacheSpec]) -> None:
+    for seed, (name, spec) in enumerate(specs.items()):
+        make(world, name, spec, seed)
+
+
+def _populate_decoder(world: World) -> None:
+    """Beside those of the table: one of another element type, two that were given back, one that waits for a pull."""
+    _populate(world, DECODER_CACHES)
+    world.caches["signed"] = world.cm.allocate_cache(CacheDesc(4, [3, 32], DataType.DT_INT8))
+    fill(world.caches["signed"], 99)
+    world.cm.deallocate_cache(world.caches["freed rows"])
+    world.cm.deallocate_blocks_cache(world.caches["freed blocks"])
+    world.cm.deallocate_cache(world.caches["waiting"])
+
+
+def _scene(request: pytest.FixtureRequest, transport: str, *, rca: bool) -> Iterator[Pair]:
+    for pair in pair_of(request, transport):
+        pair.start(rca=rca, **small_pool())
+        pair.prompt.do(_populate, PROMPT_CACHES)
+        pair.decoder.do(_populate_decoder)
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two linked ends; one at a time, since the child processes are those of all tests. See :data:`PLAIN`."""
+    yield from _scene(request, "shm", rca=request.param)
+
+
+#: Without and with remote cache access; neither has a host pool.
+PLAIN: Final = pytest.mark.parametrize("scene", [pytest.param(False, id="shm")], indirect=True, scope="module")
+ACCESSIBLE: Final = pytest.mark.parametrize("scene", [pytest.param(True, id="shm")], indirect=True, scope="module")
+
+
+@pytest.fixture
+def fresh_scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The same in this process, for a test that does change it; with remote cache access."""
+    yield from _scene(request, "inproc", rca=True)
+
 
 INT8: Final = DataType.DT_INT8
 MAX: Final = 2**64 - 1
@@ -57,7 +118,6 @@ ADDRS: Final = FIXED_ADDRS
 UNKNOWN_ROWS: Final = Cache(99, DESC, ADDRS)
 UNKNOWN_BLOCKS: Final = Cache(99, DESC, ADDRS, is_blocks_cache=True)
 PLACEHOLDER: Final = CacheKey(1, MAX)
-TWO_IDS: Final = CacheKey(1, 10, 0, 20)
 #: The prompt's ids count from 1 in the order of making (interface I11).
 ID: Final = {name: number for number, name in enumerate(PROMPT_CACHES, start=1)}
 
@@ -77,7 +137,6 @@ OURS, OUR_BLOCKS = row_of("rows", cluster=2), blocks_of(cluster=2)
 FREED, FREED_BLOCKS = Use("freed rows"), Use("freed blocks")
 
 # --- kinds of arguments that only these calls have --------------------------------------------------------------------
-
 CACHE: Final = Spec((1, "rows", DESC, [Use("rows")], [Use("paged")]))
 ROWS: Final = Spec(
     CACHE.wrong,
@@ -147,14 +206,12 @@ CLUSTERS: Final = Spec(
     (TYPE, "{}[1]", [info(1, 9), 1]),
     (TYPE, "{}[0]", [[info(1, 9)]]),
 )
-TIMEOUT: Final = integer(1, 2**31 - 1, -1, -(2**31) - 1)
 
 # --- caches and their memory ------------------------------------------------------------------------------------------
-
 NO_ROOM: Final = (
-    bad(FULL, "device", cache_desc=CacheDesc(1, [1, 2**20 + 1], INT8)),  # larger than the pool
-    bad(FULL, "device", cache_desc=CacheDesc(2, [1, 2**19 + 2**18], INT8)),  # the first tensor fits, the second not
-    bad(FULL, "device", cache_desc=CacheDesc(2**32 - 1, [1], INT8)),
+    bad(refusals.FULL, "device", cache_desc=CacheDesc(1, [1, 2**20 + 1], INT8)),  # larger than the pool
+    bad(refusals.FULL, "device", cache_desc=CacheDesc(2, [1, 2**19 + 2**18], INT8)),  # the first tensor fits
+    bad(refusals.FULL, "device", cache_desc=CacheDesc(2**32 - 1, [1], INT8)),
     bad(RULE, "host_mem_pool_cfg", cache_desc=CacheDesc(2, [3, 32], INT8, Placement.HOST)),
 )
 MAKE: Final = {"cache_desc": DESC}
@@ -176,15 +233,15 @@ MAKING: Final = (
         {"cache_desc": CACHE_DESC, "cache_keys": ROW_KEYS},
         *NO_ROOM,
         # the cluster id does not matter
-        *each(IN_USE, "req_id=1", cache_keys=[[CacheKey(2, 1)], [CacheKey(7, 100), CacheKey(7, 1)]]),
-        bad(IN_USE, "req_id=50", cache_keys=[CacheKey(2, 50)]),  # deallocated, not pulled yet
+        *each(refusals.IN_USE, "req_id=1", cache_keys=[[CacheKey(2, 1)], [CacheKey(7, 100), CacheKey(7, 1)]]),
+        bad(refusals.IN_USE, "req_id=50", cache_keys=[CacheKey(2, 50)]),  # deallocated, not pulled yet
     ),
     Table(
         "cm.allocate_blocks_cache",
         MAKE | {"blocks_cache_key": None},
         {"cache_desc": CACHE_DESC, "blocks_cache_key": BLOCKS_KEY},
         *NO_ROOM,
-        *each(IN_USE, "model_id=0", blocks_cache_key=[BlocksCacheKey(2, 0), BlocksCacheKey(7, 0)]),
+        *each(refusals.IN_USE, "model_id=0", blocks_cache_key=[BlocksCacheKey(2, 0), BlocksCacheKey(7, 0)]),
     ),
     Table("cm.register_cache", MAKE | {"addrs": ADDRS}, REGISTER | {"cache_keys": ROW_KEYS}),
     Table("cm.register_blocks_cache", MAKE | {"addrs": ADDRS}, REGISTER | {"blocks_cache_key": BLOCKS_KEY}),
@@ -215,14 +272,13 @@ GIVING_BACK: Final = (
     Table(
         "cm.unregister_cache",
         {"cache_id": 8},
-        {"cache_id": INT64},
+        {"cache_id": refusals.INT64},
         bad(TYPE, cache_id=Use("host")),
         *(no_op(cache_id=number) for number in (99, 0, -1, -(2**63), 1)),  # 1 is an allocated cache
     ),
 )
 
-# --- copies inside the process; swaps: test_swap_arguments.py ---------------------------------------------------------
-
+# --- copies inside the process; swaps: test_swaps.py ---------------------------------------------------------
 COPYING: Final = (
     Table(
         "cm.copy_cache",
@@ -230,9 +286,9 @@ COPYING: Final = (
         {
             "dst": ROWS,
             "src": ROWS,
-            "dst_batch_index": UINT32,
+            "dst_batch_index": refusals.UINT32,
             "src_batch_index": ROW,
-            "offset": UINT64,
+            "offset": refusals.UINT64,
             "size": SIZE,
             "req_id": integer(0, MAX, none_ok=True),
         },
@@ -255,7 +311,7 @@ COPYING: Final = (
     Table(
         "cm.copy_blocks",
         {"cache": Use("paged"), "copy_block_info": {0: [1, 2]}},
-        {"cache": PAGED, "copy_block_info": COPY_PAIRS},
+        {"cache": PAGED, "copy_block_info": refusals.COPY_PAIRS},
         no_op(copy_block_info={}),
         no_op(copy_block_info={0: []}),
         no_op(copy_block_info={3: [3]}),
@@ -263,10 +319,9 @@ COPYING: Final = (
 )
 
 # --- pulls ------------------------------------------------------------------------------------------------------------
-
-BLOCKS: Final = {"src_blocks": BLOCK_LIST, "dst_blocks": BLOCK_LIST, **LAYERS}
+BLOCKS: Final = {"src_blocks": refusals.BLOCK_LIST, "dst_blocks": refusals.BLOCK_LIST, **refusals.LAYERS}
 UNEQUAL_LISTS: Final = (
-    *UNEQUAL_LAYERS,
+    *refusals.UNEQUAL_LAYERS,
     bad(RULE, "is empty", src_blocks=(), dst_blocks=()),
     *each(RULE, "{} is empty", src_blocks=[[]], dst_blocks=[[]]),
     *each(RULE, "{}", src_blocks=[[0, 6], [2**40, 0]], dst_blocks=[[0, 6]]),
@@ -278,8 +333,8 @@ GOOD_ROW_BY_KEY: Final = {"cache_key": CacheKey(1, 10), "cache": Use("rows")}
 PULL_CACHE: Final = Table(
     "cm.pull_cache",
     {"cache_key": row_of("rows"), "cache": Use("rows"), "tensor_num_per_layer": 2},
-    {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **LAYERS},
-    *UNEQUAL_LAYERS,
+    {"cache_key": ROW_KEY, "cache": ROWS, "batch_index": ROW, "size": SIZE, **refusals.LAYERS},
+    *refusals.UNEQUAL_LAYERS,
     *each(RULE, "must be -1 or above 0", size=[0, -2]),
     # First types, one's own cluster, the local cache and its shape, then the link, then what is there.
     bad(TYPE, "batch_index", cache_key=OURS, cache=FREED, batch_index="3"),
@@ -293,14 +348,14 @@ PULL_CACHE: Final = Table(
     *each(GONE, "3 rows", cache_key=[row_of("rows", 3), row_of("rows", 2**32 - 1)]),
     bad(MISMATCH, "16", cache_key=row_of("narrow rows"), size=17),
     bad(MISMATCH, "num_tensors", cache=Use("two tensors")),
-    bad(RULE, "5 tensors", cache=Use("five tensors"), **ONE_LAYER),
-    bad(RULE, "5 tensors", cache_key=row_of("five tensors"), **ONE_LAYER),
+    bad(RULE, "5 tensors", cache=Use("five tensors"), **refusals.ONE_LAYER),
+    bad(RULE, "5 tensors", cache_key=row_of("five tensors"), **refusals.ONE_LAYER),
 )
 PULL_CACHE_BY_KEY: Final = Table(
     "cm.pull_cache",
     GOOD_ROW_BY_KEY,
     {},
-    *each(RULE, "exactly one", cache_key=[PLACEHOLDER, TWO_IDS]),
+    *each(RULE, "exactly one", cache_key=[PLACEHOLDER, CacheKey(1, 10, 0, 20)]),
     bad(RULE, "our own", cache_key=CacheKey(2, 1)),
     bad(UNLINKED, "77", cache_key=CacheKey(77, 10)),
     bad(GONE, "req_id=13", cache_key=CacheKey(1, 13)),
@@ -347,7 +402,6 @@ PULL_BLOCKS: Final = Table(
 )
 
 # --- pushes -----------------------------------------------------------------------------------------------------------
-
 #: An empty range is not "all layers", as in a pull.
 EMPTY_LAYERS: Final = (
     bad(RULE, "empty", src_layer_range=range(0), dst_layer_range=range(0)),
@@ -361,9 +415,9 @@ PUSH_CACHE: Final = Table(
         "src_cache": ROWS,
         "src_batch_index": ROW,
         "size": integer(-1, -1, 32),  # only the whole row
-        **LAYERS,
+        **refusals.LAYERS,
     },
-    *UNEQUAL_LAYERS,
+    *refusals.UNEQUAL_LAYERS,
     *EMPTY_LAYERS,
     bad(TYPE, "src_batch_index", dst_cache_key=AWAY, src_cache=FREED, src_batch_index="3"),
     bad(GONE, "no cache with id", dst_cache_key=AWAY, src_cache=FREED, src_batch_index=3),
@@ -374,7 +428,7 @@ PUSH_CACHE: Final = Table(
     bad(TYPE, dst_cache_key=CacheKey(1, 10)),
     bad(RULE, "3 rows", dst_cache_key=row_of("rows", 3)),
     bad(MISMATCH, "num_tensors", src_cache=Use("two tensors")),
-    bad(RULE, "5 tensors", src_cache=Use("five tensors"), **ONE_LAYER),
+    bad(RULE, "5 tensors", src_cache=Use("five tensors"), **refusals.ONE_LAYER),
 )
 PUSH_BLOCKS: Final = Table(
     "cm.push_blocks",
@@ -401,9 +455,8 @@ WITHOUT_ACCESS: Final = [
     for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": BLOCKS_AWAY})
 ]
 
-# --- links of style A: what is raised; what is returned is in test_bad_input_instance.py -----------------------------
-
-LINK: Final = {"clusters": CLUSTERS, "timeout": TIMEOUT}
+# --- links of style A: what is raised; what is returned is in test_bad_input_calls.py -----------------------------
+LINK: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1, -(2**31) - 1)}
 LINKS: Final = (
     Table(
         "dd.link_clusters",
@@ -415,7 +468,7 @@ LINKS: Final = (
     Table(
         "dd.explain",
         {"remote_cluster_id": 1},
-        {"remote_cluster_id": UINT64},
+        {"remote_cluster_id": refusals.UINT64},
         *(bad(UNLINKED, str(number), remote_cluster_id=number) for number in (77, 2)),
     ),
     Table(
@@ -434,19 +487,175 @@ IN_BOTH_MODES: Final = (PULL_CACHE, PULL_BLOCKS)
 def test_r01_r16_bad_input_and_every_push_is_refused_and_nothing_has_happened(scene: Pair) -> None:
     pushes = [Table(table.call, table.good, {}, *WITHOUT_ACCESS) for table in PUSHES]
     for table in (*MAKING, *GIVING_BACK, *COPYING, *IN_BOTH_MODES, PULL_CACHE_BY_KEY, *LINKS, *pushes):
-        refuse((scene.decoder, scene.prompt), table)
-    assert scene.decoder.do(attempt, PULL_CACHE_BY_KEY, [{}]) == [None]
+        refusals.refuse((scene.decoder, scene.prompt), table)
+    assert scene.decoder.do(refusals.attempt, PULL_CACHE_BY_KEY, [{}]) == [None]
 
 
 @ACCESSIBLE
 def test_r01_bad_input_with_remote_access_is_refused_and_nothing_has_happened(scene: Pair) -> None:
     for table in (*IN_BOTH_MODES, PULL_CACHE_BY_KEY_WITH_ACCESS, *PUSHES):
-        refuse((scene.decoder, scene.prompt), table)
+        refusals.refuse((scene.decoder, scene.prompt), table)
 
 
 def test_the_call_of_each_table_is_good_unless_a_row_spoils_it(fresh_scene: Pair) -> None:
     """In this order: what gives something back after what uses it, the link last."""
     tables = (*MAKING, *COPYING, *IN_BOTH_MODES, *PUSHES, *GIVING_BACK, *LINKS)
-    assert {table.call: fresh_scene.decoder.do(attempt, table, [{}]) for table in tables} == {
-        table.call: [None] for table in tables
-    }
+    for table in tables:
+        assert fresh_scene.decoder.do(refusals.attempt, table, [{}]) == [None], table.call
+
+
+def test_r01_constructor() -> None:
+    specs = {"role": Spec(("PROMPT", 1, LLMRole)), "cluster_id": refusals.UINT64}
+    refusals.refuse_each(LLMDataDist, {"role": LLMRole.MIX, "cluster_id": 1}, specs)
+    assert LLMDataDist.llm_engine_instance is None
+
+
+# --- init (interface §3.1): the rules of the options, each broken alone -----------------------------------------------
+DEVICE_ID: Final = {"ge.exec.deviceId": "0"}
+OPTIONS: Final = DEVICE_ID | {"llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1:0"}
+HIXL: Final = OPTIONS | {"llm.TransferBackend": "hixl"}
+HIXL_BY_RES: Final = {"llm.TransferBackend": "hixl", "llm.LocalCommRes": ""}
+DIRECT: Final = {"llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}
+POOLS: Final = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
+
+#: Option, bad values, and what the error names beside the option and the value.
+BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
+    ("ge.exec.deviceId", ["", "-1", "cuda:0", "cpu", str(2**31)], ""),
+    ("ge.exec.deviceId", ["0;1"], "several"),  # one instance serves one device
+    ("ge.flowGraphMemMaxSize", ["1,2", "-1", "1.23", ""], ""),
+    ("llm.EnableCacheManager", ["2", "true", ""], "'0' nor '1'"),
+    ("llm.EnableRemoteCacheAccessible", ["yes", "True"], ""),
+    ("llm.EnableSwitchRole", ["2"], ""),
+    ("llm.SyncKvCacheWaitTime", ["0", "-5", "1.5", str(2**31)], ""),
+    ("llm.SyncKvCacheWaitTime", ["0"], "[1, 2147483647]"),
+    ("llm.GlobalResourceConfig", ["{"], "JSON"),
+    ("llm.LinkTotalTime", ["-1", str(2**32)], ""),
+    ("llm.LinkRetryCount", ["0", "101"], "[1, 100]"),
+    ("llm.MemoryUtilization", ["much"], ""),
+    ("llm.TransferBackend", ["other", "ucx", ""], "'hixl'"),
+    ("llm.Transport", ["rdma"], "auto, inproc, shm, cma, nixl, tcp"),
+    ("llm.ShmSocketDir", [""], ""),
+    ("llm.PoolPrefault", ["yes"], ""),
+    ("llm.Checksum", ["yes"], ""),
+    ("llm.CopyThreads", ["0", "1025"], "[1, 1024]"),
+    ("llm.CopyThreads", ["two"], ""),
+    ("llm.PeerTimeout", ["inf", "soon"], ""),
+    ("llm.MaxLinks", ["0", "-1", "1.5", str(2**32)], ""),
+    ("llm.WriteByAddress", ["2", "yes"], ""),
+    ("llm.AuthSecretFile", [""], "names no file"),
+    *((key, [""], "names no file") for key in ("llm.TlsCert", "llm.TlsKey", "llm.TlsCa")),
+    ("llm.Insecure", ["", "yes"], "is neither '0' nor '1'"),
+    ("llm.SameHostUsers", ["", "1,,2", "-1", "no such user", str(2**32 - 1)], "neither a user id nor a user"),
+    ("llm.NixlFallback", ["yes", "2"], ""),
+    ("llm.NixlPlaintext", ["yes", "2"], ""),
+    ("llm.StrictTypes", ["yes", "2"], ""),
+    ("llm.MaxLinkAge", ["0", "0.9", "soon", "inf"], ""),
+    ("llm.MaxLinkAge", ["60"], "are not authenticated"),
+    *((pool, ["", "{", "[]"], "") for pool in POOLS),
+]
+BAD_LISTEN: Final = ("", "26000", "1.2.3.4:1:2", "a:", "a:port", "a:-1", "a:65536", "::1:5", ":5", "1:2;3:4", "1:²")
+#: Pools: what is written, and the field that the error names; a page is the least, 20 GiB the most of host memory.
+BAD_POOLS: Final = [
+    ("{}", "memory_size"),
+    *((f'{{"memory_size": {size}}}', "memory_size") for size in ("0", "-1", "1e6", "true", '"65536"', "65535")),
+    *((f'{{"memory_size": 65536, "page_shift": {n}}}', "page_shift") for n in ("9", "31", "12.0", "true", "null")),
+]
+#: Every option there is, and one that there is not.
+KEYS: Final = {text for text in vars(config).values() if isinstance(text, str) and text[:4] in ("llm.", "ge.e", "ge.f")}
+ALL_KEYS: Final = sorted(KEYS | config.NO_EFFECT | {"llm.DeviceId", "llm.ListenIpInfo", "llm.Unknown"})
+BAD_INIT: Final[list[tuple[Any, refusals.Kind, tuple[str, ...]]]] = [
+    (None, NONE, ("options", "dict")),
+    ([], TYPE, ("options", "dict", "list")),
+    ("ge.exec.deviceId=0", TYPE, ("options",)),
+    (list(OPTIONS.items()), TYPE, ("options",)),
+    (OPTIONS | {7: "x"}, TYPE, ("options", "str", "7")),
+    (OPTIONS | {"ge.exec.deviceId": 0}, TYPE, ("options['ge.exec.deviceId']", "str", "int: 0")),
+    (OPTIONS | {"ge.exec.deviceId": None}, NONE, ("ge.exec.deviceId", "str")),
+    (OPTIONS | {"ge.flowGraphMemMaxSize": 5}, TYPE, ("ge.flowGraphMemMaxSize", "str", "5")),
+    (OPTIONS | {"llm.EnableCacheManager": True}, TYPE, ("llm.EnableCacheManager", "bool: True")),
+    ({}, RULE, ("ge.exec.deviceId is missing",)),
+    ({"llm.Transport": "rdma"}, RULE, ("ge.exec.deviceId is missing",)),  # of two wrong options the earlier one
+    *((OPTIONS | {key: text}, RULE, (key, part, repr(text)[:20])) for key, texts, part in BAD_VALUES for text in texts),
+    (OPTIONS | {"llm.MemoryUtilization": "1.1"}, RULE, ("Utilization: 1.1", "[0.0, 1.0]")),
+    *((OPTIONS | {"llm.PeerTimeout": text}, RULE, ("llm.PeerTimeout", text + ".0", "above 0")) for text in ("0", "-3")),
+    (OPTIONS | {"llm.PeerTimeout": "0.09"}, RULE, ("llm.PeerTimeout", "0.09", "0.1 s at least")),
+    (OPTIONS | {"llm.SyncKvCacheWaitTime": "9" * 5000}, RULE, ("llm.SyncKvCacheWaitTime", "whole number")),
+    *((OPTIONS | {"llm.listenIpInfo": text}, RULE, ("listen_ip_info", repr(text))) for text in BAD_LISTEN),
+    *((OPTIONS | {pool: text}, RULE, (part,)) for pool in POOLS for text, part in BAD_POOLS),
+    (OPTIONS | {POOLS[1]: f'{{"memory_size": {20 * (2**30) + 65536}}}'}, RULE, (POOLS[1],)),
+    *(
+        (OPTIONS | {key: text}, RULE, (f"{key}: {text[:200]!r} has {text[-1]!r}: NUL and lone surrogates are not",))
+        for key in ALL_KEYS
+        for text in ("\0", "/a\ud800", "x" * 100_000 + "\udfff")
+    ),
+    *((OPTIONS | {f"llm.{letter}": "1"}, RULE, ("options: 'llm.", "NUL and")) for letter in "\0\udc80"),
+    # modes
+    (OPTIONS | DIRECT, RULE, ("EnableCacheManager", "llm.LocalCommRes", "'0'")),
+    (HIXL | {"llm.EnableCacheManager": "0"}, RULE, ("EnableCacheManager", "'hixl'")),
+    ({key: HIXL[key] for key in HIXL if key != "llm.EnableCacheManager"}, RULE, ("EnableCacheManager", "'hixl'")),
+    (HIXL | {"llm.EnableRemoteCacheAccessible": "0"}, RULE, ("EnableRemoteCacheAccessible", "'0'")),
+    ({key: HIXL[key] for key in HIXL if key != "llm.listenIpInfo"}, RULE, ("listenIpInfo", "missing")),
+    (DEVICE_ID | HIXL_BY_RES, RULE, ("listenIpInfo", "missing")),
+    (OPTIONS | HIXL_BY_RES | {"llm.EnableRemoteCacheAccessible": "0"}, RULE, ("EnableRemoteCacheAccessible", "'0'")),
+]
+
+
+def test_r01_init_names_the_option_and_can_be_repeated() -> None:
+    """The object stays as it was: not initialised, and usable by an init with good options."""
+    before = residue()
+    dd = LLMDataDist(LLMRole.DECODER, 1)
+    for options, kind, texts in BAD_INIT:
+        try:
+            with pytest.raises(kind) as caught:
+                dd.init(options)
+            refusals.raises(caught.value, kind, texts)
+        except BaseException as error:
+            error.add_note(f"init({options})"[:200])
+            raise
+        assert LLMDataDist.llm_engine_instance is None
+        with pytest.raises(NotInitialized):
+            _ = dd.cache_manager
+    dd.init(OPTIONS)
+    dd.check_integrity()
+    assert LLMDataDist.llm_engine_instance is dd
+    dd.finalize()
+    assert LLMDataDist.llm_engine_instance is None
+    assert settled(before) == before
+
+
+# --- links of style A: what is returned; failures are statuses, never exceptions --------------------------------------
+OK: Final = LLMStatusCode.LLM_SUCCESS
+INVALID: Final = LLMStatusCode.LLM_PARAM_INVALID
+FAILED: Final = LLMStatusCode.LLM_LINK_FAILED
+ALREADY: Final = LLMStatusCode.LLM_ALREADY_LINK
+
+
+@ACCESSIBLE
+def test_link_and_unlink_clusters_return_the_status_of_each_and_nothing_has_happened(scene: Pair) -> None:
+    closed, linked = info(5, free_port()), info(1, scene.prompt.port)
+    links: list[tuple[list[LLMClusterInfo], list[LLMStatusCode]]] = [
+        ([], []),
+        ([info(5)], [INVALID]),
+        ([info(5, free_port(), free_port())], [INVALID]),
+        ([closed], [FAILED]),
+        ([closed, info(6)], [FAILED, INVALID]),
+        ([info(6), closed], [INVALID, FAILED]),
+        ([linked], [ALREADY]),
+        ([info(None, scene.prompt.port)], [ALREADY]),
+        ([info(9, scene.prompt.port)], [FAILED]),  # it announces another id (interface R28)
+        ([linked, closed], [ALREADY, FAILED]),
+    ]
+    ends = (scene.decoder, scene.prompt)
+    calls: list[tuple[Any, list[LLMClusterInfo], list[LLMStatusCode], tuple[bool, ...]]]
+    calls = [(link, clusters, statuses, ()) for clusters, statuses in links]
+    # Cluster, remote addresses, status unless it is forced: then the id is enough, and there is nothing to do.
+    unlinks = [(1, 0, INVALID), (1, 2, INVALID), (77, 0, INVALID), (77, 1, OK), (0, 1, OK), (2**64 - 1, 1, OK)]
+    for cluster_id, ips, status in unlinks:
+        ports = [free_port() for _ in range(ips)]
+        by_force = info(76 if cluster_id == 1 else cluster_id, *ports)  # by force the link to 1 would be gone
+        calls += [(unlink, [info(cluster_id, *ports)], [status], ()), (unlink, [by_force], [OK], (True,))]
+    for call, clusters, statuses, force in calls:
+        before = [end.do(refusals.state) for end in ends]
+        overall = next((code for code in reversed(statuses) if code is not OK), OK) if statuses else INVALID
+        assert scene.decoder.do(call, clusters, 5000, *force) == (overall, statuses), (call, clusters)
+        assert [end.do(refusals.state) for end in ends] == before, (call, clusters)

@@ -23,9 +23,7 @@ from tests.support.world import fill, read
 if TYPE_CHECKING:
     from tests.support.world import World
 
-pytestmark = pytest.mark.covers(
-    "CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache", "LLMStatusCode.LLM_TIMEOUT"
-)
+pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
 
 ROW = 64  # bytes of a row of desc()
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -50,8 +48,6 @@ def allocate(world: World, name: str, *, blocks: bool = False, **geometry: Any) 
 
 
 # --- copy_cache -------------------------------------------------------------------------------------------------------
-
-
 def check_row(world: World, rows: tuple[int, int], part: tuple[int, int], *args: Any, **kwargs: Any) -> None:
     """``copy_cache(dst, src, *args)`` copies bytes of one row (dst, src) in every tensor, and not one byte else."""
     dst, src = world.caches["dst"], world.caches["src"]
@@ -131,7 +127,7 @@ def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(worl
     same_bytes(read(src), source)
 
 
-def test_r09_every_log_record_of_the_call_carries_req_id(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "LLM_DATADIST")
     for req_id in (0, 2**64 - 1):
         caplog.clear()
@@ -141,9 +137,6 @@ def test_r09_every_log_record_of_the_call_carries_req_id(world: World, caplog: p
         records = [record.getMessage() for record in caplog.records]
         assert [text for text in records if f"req_id={req_id}" not in text] == []
         assert [text.split()[1] for text in records] == ["started", "succeeded", "started", "failed"]
-
-
-def test_r09_every_error_text_of_the_call_carries_req_id_once(world: World) -> None:
     gone = world.cm.allocate_cache(desc())
     world.cm.deallocate_cache(gone)
     good = {"dst": world.caches["dst"], "src": world.caches["src"]}
@@ -157,10 +150,10 @@ def test_r09_every_error_text_of_the_call_carries_req_id_once(world: World) -> N
     ]
     for change, kind in wrong:
         status = GONE if kind is CacheNotFound else LLMStatusCode.LLM_PARAM_INVALID
-        for req_id in (4711, None):
+        for number in (4711, None):
             with refused(world, kind, status=status) as caught:
-                world.cm.copy_cache(**(good | change), req_id=req_id)
-            assert str(caught.value).count("req_id") == str(caught.value).count("req_id=4711") == (req_id is not None)
+                world.cm.copy_cache(**(good | change), req_id=number)
+            assert str(caught.value).count("req_id") == str(caught.value).count("req_id=4711") == (number is not None)
 
 
 def test_r01_checks_come_in_the_documented_order(world: World) -> None:
@@ -175,8 +168,6 @@ def test_r01_checks_come_in_the_documented_order(world: World) -> None:
 
 
 # --- copy_blocks ------------------------------------------------------------------------------------------------------
-
-
 def check_blocks(world: World, info: Any) -> None:
     """The pairs take effect one after the other, in the order given, and not one byte else changes."""
     cache, neighbour = world.caches["kv"], world.caches["neighbour"]

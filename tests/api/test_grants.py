@@ -1,73 +1,69 @@
-"""Grants: exactly these blocks, until revoked or out of time; never wrong bytes of a block that was used again."""
+"""Grants: what a reader may pull with one, how it ends, and claims of it by one reader or several."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import secrets
+import time
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 
 from faults.gated import stopped
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import (
-    CacheError,
-    CacheNotFound,
-    DeadlineExceeded,
-    GrantEnded,
-    ParamError,
-    StateError,
-    TransferFailed,
-)
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
+from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
+from llm_datadist._transfer import grants
+from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, GrantEnded, ParamError, StateError
+from llm_datadist.metrics import GrantStatistics
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
-from tests.support.frozen import frozen
-from tests.support.moves import (
-    BLOCKS,
-    Spec,
-    Use,
-    call,
-    forget,
-    make,
-    moved,
-    picture,
-    refill,
-    same_bytes,
-    show,
-    wait_until,
-)
+from tests.support import moves
+from tests.support.ends import Call, Family, frozen, one_family
+from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
+from tests.support.linking import SUCCESS, explain, info, link, unlink
+from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from llm_datadist._links.messages import Message
+    from tests.support.kinds import Bytes, Pair, World
+
 
 pytestmark = pytest.mark.covers(
-    "Cache.grant", "Grant: active from_bytes revoke to_bytes", "errors: CacheNotFound GrantEnded StateError"
+    "GrantStatistics",
+    "Cache.grant",
+    "Grant: active from_bytes revoke to_bytes claimed end release released renew",
+    "errors: CacheNotFound GrantEnded StateError",
+    "CacheManager.claim_grant",
+    "LLMDataDist.incarnation",
 )
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
-LONG = 600.0
 OTHER = BlocksCacheKey(1, 1)
 
 
-def both(pair: Pair, source: Spec = REGISTERED) -> tuple[Bytes, Bytes]:
-    pair.start()
+TOKEN = b"forked reader 16"
+
+
+def claim_data(world: World, data: bytes, *_: list[int]) -> None:
+    claim(world, Grant.from_bytes(data).token)
+
+
+def give(world: World, blocks: list[int], token: bytes | None = None, ttl: float = LONG) -> bytes:
+    """Grant blocks of "kv"; return the token."""
+    return Grant.from_bytes(grant(world, blocks, ttl, token=token)).token
+
+
+def both(pair: Pair, source: Spec = REGISTERED, **settings: Any) -> tuple[Bytes, Bytes]:
+    pair.start(**settings)
     return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-
-
-def grant(world: World, blocks: list[int], ttl: float = LONG, of: str = "kv") -> bytes:
-    world.memory["grant"] = granted = world.caches[of].grant(blocks, ttl)
-    return granted.to_bytes()
-
-
-def active(world: World) -> bool:
-    return bool(world.memory["grant"].active)
 
 
 def reuse(world: World) -> None:
@@ -77,16 +73,8 @@ def reuse(world: World) -> None:
         view.reshape(-1).view(np.uint8)[:] = 0xEE
 
 
-def pull(world: World, data: bytes, src: list[int], dst: list[int], key: Any = BLOCKS) -> None:
-    world.cm.pull_blocks(key, world.caches["kv"], src, dst, grant=Grant.from_bytes(data))
-
-
 def pull_async(world: World, data: bytes, src: list[int], dst: list[int]) -> None:
     asyncio.run(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], src, dst, grant=Grant.from_bytes(data)))
-
-
-def claim(world: World, data: bytes, *_: list[int]) -> None:
-    world.cm.claim_grant(1, Grant.from_bytes(data).token)
 
 
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
@@ -95,16 +83,15 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
     prompt, decoder = pair.prompt, pair.decoder
 
     def refused(data: bytes, blocks: list[int], why: str) -> None:
-        with pytest.raises(
-            GrantEnded, match=rf"<Grant [0-9a-f]{{8}} of .*> has ended: {why}, \d+\.\d s ago$"
-        ) as caught:
+        ended = rf"<Grant [0-9a-f]{{8}} of .*> has ended: {why}, \d+\.\d s ago$"
+        with pytest.raises(GrantEnded, match=ended) as caught:
             decoder.do(pull, data, blocks, [4 + n for n in range(len(blocks))])
         error = caught.value
         assert (error.status_code, error.retryable, error.peer) == (LLMStatusCode.LLM_FAILED, False, 1)
         same_bytes(decoder.do(show, "kv"), dst)
 
     other, short, later = (prompt.do(grant, [3], ttl) for ttl in (LONG, 0.05, 0.1))
-    wait_until(lambda: not prompt.do(active))
+    wait_until(lambda: not prompt.do(tell, "grant", "active"))
     for over in (short, later):
         refused(over, [3], "its time was over")
     data = prompt.do(grant, [1, 2, 5])
@@ -122,15 +109,15 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
         with pytest.raises(kind, match=text):
             decoder.do(pull, wrong, *arguments)
     with pytest.raises(TypeError):
-        decoder.do(partial(call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
+        decoder.do(partial(moves.call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
     same_bytes(decoder.do(show, "kv"), dst)
     for granted, pairs in ((data, [(6, 1), (0, 2)]), (data, [(3, 5)]), (other, [(7, 3)])):
         decoder.do(pull, granted, [s for _, s in pairs], [d for d, _ in pairs])
         dst = moved(dst, src, pairs)
         same_bytes(decoder.do(show, "kv"), dst)
-    assert prompt.do(active)
+    assert prompt.do(tell, "grant", "active")
     prompt.do(reuse)
-    assert not prompt.do(active)
+    assert not prompt.do(tell, "grant", "active")
     refused(data, [1], "revoked")
     assert prompt.do(picture).pins == 0
     prompt.do(forget, "kv")
@@ -139,9 +126,7 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
 
 
 @pytest.mark.parametrize("step", ["before copy", "after copy"])
-def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
-    mapped_pair: Pair, tmp_path: Path, step: str
-) -> None:
+def test_blocks_used_again_under_a_reader_are_never_a_success(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
     _, dst = both(mapped_pair)
     granted = Grant.from_bytes(mapped_pair.prompt.do(grant, [1, 2]))
     arguments = ("pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
@@ -155,9 +140,7 @@ def test_blocks_used_again_under_a_stopped_reader_are_never_a_success(
 
 
 @pytest.mark.parametrize("name", ["local_pair", "shm_pair", "cma", "tcp_pair"])
-def test_every_form_of_a_call_says_why_a_grant_has_ended_and_shows_little_of_its_token(
-    request: pytest.FixtureRequest, name: str
-) -> None:
+def test_every_form_of_a_call_says_why_a_grant_has_ended(request: pytest.FixtureRequest, name: str) -> None:
     pair: Pair = request.getfixturevalue("shm_pair" if name == "cma" else name)
     pair.start(extra={"llm.Transport": "cma"} if name == "cma" else {})
     pair.prompt.do(make, "kv", PAGED, 1)
@@ -168,12 +151,12 @@ def test_every_form_of_a_call_says_why_a_grant_has_ended_and_shows_little_of_its
         pair.decoder.do(pull_async, data, [1], [1])
         pair.decoder.do(refill, "kv", 2)
         pair.prompt.do(reuse) if end == "revoked" else pair.prompt.do(forget, "kv")
-        assert not pair.prompt.do(active)
-        for call_again in (pull, pull_async, claim):
+        assert not pair.prompt.do(tell, "grant", "active")
+        for call_again in (pull, pull_async, claim_data):
             with pytest.raises(GrantEnded, match=rf"{token[:8]}.* has ended: {why}, \d+\.\d s ago$") as caught:
                 pair.decoder.do(call_again, data, [1], [1])
             assert token[:9] not in str(caught.value)
-            assert isinstance(caught.value, CacheError)
+            assert isinstance(caught.value, errors.CacheError)
             assert (caught.value.retryable, caught.value.peer) == (False, 1)
             same_bytes(pair.decoder.do(show, "kv"), dst)
 
@@ -183,24 +166,15 @@ def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says
     shm_pair.prompt.do(make, "kv", PAGED, 1)
     dst = shm_pair.decoder.do(make, "kv", Spec(blocks=True), 2)
     data = shm_pair.prompt.do(grant, [1])
-    shm_pair.decoder.do(pull, data, [1], [1])  # so that the place is known
+    wait_until(lambda: moves.in_time(shm_pair.decoder, pull, data, [1], [1]))  # so that the place is known
     shm_pair.decoder.do(refill, "kv", 2)
     shm_pair.prompt.do(reuse)
     with frozen(shm_pair.prompt):
         with pytest.raises(GrantEnded, match=r"has ended$"):
             shm_pair.decoder.do(pull, data, [1], [1])
         with pytest.raises(DeadlineExceeded, match=r"claim_grant: grant [0-9a-f]{8} of cluster 1 from .*: no answer"):
-            shm_pair.decoder.do(claim, data)
+            shm_pair.decoder.do(claim_data, data)
     same_bytes(shm_pair.decoder.do(show, "kv"), dst)
-
-
-def test_a_transfer_that_fails_while_its_grant_lasts_says_what_failed(local_pair: Pair) -> None:
-    both(local_pair, PAGED)
-    data = local_pair.prompt.do(grant, [1])
-    local_pair.prompt.do(make, "another", Spec(blocks=True, blocks_key=OTHER), 3)
-    with pytest.raises(TransferFailed, match="is not of what the key names"):
-        local_pair.decoder.do(pull, data, [1], [1], OTHER)
-    local_pair.decoder.do(pull, data, [1], [1])
 
 
 def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_are_refused(local_pair: Pair) -> None:
@@ -246,3 +220,275 @@ def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_ar
     prompt.do(forget, "kv")
     with pytest.raises((CacheNotFound, StateError)):
         prompt.do(grant, [1])
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    with one_family(request.param) as family:
+        yield family
+
+
+def state(world: World, token: bytes) -> tuple[bool, bool]:
+    """Return (active, released)."""
+    grant = world.memory[token.hex()]
+    assert (grant.end == "") is grant.active
+    return grant.active, grant.released()
+
+
+def incarnation(world: World) -> str:
+    return world.dd.incarnation
+
+
+def test_a_claimed_grant_pulls_its_blocks_and_ends_when_it_is_released(pair: Pair) -> None:
+    src, dst = both(pair, PAGED)
+    prompt, decoder = pair.prompt, pair.decoder
+    assert decoder.do(explain, 1).peer_incarnation == prompt.do(incarnation) != decoder.do(incarnation)
+    token = prompt.do(give, [1, 2])
+    decoder.do(claim, token)
+    decoder.do(claim, token)  # again, by the same reader
+    assert prompt.do(totals).claimed == 1
+    decoder.do(pull_claimed, [2, 1], [0, 5])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 2), (5, 1)]))
+    assert prompt.do(state, token) == (True, False)
+    decoder.do(tell, "claimed", "release")
+    decoder.do(tell, "claimed", "release")
+    wait_until(lambda: prompt.do(state, token) == (False, True))
+    with pytest.raises(GrantEnded, match="has ended: released by its readers, "):
+        decoder.do(pull_claimed, [1], [3])
+    with pytest.raises(GrantEnded, match="has ended: released by its readers, "):
+        decoder.do(claim, token)
+    with pytest.raises(ParamError, match=rf"token: {token[:4].hex()} names another grant"):
+        prompt.do(give, [1], token)
+    assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=1, expired=0, revoked=0, lost=0)
+    # A claim waits for its grant.
+    token = secrets.token_bytes(16)
+    claiming = Call(decoder.do, claim, token)
+    wait_until(lambda: prompt.do(totals).waiting == 1)
+    prompt.do(give, [4], token)
+    claiming.result()
+    decoder.do(pull_claimed, [4], [4])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(0, 2), (5, 1), (4, 4)]))
+    assert (prompt.do(totals).waiting, prompt.do(totals).claimed) == (0, 1)
+
+
+@pytest.mark.parametrize(("wait", "budget_ms"), [(True, 100), (False, 0)])
+def test_a_claim_that_its_grant_does_not_meet_in_time_can_be_repeated(pair: Pair, wait: bool, budget_ms: int) -> None:
+    both(pair, PAGED, sync_kv_timeout=100 if wait else 60_000)
+    prompt, decoder = pair.prompt, pair.decoder
+    token = secrets.token_bytes(16)
+    unknown = f"{token[:4].hex()} of cluster 1: no such grant is known there yet"
+    with pytest.raises(DeadlineExceeded, match=unknown) as caught:
+        decoder.do(claim, token, 1, 1, wait)
+    error, text = caught.value, str(caught.value)
+    assert (error.retryable, error.peer, error.budget_ms, token.hex() in text) == (True, 1, budget_ms, False)
+    assert ("; waiting for it from cluster 1 " in text) is wait
+    wait_until(lambda: prompt.do(totals).waiting == 0)  # of one that waited, a heartbeat later
+    prompt.do(give, [4], token)
+    assert (prompt.do(totals).claimed, prompt.do(tell, token.hex(), "claimed")) == (0, False)
+    decoder.do(claim, token, 1, 1, wait)
+    assert prompt.do(tell, token.hex(), "claimed")
+
+
+def test_a_grant_lasts_as_long_as_it_is_renewed(local_pair: Pair) -> None:
+    both(local_pair, PAGED)
+    prompt = local_pair.prompt
+    short = b""
+    while not short:  # a loaded machine may need several within so short a time
+        token = prompt.do(give, [1], None, 0.1)
+        with suppress(StateError):
+            prompt.do(tell, token.hex(), "renew", LONG)
+            short = token
+    expired = prompt.do(totals).expired
+    other = prompt.do(give, [2], None, 0.2)
+    wait_until(lambda: prompt.do(state, other) == (False, False))
+    assert prompt.do(state, short) == (True, False)
+    prompt.do(tell, short.hex(), "renew", 0.05)
+    wait_until(lambda: prompt.do(state, short) == (False, False))
+    with pytest.raises(StateError, match="has ended: its time was over"):
+        prompt.do(tell, short.hex(), "renew", LONG)
+    third = prompt.do(give, [3])
+    for ttl, kind in ((0, ParamError), (-1.0, ParamError), (float("inf"), ParamError), ("1", TypeError)):
+        with pytest.raises(kind, match="ttl"):
+            prompt.do(tell, third.hex(), "renew", ttl)
+    prompt.do(tell, third.hex(), "revoke")
+    prompt.do(tell, third.hex(), "revoke")
+    assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=0, expired=expired + 2, revoked=1, lost=0)
+
+
+def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_no_more(family: Family) -> None:
+    prompt = family.born("PROMPT", 1)
+    prompt.do(make, "kv", PAGED, 1)
+    decoders = [family.born("DECODER", number) for number in (2, 3, 4)]
+    for decoder in decoders:
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    first, second, third = decoders
+    token = prompt.do(give, [1])
+    for decoder in (first, second):
+        decoder.do(claim, token, 2)
+    with pytest.raises(CacheNotFound, match="has all of its readers already: 2"):
+        third.do(claim, token, 2)
+    with pytest.raises(CacheMismatch, match="is shared by 2 readers, not by 1"):
+        third.do(claim, token, 1)
+    assert prompt.do(tell, token.hex(), "claimed")
+    first.do(tell, "claimed", "release")
+    with pytest.raises(CacheNotFound, match="has all of its readers"):
+        third.do(claim, token, 2)
+    assert prompt.do(state, token) == (True, False)
+    second.do(tell, "claimed", "release")
+    wait_until(lambda: prompt.do(state, token) == (False, True))
+
+
+def test_a_shared_grant_that_one_reader_has_released_and_no_other_claimed_is_held_by_none(local_pair: Pair) -> None:
+    """Who renews what is claimed must not keep it for a reader that never comes."""
+    both(local_pair, PAGED)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    token = prompt.do(give, [1])
+    decoder.do(claim, token, 2)
+    assert prompt.do(tell, token.hex(), "claimed")
+    decoder.do(tell, "claimed", "release")
+    wait_until(lambda: not prompt.do(tell, token.hex(), "claimed"))
+    assert prompt.do(state, token) == (True, False)
+
+
+@pytest.mark.parametrize("how", ["killed", "unlinked"])
+def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: Family, how: str) -> None:
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
+    prompt.do(make, "kv", PAGED, 1)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    mine, released, unclaimed = (prompt.do(give, [block]) for block in (1, 2, 3))
+    for token in (released, mine):
+        decoder.do(claim, token)
+        if token == released:
+            decoder.do(tell, "claimed", "release")
+    decoder.begin(claim, secrets.token_bytes(16))
+    wait_until(lambda: prompt.do(totals).waiting == 1)
+    if how == "killed":
+        family.kill(decoder)
+    else:
+        assert prompt.do(unlink, [info(2)], 10_000, True) == SUCCESS
+        with pytest.raises(errors.LLMException):
+            decoder.finish()
+        decoder.do(tell, "claimed", "release")  # there is nobody to tell
+    wait_until(lambda: not prompt.do(state, mine)[0])
+    states = [prompt.do(state, token) for token in (mine, released, unclaimed)]
+    assert states == [(False, False), (False, True), (True, False)]
+    assert prompt.do(totals) == GrantStatistics(1, 0, 0, released=1, expired=0, revoked=0, lost=1)
+
+
+def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(local_pair, PAGED)
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    token = prompt.do(give, [1])
+    wrong: Any = (
+        (decoder, claim, (b"x" * 15,), ParamError, "token: 15 bytes, it must have 16"),
+        (decoder, claim, ("x" * 16,), TypeError, "token"),
+        (decoder, claim, (None,), TypeError, "token"),
+        (decoder, claim, (token, 1, 9), errors.NotLinked, "cluster 9"),
+        (decoder, claim, (token, 1, -1), ParamError, "cluster_id"),
+        (decoder, claim, (token, 0), ParamError, "readers: 0, it must be in"),
+        (decoder, claim, (token, 1025), ParamError, "readers: 1025, it must be in"),
+        (decoder, claim, (token, "1"), TypeError, "readers"),
+        (prompt, give, ([1], b"x"), ParamError, "token: 1 bytes"),
+        (prompt, give, ([1], token), ParamError, "names another grant"),
+    )
+    for end, verb, arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            end.do(verb, *arguments)
+    assert prompt.do(totals).active == 1
+    monkeypatch.setattr(grants, "MAX_GRANT", 32)
+    token = prompt.do(give, [1, 2])
+    with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
+        decoder.do(claim, token)
+    assert prompt.do(totals).claimed == 0
+    data = prompt.do(grant, [1])
+    prompt.do(make, "another", Spec(blocks=True, blocks_key=OTHER), 3)
+    with pytest.raises(errors.TransferFailed, match="is not of what the key names"):
+        decoder.do(pull, data, [1], [1], OTHER)
+    decoder.do(pull, data, [1], [1])
+
+
+class Peer:
+    """A link as far as grants use it: it keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Message] = []
+
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
+
+
+def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(local_pair, PAGED)
+    given = local_pair.prompt.do(lambda world: world.dd._engine).grants
+    monkeypatch.setattr(grants, "_MAX_WAITING", 3)
+    peer, other = (cast("Any", Peer()) for _ in range(2))
+    tokens = [secrets.token_bytes(16) for _ in range(3)]
+    for number, token in enumerate((*tokens[:2], tokens[1])):
+        given.on_claim(peer, Claim(number, token, 1, 60_000))
+    assert peer.told == []
+    given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
+    assert [(each.id, each.code) for each in peer.told] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
+    given.on_claim(other, Claim(1, tokens[0], 1, 1))
+    given.check_integrity()
+    given.expire_claims(time.monotonic() + 1)
+    assert given.statistics().waiting == 3
+    local_pair.prompt.do(give, [1], tokens[1])
+    answer = peer.told[-1]
+    assert ([each.id for each in peer.told[1:]], given.statistics().claimed, other.told) == ([1, 2], 1, [])
+    late = cast("Any", Peer())
+    grants.GrantClaims.on_late_claim(late, answer)
+    assert late.told == [ClaimEnded(tokens[1], released=False)]
+    given.on_claim_ended(other, ClaimEnded(tokens[1], released=True))  # not its claim
+    assert given.statistics().claimed == 1
+    given.on_claim_ended(peer, late.told[0])
+    assert (given.statistics().claimed, given.statistics().active) == (0, 1)
+    given.drop_peer(peer)
+    given.drop_peer(other)
+    assert given.statistics().waiting == 0
+    with pytest.raises(errors.ProtocolError):
+        grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
+
+
+@pytest.mark.parametrize("name", AT_OWNER)
+def test_a_forked_child_of_the_owner_gives_renews_and_ends_no_grant(shm_pair: Pair, name: str) -> None:
+    prompt, decoder = shm_pair.start()
+    src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+    data, before = prompt.do(grant, [1, 2]), prompt.do(picture)
+    kind, text = prompt.do(at_owner, name)
+    assert (kind, "fork" in text, text.startswith(name.partition(",")[0])) == ("StateError", True, True), text
+    assert prompt.do(picture) == before  # which checks the guards in the shared table, too
+    prompt.do(
+        make, "later", Spec(blocks=True, blocks_key=BlocksCacheKey(1, 7)), 3
+    )  # in the slot that a child would have taken
+    decoder.do(pull, data, [1], [4])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(4, 1)]))
+    prompt.do(tell, "grant", "revoke")
+    assert prompt.do(picture).grants.revoked == 1
+
+
+def test_a_forked_child_of_the_reader_releases_nothing_and_what_it_has_is_a_copy(shm_pair: Pair) -> None:
+    prompt, decoder = shm_pair.start()
+    src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
+    prompt.do(grant, [1, 2], LONG, "kv", TOKEN)
+    decoder.do(claim, TOKEN)
+    kind, text = decoder.do(release_in_child)
+    assert (kind, "fork" in text, text.startswith("release")) == ("StateError", True, True), text
+    assert [prompt.do(tell, "grant", each) for each in ("active", "claimed", "end")] == [True, True, ""]
+    decoder.do(pull_claimed, [2], [6])
+    same_bytes(decoder.do(show, "kv"), moved(dst, src, [(6, 2)]))
+    decoder.do(tell, "claimed", "release")
+    data = prompt.do(grant, [1, 2])
+    assert prompt.do(copied) == ("returned", repr((data.hex(), [1, 2])))
+
+
+def copied(world: World) -> tuple[str, str]:
+    def look(world: World) -> tuple[str, list[int]]:
+        held: Grant = world.memory["grant"]
+        assert tensor_views(world.caches["kv"])[0].any()
+        return held.to_bytes().hex(), sorted(Grant.from_bytes(held.to_bytes()).blocks)
+
+    return in_child(world, look)
+
+
+def release_in_child(world: World) -> tuple[str, str]:
+    return in_child(world, lambda world: tell(world, "claimed", "release"))

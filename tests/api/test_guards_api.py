@@ -1,40 +1,34 @@
-"""Guards, kept answers and visibility (interface R15): what changes between resolve and copy never passes for
-success, and what is kept about a remote cache is never taken for another one."""
+"""Memory that changes under a reader or a writer is never a success, and what is kept about a remote cache is never
+taken for another one; memory under a stopped writer waits in quarantine."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import pytest
 
 from faults.gated import count_messages, resolves, stopped
-from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, TransferFailed
-from tests.support.background import ended, in_background
-from tests.support.linking import SUCCESS, info, unlink
-from tests.support.moves import (
-    BLOCKS,
-    Spec,
-    Use,
-    call,
-    forget,
-    make,
-    moved,
-    picture,
-    refill,
-    same_bytes,
-    show,
-    wait_until,
-)
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
+from llm_datadist._deadline import Deadline
+from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
+from tests.support import moves
+from tests.support.ends import ChildEnd, LocalEnd, ended, freeze, in_background
+from tests.support.linking import SUCCESS, finalize, info, link, unlink
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import World, residue, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, Pair
+
+
+pytestmark = pytest.mark.covers("errors.TransferFailed")
 
 KEY = CacheKey(1, 10)
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -53,15 +47,10 @@ def kept(pair: Pair) -> int:
 
 
 # --- kept answers -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
 @pytest.mark.parametrize("rca", [False, True])
-def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_has_the_key(
-    pair: Pair, source: Spec, rca: bool
-) -> None:
-    pair.start(rca=rca)
-    prompt, decoder = pair.prompt, pair.decoder
+def test_r15_the_answer_about_a_blocks_cache_is_kept_while_it_has_the_key(pair: Pair, source: Spec, rca: bool) -> None:
+    prompt, decoder = pair.start(rca=rca)
     prompt.do(count_messages)
     target = decoder.do(make, "kv", TARGET, 2)
 
@@ -83,7 +72,7 @@ def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_ha
     missing()
     pulled(prompt.do(make, "kv", source, 1), 2)  # what appears after a miss is found
     pulled(prompt.do(show, "kv"), 2)
-    pulled(prompt.do(refill, "kv", 7), 2)  # what it holds now
+    pulled(prompt.do(moves.refill, "kv", 7), 2)  # what it holds now
     prompt.do(forget, "kv")
     later = prompt.do(make, "later", source, 9)
     pulled(later, 3)
@@ -103,8 +92,7 @@ def test_r15_the_answer_about_a_blocks_cache_is_kept_for_as_long_as_the_cache_ha
 
 
 def test_r15_an_answer_that_no_longer_fits_is_asked_for_again(pair: Pair) -> None:
-    pair.start()
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start()
     prompt.do(make, "kv", PAGED, 1)
     decoder.do(make, "kv", TARGET, 2)
     decoder.do(call, *PULL)
@@ -126,10 +114,10 @@ def test_rows_are_resolved_every_time_but_registered_ones_with_rca(shm_pair: Pai
     for name, spec in (("rows", ROWS), ("registered", Spec(keys=(CacheKey(1, 11),), memory="inside"))):
         shm_pair.prompt.do(make, name, spec, 1)
     shm_pair.decoder.do(make, "kv", Spec(), 2)
-    for cache_id, asked in ((1, 3), (3, 1 if rca else 3)):
+    for number, asked in ((1, 3), (3, 1 if rca else 3)):
         before = shm_pair.prompt.do(resolves)
         for row in range(3):
-            shm_pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 1), Use("kv"), row)
+            shm_pair.decoder.do(call, "pull_cache", CacheKeyByIdAndIndex(1, number, 1), Use("kv"), row)
         assert shm_pair.prompt.do(resolves) == before + asked
         assert kept(shm_pair) == (asked == 1)
         wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
@@ -156,8 +144,7 @@ def test_r15_pushes_keep_their_own_answers_and_see_what_is_registered_and_freed(
 
 
 def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_in_turn(pair: Pair) -> None:
-    pair.start(rca=True)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=True)
     source = prompt.do(make, "kv", PAGED, 1)
     #: As many blocks as the source, fewer, more; and what is unfit.
     rows = {"same": (4, 8, 48), "short": (4, 3, 48), "long": (4, 12, 48), "wide": (4, 8, 96), "few": (2, 8, 48)}
@@ -172,7 +159,7 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
         for name, block in (("same", 7), ("long", 11), ("short", 2)):
             pull(name, turn + 3, block)
         for name, block, kind, says in (
-            ("short", 11, ParamError, r"dst_blocks\[0\]=11"),  # a block that only the cache before had
+            ("short", 11, errors.ParamError, r"dst_blocks\[0\]=11"),  # a block that only the cache before had
             ("wide", 1, CacheMismatch, "block sizes"),
             ("few", 1, CacheMismatch, "num_tensors"),
         ):
@@ -190,7 +177,6 @@ def test_one_answer_serves_other_local_caches_other_layers_and_both_directions_i
 
 
 # --- changes while an operation is on its way -------------------------------------------------------------------------
-
 THEN, NOW = "the bytes of before", "the bytes of after"
 
 
@@ -237,8 +223,7 @@ CHANGES: Final[list[tuple[Any, ...]]] = [
 def test_r15_a_source_that_changes_on_the_way_never_passes_for_the_one_that_was_named(
     pair: Pair, tmp_path: Path, args: tuple[Any, ...], step: str, source: Spec, what: str, mapped: Any, lanes: Any
 ) -> None:
-    pair.start(rca=args is PUSH)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=args is PUSH)
     prompt.do(count_messages)
     src, dst = prompt.do(make, "kv", source, 1), decoder.do(make, "kv", Spec(blocks=source.blocks), 2)
     outcome, error = lanes if pair.transport == "tcp" else mapped, None
@@ -302,3 +287,252 @@ def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair
     assert caught.value.phase == "copy"
     assert local_pair.prompt.do(resolves) == 4
     same_bytes(show(world, "kv"), dst)
+
+
+MODEL = BlocksCacheKey(1, 0)
+#: What the pusher calls: two of its blocks into two of the owner's.
+PUSH_ROWS = ("push_blocks", MODEL, Use("kv"), [0, 5], [6, 7])
+MIB = 1 << 20
+#: Of the owner: one pool, with pages of 4 KiB.
+SMALL_POOL: dict[str, Any] = {"mem_pool_cfg": f'{{"memory_size": {MIB}, "page_shift": 12}}', "host_mem_pool_cfg": None}
+POOL_ROWS, STRIDE = 160, 4096  # of the 256 pages of that pool
+NBYTES = POOL_ROWS * STRIDE
+SECOND = Spec(1, POOL_ROWS, STRIDE, blocks=True)
+SHORT = 200  # a sync_kv_timeout that a test waits for
+
+
+class Pushed(NamedTuple):
+    """The owner (cluster 1, here) and the pusher (cluster 2, a child that is stopped in the middle of a push)."""
+
+    owner: LocalEnd
+    pusher: ChildEnd
+    transport: str
+
+    def start(self, rows: int, memory: str = "pool", **settings: Any) -> Bytes:
+        """Start both, and make a blocks cache "kv" at both; return the pusher's. ``settings`` are the owner's."""
+        extra = {"llm.Transport": self.transport, "llm.PeerTimeout": "600"}
+        common: dict[str, Any] = {"enable_remote_cache_accessible": True, "extra": extra}
+        self.owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **common, **settings)
+        self.pusher.start("DECODER", 2, **common)
+        assert self.pusher.do(link, [info(1, self.owner.port)]) == SUCCESS
+        self.owner.do(make, "kv", Spec(1, rows, STRIDE, blocks=True, blocks_key=MODEL, memory=memory), 1)
+        return self.pusher.do(make, "kv", Spec(1, rows, STRIDE, blocks=True), 2)
+
+
+@pytest.fixture
+def pushed(request: pytest.FixtureRequest) -> Iterator[Pushed]:
+    """Two ends that are not started yet; afterwards nothing may be left in this process."""
+    before = residue()
+    pushed = Pushed(LocalEnd("prompt"), ChildEnd("decoder"), request.param)
+    yield pushed
+    pushed.pusher.signal(signal.SIGCONT)
+    pushed.pusher.kill()
+    pushed.owner.stop()
+    assert settled(before) == before
+
+
+def quarantined(world: World) -> int:
+    """Return the quarantined bytes, the same by both ways of counting, tables checked."""
+    statistics = picture(world)
+    assert sum(pool.quarantined_bytes for pool in statistics.pools) == statistics.quarantined_bytes
+    return int(statistics.quarantined_bytes)
+
+
+#: Memory that is mapped and by the kernel's hand; of "private" memory, outside every pool, both go by the latter.
+POOLED = pytest.mark.parametrize("pushed", ["shm", "cma"], indirect=True)
+PRIVATE = pytest.mark.parametrize("pushed", ["auto", "cma"], indirect=True)
+
+
+@POOLED
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [("before write", "goes on"), ("after write", "goes on"), ("before write", "killed"), ("before write", "unlinked")],
+)
+def test_memory_under_a_stopped_writer_is_not_used_again(pushed: Pushed, tmp_path: Path, step: str, how: str) -> None:
+    """A lost link proves nothing about it: its page is still looked at."""
+    owner, pusher, _ = pushed
+    pushed.start(POOL_ROWS, sync_kv_timeout=SHORT, **SMALL_POOL)
+    with stopped(pusher, step, tmp_path, *PUSH_ROWS) as push:
+        freeze(pusher)
+        if how == "unlinked":
+            assert owner.do(unlink, [info(2)], 1000, True) == SUCCESS
+        assert owner.do(picture).lost_writers == (how == "unlinked")
+        owner.do(forget, "kv")
+        assert owner.do(quarantined) == NBYTES
+        other = owner.do(make, "other", Spec(1, 64, STRIDE, blocks=True), 3)
+        with pytest.raises(OutOfMemory) as caught:
+            owner.do(make, "second", SECOND, 4)
+        if how == "killed":
+            pusher.signal(signal.SIGKILL)
+            with pytest.raises(EOFError):
+                push.finish()
+        else:
+            pusher.signal(signal.SIGCONT)
+            with pytest.raises((PeerLost, TransferFailed)) as failed:
+                push.finish()
+            assert how == "unlinked" or "freed, rebound or unregistered" in str(failed.value)
+    error = caught.value
+    assert (error.quarantined, error.requested, error.free) == (NBYTES, NBYTES, MIB - NBYTES - 64 * STRIDE)
+    assert f"{NBYTES} bytes were given back but may still be written by cluster 2 (pid {pusher.pid} on " in str(error)
+    wait_until(lambda: owner.do(quarantined) == 0 and owner.do(picture).lost_writers == 0)
+    same_bytes(owner.do(show, "other"), other)
+    owner.do(forget, "other")
+    assert [pool.free_bytes for pool in owner.do(picture).pools] == [MIB]
+    owner.do(make, "second", SECOND, 4)
+
+
+@POOLED
+def test_a_push_that_has_not_begun_does_not_begin_once_the_owner_has_unlinked(pushed: Pushed, tmp_path: Path) -> None:
+    owner, pusher, _ = pushed
+    pushed.start(POOL_ROWS, **SMALL_POOL)
+    before = owner.do(show, "kv")
+    with stopped(pusher, "resolved", tmp_path, *PUSH_ROWS) as push:
+        freeze(pusher)
+        assert owner.do(unlink, [info(2)], 1000, True) == SUCCESS
+        assert owner.do(picture).lost_writers == 0
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises(PeerLost):
+            push.finish()
+    same_bytes(show(owner.world, "kv"), before)
+
+
+@POOLED
+def test_an_allocation_waits_for_writers_of_what_was_given_back(pushed: Pushed, tmp_path: Path) -> None:
+    owner, pusher, _ = pushed
+    pushed.start(POOL_ROWS, sync_kv_timeout=600_000, **SMALL_POOL)
+    with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
+        owner.do(forget, "kv")
+        with pytest.raises(OutOfMemory) as caught:
+            owner.do(make, "second", Spec(1, 257, STRIDE, blocks=True), 4)
+        assert caught.value.quarantined == NBYTES
+        with in_background(owner, _allocate_beside_a_guard):
+            assert not owner.do(ended)
+            with pytest.raises(TransferFailed):
+                push.finish()
+    assert "second" in owner.world.caches
+
+
+def _allocate_beside_a_guard(world: World) -> None:
+    make(world, "a sign of life", Spec(1, 1, STRIDE, blocks=True), 5)
+    make(world, "second", SECOND, 4)
+
+
+# --- registered memory ------------------------------------------------------------------------------------------------
+@PRIVATE
+def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_path: Path) -> None:
+    owner, pusher, _ = pushed
+    source = pushed.start(8, "private", sync_kv_timeout=SHORT)
+    before = owner.do(show, "kv")
+    with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
+        freeze(pusher)
+        with pytest.raises(DeadlineExceeded, match=rf"cluster 2 \(pid {pusher.pid} on .*stays registered") as caught:
+            owner.do(forget, "kv")
+        assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+        assert (caught.value.peer, caught.value.phase) == (2, "drain")
+        with pytest.raises(DeadlineExceeded):  # the same writer is found again
+            owner.do(forget, "kv")
+        same_bytes(owner.do(show, "kv"), before)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises(TransferFailed):
+            push.finish()
+    # Still registered, under a newer guard, with its key.
+    before = owner.do(show, "kv")
+    pusher.do(call, *PUSH_ROWS)
+    same_bytes(owner.do(show, "kv"), moved(before, source, [(6, 0), (7, 5)]))
+    owner.do(picture)
+    owner.do(forget, "kv")
+    with pytest.raises(Exception, match="not bound"):
+        pusher.do(call, *PUSH_ROWS)
+
+
+@PRIVATE
+@pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
+def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_path: Path, killed: bool) -> None:
+    owner, pusher, _ = pushed
+    pushed.start(8, "private")
+    with stopped(pusher, "before write" if killed else "after write", tmp_path, *PUSH_ROWS) as push:
+        freeze(pusher)
+        with in_background(owner, forget, "kv"):
+            assert not owner.do(ended)
+            pusher.signal(signal.SIGKILL if killed else signal.SIGCONT)
+            if not killed:
+                with pytest.raises(TransferFailed):
+                    push.finish()
+        after = owner.do(show, "kv")
+        if killed:
+            with pytest.raises(EOFError):
+                push.finish()
+    same_bytes(owner.do(show, "kv"), after)
+
+
+@pytest.mark.parametrize("pushed", ["cma"], indirect=True)
+def test_finalize_names_the_writer_of_memory(pushed: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    owner, pusher, _ = pushed
+    pushed.start(8, "private", sync_kv_timeout=SHORT)
+    with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
+        freeze(pusher)
+        owner.do(finalize)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises((PeerLost, TransferFailed)):
+            push.finish()
+    (text,) = [record.getMessage() for record in caplog.records if "finalize" in record.getMessage()]
+    assert f"cluster 2 (pid {pusher.pid} on " in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_in_one_process_registered_memory_waits_for_readers_too(local_pair: Pair, tmp_path: Path, push: bool) -> None:
+    prompt, decoder = local_pair.start(rca=True)
+    decoder.do(make, "kv", Spec(blocks=True, memory="private"), 2)
+    step, method = ("before write", "push_blocks") if push else ("before copy", "pull_blocks")
+    for memory in ("private", "pool"):
+        (folder := tmp_path / memory).mkdir()
+        prompt.do(make, "kv", Spec(blocks=True, blocks_key=MODEL, memory=memory), 1)
+        with stopped(decoder, step, folder, method, MODEL, Use("kv"), [1], [2]) as move:
+            if memory == "pool":
+                prompt.do(forget, "kv")
+                assert prompt.do(quarantined) == (4 * 4096 if push else 0)
+                with pytest.raises(TransferFailed):
+                    move.finish()
+                continue
+            with pytest.raises(DeadlineExceeded, match="in use by a thread of this process"):
+                prompt.do(_unregister_within, 100)
+            with pytest.raises(DeadlineExceeded) as caught:  # its own call uses this end's
+                decoder.do(_unregister_within, 100)
+            number = decoder.do(moves.cache_id, "kv")
+            assert str(caught.value) == (
+                f"unregister_cache: after 100 ms the memory of cache {number} is still in use by "
+                "1 calls of this process; the cache stays registered: try again later (unlinking stops no writer, the "
+                "end of its process does)"
+            )
+            with in_background(prompt, _unregister_and_wipe), pytest.raises(TransferFailed):
+                move.finish()
+    assert prompt.do(quarantined) == 0
+    decoder.do(forget, "kv")
+
+
+def _unregister_within(world: World, milliseconds: int) -> None:
+    assert world.dd._engine is not None
+    world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline(milliseconds))
+
+
+def _unregister_and_wipe(world: World) -> None:
+    """What a user does: free the memory. What still writes there would show."""
+    forget(world, "kv")
+    for array in world.memory["kv"]:
+        array[:] = 0xEE
+    np.testing.assert_array_equal(np.concatenate(world.memory["kv"]), 0xEE)
+
+
+@pytest.mark.parametrize("pushed", ["tcp"], indirect=True)
+def test_over_tcp_no_writer_is_waited_for(pushed: Pushed, tmp_path: Path) -> None:
+    """The owner's own lanes write: they stop before the call returns, for whichever peer they do."""
+    owner, pusher, _ = pushed
+    pushed.start(8, "private", sync_kv_timeout=SHORT)
+    with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
+        freeze(pusher)
+        owner.do(_unregister_and_wipe)
+        pusher.signal(signal.SIGCONT)
+        with pytest.raises((CacheNotFound, TransferFailed)):
+            push.finish()
+    same_bytes(owner.do(show, "kv"), [np.full((8, STRIDE), 0xEE, np.uint8)])

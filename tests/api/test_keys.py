@@ -21,9 +21,7 @@ from tests.support.world import World, fill
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.ends import End
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
+    from tests.support.kinds import Bytes, End, Pair
 
     #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
     Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
@@ -101,7 +99,6 @@ def used(world: World) -> int:
 
 
 # --- what consumes ----------------------------------------------------------------------------------------------------
-
 STRIDE, TENSORS = 48, 4
 WHOLE, HALF = STRIDE * TENSORS, STRIDE * TENSORS // 2
 KEYS = tuple(CacheKey(1, 10 + row) for row in range(7))
@@ -172,8 +169,7 @@ PULLED = [(0, 0), (3, 3), (1, 3), (2, 8), (4, 7), (6, 4), (8, 6)]
 
 
 def test_r05_i4_i9_i10_complete_pulls_consume_a_key_exactly_once_and_nothing_else_does(pair: Pair) -> None:
-    pair.start()
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start()
     src, dst = prompt.do(make, "kv", SOURCE, 1), decoder.do(make, "kv", Spec(rows=9), 2)
     registered = prompt.do(make, "registered", REGISTERED, 3)  # cache 3, in the memory of cache 2
     prompt.do(make, "paged", Spec(blocks=True, blocks_key=BLOCKS), 4)
@@ -227,8 +223,7 @@ PUSHES: list[Step] = [
 
 
 def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_pulls_nothing(pair: Pair) -> None:
-    pair.start(rca=True)
-    prompt, decoder = pair.prompt, pair.decoder
+    prompt, decoder = pair.start(rca=True)
     prompt.do(make, "kv", SOURCE, 1)
     src = decoder.do(make, "kv", Spec(rows=9), 2)
     registered = prompt.do(make, "registered", REGISTERED, 3)
@@ -252,7 +247,6 @@ def test_r05_with_remote_cache_access_complete_pushes_consume_the_rows_key_and_p
 
 
 # --- walk 2 and its other exits ---------------------------------------------------------------------------------------
-
 HELD: Final = 4 * 3 * 4096  # four tensors of 10000 bytes, each rounded up to pages
 PULL_ROW: Final = ("pull_cache", KEYS[0], KV, 3)
 

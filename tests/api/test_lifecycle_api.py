@@ -1,44 +1,76 @@
-"""init, finalize, init again; init that fails; several instances; managers that are stale; processes that fork or end
-with live instances (interface §3.1, §3.2)."""
+"""init, finalize, several instances, threads, forks and exits (interface §3.1, §3.2); handles of another instance or of
+an earlier init; finalizers of the user: the collector calls them at any line of the library, in any thread."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pytest
 
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, LLMStatusCode
+import llm_datadist
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    KvCache,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.device import HostDevice
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
-from llm_datadist.errors import LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
+from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.views import tensor_views
-from tests.support.background import Call
-from tests.support.linking import SUCCESS, info
-from tests.support.moves import wait_until
+from tests.support.ends import Call, LocalEnd
+from tests.support.grants import LONG, grant, tell
+from tests.support.layers import Always
+from tests.support.linking import SUCCESS, info, link
+from tests.support.memory import cpu_cache
+from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, picture, same_bytes, show, wait_until
 from tests.support.source import ROOT
-from tests.support.world import make_config, residue, settled
+from tests.support.v1 import POOL, desc, kv_make
+from tests.support.world import World, baseline, make_config, residue, settled, small_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from llm_datadist.types.grant import Grant
+    from tests.support.kinds import ChildEnd
+
 
 pytestmark = pytest.mark.covers(
     "CacheManager",
     "_shutdown_handler",
     "tensor_views",
     "LLMDataDist",
+    "Cache",
+    "KvCache",
     "LLMDataDist: cache_manager finalize init listen_port llm_engine_instance",
     "LLMStatusCode: LLM_ENGINE_FINALIZED LLM_FAILED",
-    "errors.NotInitialized",
+    "errors: NotInitialized CacheError",
+    "Cache.grant",
+    "Grant: active revoke release",
 )
 
 DESC: Final = CacheDesc(2, [4, 16], DataType.DT_FLOAT)
@@ -89,9 +121,7 @@ def calls(datadist: LLMDataDist, v1: bool, blocks: bool) -> tuple[Any, Callable[
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("v1", [True, False])
-def test_r20_i11_a_handle_of_another_instance_or_of_an_earlier_init_gives_nothing_back(
-    v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_r20_i11_foreign_handles_give_nothing_back(v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"enable_cache_manager": not v1}
     first, second = live(1, **settings), live(2, **settings)
     allocate, deallocate, count = calls(first, v1, blocks)
@@ -307,11 +337,8 @@ def test_a_forked_child_has_nothing_of_its_parents_and_an_end_without_finalize_i
     usual = re.compile(r"link to cluster|Executing <.* took [0-9.]+ seconds")
     noise = [line for line in done.stderr.splitlines() if not usual.match(line)]
     assert (done.returncode, noise) == (0, [])
-    assert done.stdout.splitlines() == [
-        "child: cache_manager: this LLMDataDist is not initialized; call init first",
-        "exit status 0",
-        "over",
-    ]
+    refused = "child: cache_manager: this LLMDataDist is not initialized; call init first"
+    assert done.stdout.splitlines() == [refused, "exit status 0", "over"]
 
 
 def test_the_exit_handler_finalizes_and_swallows_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,3 +355,431 @@ def test_the_exit_handler_finalizes_and_swallows_what_fails(monkeypatch: pytest.
     for each in (first, second):
         with pytest.raises(NotInitialized):
             each.statistics()
+
+
+CACHES: Final = {"blocks": Spec(blocks=True), "rows": Spec(), "host": Spec(blocks=True, placement=Placement.HOST)}
+REMOTE: Final = {"enable_remote_cache_accessible": True}
+PEER_ROWS, BLOCKS_HERE, ROWS_HERE = Use("peer's rows"), Use("own blocks"), Use("own rows")
+#: Of both dialects.
+_COPIES: Final[list[tuple[str, tuple[Any, ...]]]] = [
+    ("copy_cache", (Use("rows"), ROWS_HERE, 1, 2)),
+    ("copy_cache", (ROWS_HERE, Use("rows"), 1, 2)),
+    ("copy_blocks", (Use("blocks"), {1: [6]})),
+    ("swap_blocks", (Use("cpu"), Use("blocks"), {1: 6})),
+    ("pull_cache", (PEER_ROWS, Use("rows"), 1)),
+    ("pull_blocks", (BLOCKS, Use("blocks"), [1], [6])),
+]
+#: Role, settings, and calls with a handle that is not of this instance, once for each argument that takes one.
+DIALECTS: Final[dict[str, tuple[str, dict[str, Any], list[tuple[str, tuple[Any, ...]]]]]] = {
+    "v2": (
+        "DECODER",
+        REMOTE,
+        [
+            *_COPIES,
+            ("swap_blocks", (Use("host"), BLOCKS_HERE, {1: 6})),
+            ("push_cache", (PEER_ROWS, Use("rows"), 1)),
+            ("push_blocks", (BLOCKS, Use("blocks"), [1], [6])),
+            ("transfer_cache_async", (Use("blocks"), Always(), Use("key config"), [1], [6])),
+        ],
+    ),
+    "v1 decoder": ("DECODER", POOL, [*_COPIES, ("get_cache_tensors", (Use("blocks"), 1))]),
+    "v1 prompt": (
+        "PROMPT",
+        POOL | {"listen_ip_info": "127.0.0.1:0"},
+        [("transfer_cache_async", (Use("rows"), Always(), [TransferConfig(9, [1, 1, 1, 1])]))],
+    ),
+}
+
+
+@pytest.fixture
+def worlds() -> Iterator[tuple[World, World]]:
+    """Two instances of this process, clusters 2 and 3, not started; afterwards nothing may be left."""
+    ends = LocalEnd("ours"), LocalEnd("theirs")
+    before = ends[0].do(baseline)
+    yield ends[0].world, ends[1].world
+    for end in ends:
+        end.stop()
+    assert settled(before) == before
+
+
+@pytest.fixture
+def peer(children: tuple[ChildEnd, ChildEnd]) -> Iterator[ChildEnd]:
+    """Cluster 1 in a process of its own, with blocks and rows to pull."""
+    end = children[0]
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **REMOTE)
+    end.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 1)
+    end.do(make, "rows", Spec(), 2)
+    yield end
+    end.stop()
+
+
+def again(datadist: LLMDataDist, **settings: Any) -> None:
+    datadist.finalize()
+    datadist.init(make_config(**settings))
+
+
+def refuses(manager: Any, calls: list[tuple[str, tuple[Any, ...]]], known: dict[str, Any], *named: str) -> None:
+    """Make each call; it has to name both instances, and in its awaited form at once."""
+    for name, given in calls:
+        args = [known[each.name] if isinstance(each, Use) else each for each in given]
+        for form in (name, f"{name}_async"):
+            if not hasattr(manager, form):
+                continue
+            with pytest.raises(CacheError) as caught:
+                getattr(manager, form)(*args)
+            assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+            text = str(caught.value)
+            assert text.startswith(f"{name}: ")
+            assert [word for word in named if word not in text] == []
+
+
+def populate(world: World, v1: bool, seed: int) -> dict[str, Any]:
+    """Make the caches of a dialect; return their handles."""
+    if v1:
+        for name, blocks in (("blocks", True), ("rows", False)):
+            kv_make(world, name, desc(), seed + blocks, blocks=blocks)
+        return {name: world.memory[f"kv {name}"] for name in ("blocks", "rows")}
+    for name, spec in CACHES.items():
+        make(world, name, spec, seed)
+    return dict(world.caches)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["of another instance", "of an earlier init"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_foreign_or_stale_handle_is_refused(
+    worlds: tuple[World, World], peer: ChildEnd, dialect: str, earlier: bool
+) -> None:
+    ours, v1 = worlds[0], dialect != "v2"
+    role, settings, calls = DIALECTS[dialect]
+    for number, world in enumerate(worlds):
+        world.start(role, 2 + number, make_config(**settings))
+    handles = [populate(world, v1, number) for number, world in enumerate(worlds)]
+    old, own = ours.dd.incarnation[:8], handles[0]
+    if earlier:
+        again(ours.dd, **settings)
+        own = populate(ours, v1, 5)
+    maker = f"cluster 2 (incarnation {old})" if earlier else "cluster 3 (incarnation "
+    named = f"cluster 2 (incarnation {ours.dd.incarnation[:8]})", maker
+    if not v1:
+        assert ours.dd.link_clusters([info(1, peer.port)], 10_000) == SUCCESS
+    rows = CacheKeyByIdAndIndex(1, peer.do(cache_id, "rows"), 0)
+    memory = np.zeros((4, 8 * 48), np.uint8)
+    cpu = (KvCache if v1 else Cache).create_cpu_cache(CACHES["host"].desc, [row.ctypes.data for row in memory])
+    known = handles[0 if earlier else 1] | {"cpu": cpu, "peer's rows": rows}
+    known |= {"own blocks": own["blocks"], "own rows": own["rows"]}
+    known["key config"] = [TransferWithCacheKeyConfig(BLOCKS, range(1), range(1))]
+    before = picture(ours), [show(world, name) for world in worlds for name in world.caches]
+    there = [peer.do(show, name) for name in ("blocks", "rows")]
+    refuses(ours.dd.kv_cache_manager if v1 else ours.cm, calls, known, *named)
+    for now, was in zip((show(w, n) for w in worlds for n in w.caches), before[1], strict=True):
+        same_bytes(now, was)
+    for name, was in zip(("blocks", "rows"), there, strict=True):
+        same_bytes(peer.do(show, name), was)
+    assert picture(ours) == before[0]
+    assert not memory.any()
+
+
+def test_a_cache_over_user_memory_swaps_with_every_instance(worlds: tuple[World, World]) -> None:
+    cpu: Cache | None = None
+    for number, world in enumerate(worlds):
+        world.start("DECODER", 2 + number, make_config())
+        source = make(world, "blocks", CACHES["blocks"], 7 + number)
+        cpu = cpu or cpu_cache(world, "cpu", CACHES["host"].desc)
+        world.cm.swap_blocks(world.caches["blocks"], cpu, {3: 5})
+        same_bytes([tensor[5] for tensor in show(worlds[0], "cpu")], [tensor[3] for tensor in source])
+
+
+def test_no_two_inits_of_a_process_use_one_cache_id(worlds: tuple[World, World]) -> None:
+    ids = []
+    for number, world in enumerate(worlds):
+        world.start("MIX", 2 + number, make_config())
+    for _ in range(2):
+        for world in worlds:
+            make(world, "blocks", CACHES["blocks"], 1)
+            make(world, "registered", Spec(memory="private"), 1)
+            ids += [world.caches[name].cache_id for name in ("blocks", "registered")]
+            stale = world.caches["registered"]
+            again(world.dd)
+            kept = make(world, "registered", Spec(memory="private"), 2)
+            world.cm.unregister_cache(stale.cache_id)  # which names nothing here
+            same_bytes(show(world, "registered"), kept)
+            assert world.dd.statistics().caches.registered == 1
+            ids.append(world.caches["registered"].cache_id)
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_grant_of_a_handle_from_before_finalize_says_that_it_is_finalized(worlds: tuple[World, World]) -> None:
+    world = worlds[0]
+    world.start("MIX", 2, make_config())
+    make(world, "blocks", CACHES["blocks"], 1)
+    stale = world.caches["blocks"]
+    given = stale.grant([1], 60.0)
+    again(world.dd)
+    make(world, "blocks", CACHES["blocks"], 1)
+    with pytest.raises(StateError, match="finalized") as caught:
+        stale.grant([1], 60.0)
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+    assert (given.active, given.end) == (False, "finalized")
+    given.revoke()
+
+
+_PACKAGE: Final = str(Path(llm_datadist.__file__).parent)
+_CONTROL: Final = "llm-datadist-control"
+_SERVED: Final = BlocksCacheKey(1, 0)
+_HELD: Final = CacheKey(2, 77)
+ROUNDS: Final = 30
+
+
+class Things:
+    """One of each thing that can be given back, and giving them back."""
+
+    def __init__(self, world: World, there: ChildEnd) -> None:
+        self._world = world
+        self._there = there
+        self._token = secrets.token_bytes(16)
+        self.grant: Grant = world.caches["kv"].grant([0], LONG)
+        there.do(grant, [1], LONG, "served", self._token)
+        self.claimed = world.cm.claim_grant(1, self._token)
+        self.keyed = world.cm.allocate_cache(Spec(tensors=1, rows=1).desc, [_HELD])
+        self.blocks = world.cm.allocate_blocks_cache(Spec(tensors=1, blocks=True).desc)
+        self.other: LLMDataDist | None = None
+
+    def give_back(self) -> None:
+        """What the ``__del__`` of a user does."""
+        self.grant.revoke()
+        self.claimed.release()
+        self._world.cm.deallocate_blocks_cache(self.blocks)
+        self._world.cm.deallocate_cache(self.keyed)
+        self._world.cm.remove_cache_key(_HELD)
+        if self.other is not None:
+            self.other.finalize()
+
+    def check_gone(self) -> None:
+        assert not self.grant.active
+        assert self.grant.end == "revoked"
+        assert self.keyed.tensor_addrs == self.blocks.tensor_addrs == []
+        assert self.other is None or self.other._engine is None
+        wait_until(lambda: self._there.do(tell, self._token.hex(), "released"))
+
+
+def another() -> LLMDataDist:
+    """Return an end of this process, not linked."""
+    other = LLMDataDist(LLMRole.PROMPT, 9)
+    other.init(make_config(**small_pool()))
+    return other
+
+
+class AtLine:
+    """Calls a function at the n-th line of the library that a call runs in this thread, as the collector might."""
+
+    def __init__(self, wanted: int, function: Callable[[], None]) -> None:
+        self._wanted = wanted
+        self._function = function
+        self.seen = 0
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        sys.settrace(self._trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+        if self.seen < self._wanted:  # a call that waits has fewer lines at times
+            self._function()
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self._wanted:
+                self._function()
+        return self._trace
+
+
+@dataclass
+class Verb:
+    call: Callable[[World, ChildEnd], Any]
+    after: Callable[[World, ChildEnd, Any], object] = lambda world, there, result: None
+
+
+def _send_layers(world: World, _: ChildEnd) -> None:
+    config = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
+    assert world.cm.transfer_cache_async(world.caches["kv"], Always(), [config], [0], [0]).synchronize() == SUCCESS[0]
+
+
+VERBS: Final[dict[str, Verb]] = {
+    "grant": Verb(lambda w, _: w.caches["kv"].grant([1], LONG), lambda w, _, grant: grant.revoke()),
+    "allocate and bind": Verb(
+        lambda w, _: w.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1), CacheKey(2, 2)]),
+        lambda w, _, cache: _forget(w, cache),
+    ),
+    "register": Verb(
+        lambda w, _: w.cm.register_blocks_cache(w.caches["kv"].cache_desc, list(w.caches["kv"].tensor_addrs)),
+        lambda w, _, cache: w.cm.unregister_cache(cache.cache_id),
+    ),
+    "deallocate": Verb(lambda w, _: w.cm.deallocate_cache(w.cm.allocate_cache(Spec(rows=2).desc))),
+    "revoke": Verb(lambda w, _: w.caches["kv"].grant([1], LONG).revoke()),
+    "pull_blocks": Verb(lambda w, _: w.cm.pull_blocks(_SERVED, w.caches["kv"], [0], [0])),
+    "push_blocks": Verb(lambda w, _: w.cm.push_blocks(_SERVED, w.caches["kv"], [0], [0])),
+    "copy_blocks": Verb(lambda w, _: w.cm.copy_blocks(w.caches["kv"], {0: [1]})),
+    "transfer_cache_async": Verb(_send_layers),
+    "statistics": Verb(lambda w, _: (w.dd.statistics(), repr(w.dd))),
+}
+
+
+def _forget(world: World, cache: Any) -> None:
+    world.cm.deallocate_cache(cache)
+    for request in (1, 2):
+        world.cm.remove_cache_key(CacheKey(2, request))
+
+
+@pytest.fixture
+def ends(children: tuple[ChildEnd, ChildEnd]) -> Iterator[tuple[LocalEnd, ChildEnd]]:
+    here, there = LocalEnd("here"), children[0]
+    try:
+        for end, role, cluster_id in ((there, "PROMPT", 1), (here, "DECODER", 2)):
+            end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
+        there.do(make, "served", Spec(tensors=2, blocks=True, blocks_key=_SERVED), 3)
+        here.do(make, "kv", Spec(tensors=2, blocks=True), 5)
+        assert here.do(link, [info(1, there.port)]) == SUCCESS
+        yield here, there
+    finally:
+        here.stop()
+        there.stop()
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_what_a_finalizer_gives_back_at_any_line_is_gone_after_it(ends: tuple[LocalEnd, ChildEnd], name: str) -> None:
+    (here, there), verb = ends, VERBS[name]
+    world = here.world
+    counted = AtLine(0, lambda: None)
+
+    def once(at: AtLine) -> None:
+        results: list[Any] = []
+        at(lambda: results.append(verb.call(world, there)))
+        verb.after(world, there, results[0])
+
+    once(counted)
+    once(counted := AtLine(0, lambda: None))  # the second time: more is kept
+    used = [pool.used_bytes for pool in world.dd.statistics().pools]
+    for point in range(1, counted.seen + 1):
+        things = Things(world, there)
+        things.other = another() if point % 8 == 0 else None
+        once(AtLine(point, things.give_back))
+        things.check_gone()
+        world.dd.check_integrity()
+    assert [pool.used_bytes for pool in world.dd.statistics().pools] == used
+    assert counted.seen > 20
+
+
+@pytest.mark.parametrize("call", ["init", "finalize"])
+def test_what_a_finalizer_gives_back_in_init_and_finalize_is_gone(ends: tuple[LocalEnd, ChildEnd], call: str) -> None:
+    (here, there), made, options = ends, another(), make_config(**small_pool())
+
+    def once(at: AtLine) -> None:
+        if call == "finalize":
+            made.init(options)
+            at(made.finalize)
+        else:
+            at(lambda: made.init(options))
+
+    made.finalize()
+    once(counted := AtLine(0, lambda: None))
+    made.finalize()
+    for point in range(1, counted.seen + 1, 11):
+        things = Things(here.world, there)
+        things.other = made
+        once(AtLine(point, things.give_back))
+        things.check_gone()
+
+
+def test_inside_of_another_call_a_revoke_is_put_off_and_what_returns_a_promise_is_refused(end: LocalEnd) -> None:
+    end.start("PROMPT", 1)
+    make(end.world, "kv", Spec(blocks=True), 1)
+    cache, seen = end.world.caches["kv"], []
+    grant = cache.grant([0], LONG)
+
+    def revoke() -> None:
+        grant.revoke()
+        seen.append(grant.active)
+
+    AtLine(5, revoke)(lambda: cache.grant([1], LONG))
+    assert seen == [True]
+    assert grant.end == "revoked"
+    refused: dict[str, Any] = {
+        "unregister_cache": lambda: end.world.cm.unregister_cache(7),
+        "unlink_clusters": lambda: end.world.dd.unlink_clusters([info(1, 1)], 100),
+        "unlink": lambda: end.world.dd.unlink(7),
+    }
+    for name, call in refused.items():
+        texts: list[str] = []
+
+        def attempt(call: Callable[[], object] = call, texts: list[str] = texts) -> None:
+            with pytest.raises(StateError) as caught:
+                call()
+            texts.append(str(caught.value))
+
+        AtLine(5, attempt)(lambda: cache.grant([1], LONG))
+        assert texts == [
+            f"{name}: called by a finalizer or a callback inside of another call of this library: it would have to "
+            "wait for that; call it after that one, or from another thread"
+        ]
+
+
+class InControlThread:
+    """Calls functions in the control thread, each at a line of the library further on, as the collector might."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[[], None]] = []
+        self.done = 0
+        self._skip = 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if threading.current_thread().name != _CONTROL or not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line" and self.functions:
+            self._skip -= 1
+            if self._skip < 0:
+                self.done += 1
+                self._skip = 7 * self.done
+                self.functions.pop()()
+        return self
+
+
+def test_what_a_finalizer_gives_back_in_the_control_thread_is_gone_soon(children: tuple[ChildEnd, ChildEnd]) -> None:
+    trace, errors = InControlThread(), []
+    threading.settrace(trace)
+    here, there = LocalEnd("here"), children[0]
+    try:
+        for end, role, cluster_id in ((there, "PROMPT", 1), (here, "DECODER", 2)):
+            end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
+        threading.settrace(None)
+        there.do(make, "served", Spec(tensors=2, blocks=True, blocks_key=_SERVED), 3)
+        here.do(make, "kv", Spec(tensors=2, blocks=True, blocks_key=BlocksCacheKey(2, 0)), 5)
+        assert here.do(link, [info(1, there.port)]) == SUCCESS
+
+        def finalize() -> None:
+            with pytest.raises(StateError, match="control thread") as caught:
+                here.world.dd.finalize()
+            errors.append(caught.value)
+
+        for _ in range(ROUNDS):
+            things = Things(here.world, there)
+            trace.functions = [finalize, things.give_back]
+            while trace.functions:
+                token = here.world.caches["kv"].grant([1], LONG).token
+                there.do(_claim_and_release, token)
+            wait_until(lambda things=things: not things.grant.active)  # type: ignore[misc]
+            wait_until(lambda things=things: not things.keyed.tensor_addrs)  # type: ignore[misc]
+            things.check_gone()
+        assert len(errors) == ROUNDS
+        here.world.dd.check_integrity()
+    finally:
+        threading.settrace(None)
+        trace.functions = []
+        here.stop()
+        there.stop()
+
+
+def _claim_and_release(world: World, token: bytes) -> None:
+    world.cm.claim_grant(2, token).release()

@@ -1,5 +1,5 @@
-"""link_clusters and unlink_clusters: codes, rules, links that work both ways, and what is under way meanwhile
-(interface §3.4, B2.1, B2.2). The caps of the original are not enforced (interface R19)."""
+"""link_clusters and unlink_clusters between two ends and many (interface §3.4, B2.1, B2.2), also over IPv6, and
+switch_role (interface §3.6). The caps of the original are not enforced (interface R19)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ import pytest
 from faults.gated import gated_call
 from faults.gates import Gate
 from faults.strangers import Stranger, silent_port
-from llm_datadist import LLMStatusCode
-from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkRefused, LLMException, NotLinked, ParamError, PeerLost
-from tests.support import linking
+from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
+from llm_datadist._links.handshake import bind
+from llm_datadist._links.table import LinkTable
+from llm_datadist.config import parse_listen_ip_info
+from llm_datadist.cpp_api import arguments as cpp_arguments
+from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
+from tests.support import linking, ranks
 from tests.support.authority import secret_file
-from tests.support.background import Call, begin_there, result_there
-from tests.support.linking import OK, SUCCESS, alone, bytes_move_both_ways, info, link, links, not_linked, unlink
+from tests.support.ends import Call, begin_there, result_there
+from tests.support.linking import OK, SUCCESS, bytes_move_both_ways, info, link, links, reachable, switch, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.ranks import Meeting, drop, host, join, new_name, table
+from tests.support.refusals import RULE, TYPE, Table, refuse
+from tests.support.refusals import Spec as Argument
 from tests.support.world import World, fill, make_config, residue_of, small_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from llm_datadist import LLMClusterInfo
-    from tests.support.ends import End, LocalEnd
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
+    from tests.support.kinds import Bytes, End, LocalEnd, Pair
+
 
 pytestmark = pytest.mark.covers(
     "CacheKey.cluster_id",
     "CacheKeyByIdAndIndex.cluster_id",
     "LLMConfig: local_comm_res transfer_backend",
-    "LLMDataDist: cluster_id explain link_clusters unlink_clusters",
+    "LLMDataDist: cluster_id explain link_clusters unlink_clusters switch_role",
     "LLMStatusCode: LLM_ALREADY_LINK LLM_LINK_FAILED LLM_SUSPECT_REMOTE_ERROR",
     "llm: LocalCommRes TransferBackend",
 )
@@ -72,19 +77,6 @@ def test_r28_i01_one_call_makes_one_link_that_both_ends_can_use_and_a_second_cha
             assert here.do(link, [info(wanted, peer.port)]) == (ALREADY, [ALREADY])
     assert [end.do(picture) for end in ends] == before
     bytes_move_both_ways(*ends)
-
-
-def test_a_link_to_ourselves_works_and_pulling_over_it_is_refused(end: LocalEnd) -> None:
-    end.start("MIX", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
-    assert end.do(link, there(end)) == SUCCESS
-    assert end.do(links) == {1: "ready"}
-    source = end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
-    refused([end], ["kv"], ParamError, ["cluster"], call, "pull_blocks", BLOCKS, Use("kv"), [0], [1])
-    end.do(call, "push_blocks", BLOCKS, Use("kv"), [0], [1])
-    same_bytes(end.do(show, "kv"), moved(source, source, [(1, 0)]))
-    assert end.do(unlink, there(end)) == SUCCESS
-    alone(end)
-    assert end.do(link, there(end)) == SUCCESS
 
 
 def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair: Pair) -> None:
@@ -129,7 +121,7 @@ def test_a_program_can_read_why_a_link_failed(end: LocalEnd, tmp_path: Path, cap
         for port, wanted, kind, text in (
             (linking.free_port(), 1, LinkRefused, "Connection refused"),
             (listener(**plain, **ours), 3, LinkRefused, "remote_cluster_id=3"),
-            (listener(**plain, **theirs), 1, AuthFailed, "not authenticated"),
+            (listener(**plain, **theirs), 1, errors.AuthFailed, "not authenticated"),
             (listener(**{"llm.Transport": "shm"}, **ours), 1, LinkRefused, "llm.Transport"),
         ):
             caplog.clear()
@@ -145,7 +137,7 @@ def test_a_program_can_read_why_a_link_failed(end: LocalEnd, tmp_path: Path, cap
         assert (overall, [type(code.error) for code in codes]) == (FAILED, [type(None), LinkRefused])
         assert end.do(linking.explain, 1).state == "ready"
         assert end.do(unlink, [info(1, good)]) == SUCCESS
-        not_linked(end, 1, "; the link ended ", " s ago: unlinked; link_clusters makes the link")
+        linking.not_linked(end, 1, "; the link ended ", " s ago: unlinked; link_clusters makes the link")
 
 
 def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local_pair: Pair) -> None:
@@ -161,11 +153,8 @@ def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local
     bytes_move_both_ways(prompt, decoder)
 
 
-def test_the_name_of_a_host_is_looked_up_in_a_thread_and_within_the_time_of_the_call(
-    local_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local_pair.start(linked=False, extra={"llm.Insecure": "0"})
-    prompt, decoder = local_pair.prompt, local_pair.decoder
+def test_the_name_of_a_host_is_looked_up_in_a_thread_in_time(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, decoder = local_pair.start(linked=False, extra={"llm.Insecure": "0"})
     real, answer = socket.getaddrinfo, threading.Event()
     #: Nobody listens at the first two; the last is beyond this host, where nothing may be dialled without credentials.
     known = {"prefill.test": ("::1", "127.0.0.2", "127.0.0.1"), "far.test": ("127.0.0.1", "192.0.2.1")}
@@ -183,7 +172,7 @@ def test_the_name_of_a_host_is_looked_up_in_a_thread_and_within_the_time_of_the_
         for name, status, kind, text in (
             ("unknown.test", FAILED, LinkRefused, "cannot resolve 'unknown.test': Name or service not known"),
             ("far.test", INVALID, ParamError, "192.0.2.1 is beyond this host"),
-            ("slow.test", TIMEOUT, DeadlineExceeded, "looking up 'slow.test': no answer within 500 ms"),
+            ("slow.test", TIMEOUT, errors.DeadlineExceeded, "looking up 'slow.test': no answer within 500 ms"),
         ):
             overall, (code,) = decoder.do(link, [info(1, prompt.port, ip=name)], 500)
             assert (overall, code, type(code.error)) == (status, status, kind)
@@ -193,14 +182,12 @@ def test_the_name_of_a_host_is_looked_up_in_a_thread_and_within_the_time_of_the_
             assert decoder.do(link, clusters, 2000) == (TIMEOUT, [TIMEOUT, OK])
             bytes_move_both_ways(prompt, decoder)
             assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-            alone(prompt, decoder)
+            linking.alone(prompt, decoder)
     finally:
         answer.set()
 
 
-def test_r19_many_more_than_16_clusters_in_one_call_and_those_that_do_not_answer_cost_the_others_nothing(
-    end: LocalEnd,
-) -> None:
+def test_r19_more_than_16_clusters_in_one_call_and_the_mute_ones_cost_the_others_nothing(end: LocalEnd) -> None:
     end.start("DECODER", 2)
     options = make_config(listen_ip_info="127.0.0.1:0", **small_pool())
     with ExitStack() as leaving, silent_port() as silent:
@@ -291,7 +278,7 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
         unlinker, peer = (pair.prompt, pair.decoder) if number % 2 else (pair.decoder, pair.prompt)
         assert unlinker.do(unlink, there(peer)) == SUCCESS
         assert not at_once or pair.prompt.do(result_there, "unlink") == SUCCESS
-        alone(pair.prompt, pair.decoder)
+        linking.alone(pair.prompt, pair.decoder)
 
 
 def caches(pair: Pair) -> tuple[Bytes, Bytes]:
@@ -304,13 +291,11 @@ def refilled(world: World, seed: int) -> Bytes:
     return fill(world.caches["kv"], seed)
 
 
-def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and_so_is_a_link_at_once(
-    pair: Pair,
-) -> None:
+def test_i02_after_an_unlink_neither_end_is_linked_and_a_second_one_is_a_success(pair: Pair) -> None:
     linking.start_both(pair.prompt, pair.decoder, pair.transport)
     source, target = caches(pair)
     for end, number in ((pair.prompt, 2), (pair.decoder, 1)):
-        not_linked(end, number)
+        linking.not_linked(end, number)
     before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
     for unlinker, peer in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
         for force in (False, True):
@@ -321,12 +306,12 @@ def test_i02_after_an_unlink_neither_end_is_linked_a_second_one_is_a_success_and
                 assert unlinker.do(link, there(peer)) == SUCCESS
                 wait_until(lambda: linking.linked(pair.prompt, pair.decoder))
             assert unlinker.do(unlink, there(peer), 5000, force) == SUCCESS
-            not_linked(unlinker, peer.cluster_id)
+            linking.not_linked(unlinker, peer.cluster_id)
             if not force:
-                not_linked(peer, unlinker.cluster_id)  # it has agreed: at once, not soon
+                linking.not_linked(peer, unlinker.cluster_id)  # it has agreed: at once, not soon
             clusters = [info(77, peer.port, local=None), *there(peer) * 2]
             assert unlinker.do(unlink, clusters, 5000, force) == (OK, [OK] * 3)
-            alone(pair.prompt, pair.decoder)
+            linking.alone(pair.prompt, pair.decoder)
     assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
     same_bytes(pair.prompt.do(show, "kv"), source)
     same_bytes(pair.decoder.do(show, "kv"), target)
@@ -360,17 +345,15 @@ def test_an_unlink_waits_for_a_running_pull_or_keeps_the_link_at_both_ends(pair:
             unlinker.do(begin_there, "unlink", unlink, there(peer), 30_000, force)
             wait_until(lambda: pair.decoder.do(links) == {1: "draining"})
             assert unlinker.do(links) == {peer.cluster_id: "draining"}
-            not_linked(pair.decoder, 1)  # nothing new begins
+            linking.not_linked(pair.decoder, 1)  # nothing new begins
         assert pair.decoder.do(result_there, "pull") is None
         assert unlinker.do(result_there, "unlink") == SUCCESS
         same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
         same_bytes(pair.prompt.do(show, "kv"), source)
-        alone(pair.prompt, pair.decoder)
+        linking.alone(pair.prompt, pair.decoder)
 
 
-def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error_when_its_time_is_over_or_at_once_from_the_other_end(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error(pair: Pair, tmp_path: Path) -> None:
     pair.start()
     source, _ = caches(pair)
     rows: list[tuple[End, int, int, type[LLMException], LLMStatusCode, str]] = [
@@ -381,7 +364,7 @@ def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error_when_its_time_is
         with pull_under_way(pair, tmp_path / str(peer)):
             assert unlinker.do(unlink, [info(peer)], timeout, True) == SUCCESS
             assert unlinker.do(links) == {}
-            alone(pair.prompt, pair.decoder)
+            linking.alone(pair.prompt, pair.decoder)
         error = pair.decoder.do(result_there, "pull")
         assert isinstance(error, kind), error
         assert (error.status_code, error.peer, error.phase) == (status, 1, "copy")
@@ -413,6 +396,281 @@ def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
         wait_until(lambda: sum(each.read_bytes for each in pair.decoder.do(picture).links) > 0)
         assert unlinker.do(unlink, there(peer)) == SUCCESS
         assert sum(pair.decoder.do(result_there, name) for name in "abc") > 0
-        alone(pair.prompt, pair.decoder)
+        linking.alone(pair.prompt, pair.decoder)
         same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(0, 1), (3, 6)]))
     same_bytes(pair.prompt.do(show, "kv"), source)
+
+
+def explain(world: World, cluster_id: int) -> tuple[str, str | None]:
+    found = world.dd.explain(cluster_id)
+    return found.transport, found.private_transport
+
+
+@pytest.mark.skipif(not linking.has_ipv6(), reason="this machine has no IPv6 loopback")
+@pytest.mark.parametrize("dialled", ["::1", "[::1]"])
+@pytest.mark.parametrize("transport", ["inproc", "shm", "auto", "tcp"])
+def test_two_ends_link_and_move_bytes_over_ipv6(request: pytest.FixtureRequest, transport: str, dialled: str) -> None:
+    pair: Pair = request.getfixturevalue("local_pair" if transport == "inproc" else "shm_pair")
+    extra = {"llm.Transport": transport}
+    pair.prompt.start("PROMPT", 1, listen_ip_info="[::1]:0", extra=extra)
+    pair.decoder.start("DECODER", 2, extra=extra)
+    assert pair.prompt.port is not None
+    peer = LLMClusterInfo()
+    peer.remote_cluster_id = 1
+    peer.append_local_ip_info("::1", 0)
+    peer.append_remote_ip_info(dialled, pair.prompt.port)
+    assert peer.remote_ip_info_list == [("::1", pair.prompt.port)]
+    assert f"[::1]:{pair.prompt.port}" in repr(peer)
+    assert pair.decoder.do(link, [peer]) == SUCCESS
+    assert pair.decoder.do(links) == {1: "ready"}
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    if transport == "auto":  # shm for pools, cma beside it for memory of the process's own
+        assert pair.decoder.do(explain, 1) == ("shm", "cma")
+        theirs = pair.prompt.do(make, "private", Spec(blocks=True, blocks_key=BLOCKS, memory="private"), 1)
+        pair.decoder.do(make, "mine", Spec(blocks=True), 2)
+        pair.decoder.do(call, "pull_blocks", BLOCKS, Use("mine"), list(range(8)), list(range(8)))
+        same_bytes(pair.decoder.do(show, "mine"), theirs)
+
+
+@pytest.mark.skipif(not linking.has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_members_of_a_rank_table_meet_over_ipv6_also_where_its_address_is_not_of_this_host(local_pair: Pair) -> None:
+    ends = ranks.start_two(local_pair)
+    for listens in ("::1", "fd00::1:2:3"):
+        meeting = Meeting((1, 2), table=ranks.table(listens, "::1"))
+        if listens == "::1":
+            ids = meeting.join(*ends)
+            assert ranks.settle(ends, ids) == [ranks.OK] * 2
+            bytes_move_both_ways(*ends)
+        else:
+            ids = meeting.join(ends[0])  # listens at all addresses: it does not know how others reach it
+        for end, comm_id in zip(ends, ids, strict=False):
+            end.do(ranks.drop, comm_id)
+
+
+@pytest.mark.skipif(not linking.has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_the_cpp_shaped_interface_and_cluster_info_take_ipv6_addresses(local_pair: Pair) -> None:
+    local_pair.prompt.start("PROMPT", 1, listen_ip_info="[::1]:0")
+    local_pair.decoder.start("DECODER", 2, cluster_info='{"listen_ip_info": [{"ip": "::1", "port": 1}]}')
+    there = cpp_api.IpInfo("::1", local_pair.prompt.port or 0)
+    (cluster,) = cpp_arguments.cluster_infos([cpp_api.ClusterInfo(1, 0, [cpp_api.IpInfo("[::1]")], [there])])
+    assert local_pair.decoder.do(link, [cluster]) == SUCCESS
+    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
+
+
+def test_an_ipv6_address_to_listen_at_stands_in_brackets() -> None:
+    assert parse_listen_ip_info("[fe80::1]:26051") == ("fe80::1", 26051)
+    for text in ("::1:26051", "[::1]", "[::1]26051", "[1.2.3.4]:26051", "[::g]:26051", "[]:26051", "[::1]:65536"):
+        with pytest.raises(ParamError, match="listen_ip_info"):
+            parse_listen_ip_info(text)
+
+
+LISTEN = "llm.listenIpInfo"
+EXIST_LINK = LLMStatusCode.LLM_EXIST_LINK
+
+
+def now(world: World) -> tuple[str, tuple[str, int] | None]:
+    """Return the role and where it listens."""
+    return repr(world.dd).split()[1], linking.links_of(world).listen_address
+
+
+def at(port: int | None, ip: str = "127.0.0.1") -> dict[str, str]:
+    return {LISTEN: f"{ip}:{port}"}
+
+
+def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once(end: LocalEnd) -> None:
+    end.start("DECODER", 2)
+    assert end.do(now) == ("DECODER", None)
+    first, second = linking.free_port(), linking.free_port()
+    for _ in range(3):
+        assert end.do(switch, "PROMPT", at(first)) == first
+        assert reachable(first)
+        assert end.do(switch, "PROMPT", at(second)) == second
+        assert (reachable(first), reachable(second)) == (False, True)
+        assert end.do(switch, "DECODER") is None
+        assert (reachable(first), reachable(second)) == (False, False)
+    end.do(switch, "PROMPT", at(first))
+    for ip in ("127.0.0.2", "0.0.0.0", "127.0.0.1"):  # the same port on another address
+        assert end.do(switch, "PROMPT", at(first, ip)) == first
+        assert end.do(now) == ("PROMPT", (ip, first))
+        assert reachable(first, "127.0.0.2") == (ip != "127.0.0.1")
+    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), end.do(linking.links_of)._listener
+    assert end.do(switch, "DECODER", at(0, "127.0.0.2")) == port
+    assert end.do(switch, "PROMPT", at(port, "127.0.0.2")) == port
+    assert end.do(linking.links_of)._listener is before, "the same address is left alone, also one with a picked port"
+
+
+def test_every_role_has_its_turn_and_survives_finalize_and_other_options_are_ignored(end: LocalEnd) -> None:
+    end.start("MIX", 2)
+    for role in ("MIX", "PROMPT", "PROMPT", "DECODER", "MIX"):
+        assert end.do(switch, role) is None
+        assert end.do(now)[0] == role
+    ignored = {"device_id": 7, "enable_cache_manager": False, "sync_kv_timeout": 1}
+    assert end.do(switch, "PROMPT", make_config(listen_ip_info="127.0.0.1:0", **ignored))
+    engine = end.world.dd._require_engine("test")
+    assert (engine.options.sync_kv_timeout_ms, engine.options.cache_manager) == (10_000, True)
+    end.do(switch, "DECODER")
+    end.world.dd.finalize()
+    assert "DECODER" in repr(end.world.dd)
+    end.world.dd.init(make_config())
+    assert end.do(now) == ("DECODER", None)
+
+
+def test_an_address_that_cannot_be_bound_is_llm_failed_and_role_and_listener_stay(end: LocalEnd) -> None:
+    port = linking.free_port()
+    end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
+    # 0.0.0.0 needs the port on every address, and one of them is taken: the old listener is back.
+    with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.9", port)):
+        for ip, number in (("127.0.0.1", busy.getsockname()[1]), ("192.0.2.1", port), ("0.0.0.0", port)):
+            with pytest.raises(LinkError) as caught:
+                end.do(switch, "DECODER", at(number, ip))
+            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+            assert f"{ip}:{number}" in str(caught.value)
+            assert "the role stays PROMPT" in str(caught.value)
+            assert end.do(now) == ("PROMPT", ("127.0.0.1", port))
+            assert reachable(port)
+
+
+def before_binding(monkeypatch: pytest.MonkeyPatch, port: int | None, act: Callable[[], Any]) -> list[Any]:
+    """Act once when nothing listens at the port and another address is to be bound; return what came of it."""
+    done: list[Any] = []
+
+    def slow_bind(address: tuple[str, int]) -> socket.socket:
+        if not reachable(port) and not done:
+            done.append(act())
+        return bind(address)
+
+    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
+    return done
+
+
+def test_when_neither_can_be_bound_the_error_says_so(end: LocalEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = linking.free_port()
+    end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
+    # Another process takes the old address the moment it is free.
+    thief = before_binding(monkeypatch, port, lambda: socket.create_server(("127.0.0.1", port)))
+    with pytest.raises(LinkError, match="listens no more"):
+        end.do(switch, "DECODER", at(port, "0.0.0.0"))
+    thief[0].close()
+    assert end.do(now) == ("PROMPT", None)
+    assert end.do(switch, "DECODER", at(port)) == port
+
+
+def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(shm_pair: Pair) -> None:
+    shm_pair.start()
+    wait_until(lambda: shm_pair.prompt.do(linking.links) == {2: "ready"})
+    for end in (shm_pair.prompt, shm_pair.decoder):
+        before = end.do(now)
+        for options in (None, at(linking.free_port()), at(end.port or 0)):
+            refused([end], [], StateError, ["unlinked first"], switch, "MIX", options, status=EXIST_LINK)
+        assert end.do(now) == before
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+    linking.alone(shm_pair.prompt)
+    assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
+    comm_id = shm_pair.prompt.do(join, new_name(), {1: 0, 2: 1}, table(host(0), host(0)))
+    told = [f"communicator {comm_id}"]
+    refused([shm_pair.prompt], [], StateError, told, switch, "PROMPT", at(0), status=EXIST_LINK)
+    shm_pair.prompt.do(drop, comm_id)
+    shm_pair.link()  # a peer that has ended does not stand in the way either
+    shm_pair.decoder.stop()
+    linking.alone(shm_pair.prompt)
+    assert shm_pair.prompt.do(switch, "DECODER") is None
+
+
+def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer has it already when this end is asked to switch."""
+    local_pair.start(linked=False)
+    decoder = local_pair.decoder
+    at_the_gate, go = threading.Event(), threading.Event()
+    really = LinkTable.install
+
+    def installed_late(self: LinkTable, made: Any) -> Any:
+        at_the_gate.set()
+        assert go.wait(60)
+        return really(self, made)
+
+    monkeypatch.setattr(LinkTable, "install", installed_late)
+    decoder.do(begin_there, "call", link, [info(1, local_pair.prompt.port)])
+    assert at_the_gate.wait(60)
+    for options in (None, at(0)):
+        refused([decoder], [], StateError, ["being made"], switch, "MIX", options, status=EXIST_LINK)
+    go.set()
+    assert decoder.do(result_there, "call") == SUCCESS
+    assert decoder.do(now)[0] == "DECODER"
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_link_made_meanwhile_costs_no_listener(local_pair: Pair, monkeypatch: pytest.MonkeyPatch, free: bool) -> None:
+    decoder = local_pair.decoder
+    linking.start_both(local_pair.prompt, decoder, local_pair.transport)
+    port = decoder.port
+    made = before_binding(monkeypatch, port, lambda: decoder.do(link, [info(1, local_pair.prompt.port)]))
+    if free:
+        assert decoder.do(switch, "PROMPT", at(port, "0.0.0.0")) == port
+    else:
+        with socket.create_server(("127.0.0.9", port)), pytest.raises(LinkError, match=r"0\.0\.0\.0"):
+            decoder.do(switch, "PROMPT", at(port, "0.0.0.0"))
+    assert made == [SUCCESS]
+    ip = "0.0.0.0" if free else "127.0.0.1"
+    assert decoder.do(now) == ("PROMPT" if free else "DECODER", (ip, port))
+    assert reachable(port)
+    bytes_move_both_ways(decoder, local_pair.prompt)
+
+
+def test_a_link_that_the_peer_has_just_unlinked_does_not_stand_in_the_way(shm_pair: Pair) -> None:
+    """The peer's call returns before the end of the connection has been read here."""
+    shm_pair.start(linked=False)
+    for _ in range(20):
+        shm_pair.link()
+        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
+        assert shm_pair.prompt.do(switch, "DECODER") is None
+        assert shm_pair.prompt.do(switch, "PROMPT", at(shm_pair.prompt.port)) == shm_pair.prompt.port
+
+
+SPECS = {
+    "role": Argument((1, "PROMPT")),
+    "switch_options": Argument(
+        ([], "x"),
+        (TYPE, LISTEN, {LISTEN: 1}),
+        (RULE, "''", {LISTEN: ""}),
+        (RULE, "ip:port", {LISTEN: ""}),
+        (RULE, "port 'x'", {LISTEN: "127.0.0.1:x"}),
+        (RULE, "65536", {LISTEN: "127.0.0.1:65536"}),
+        (RULE, "::1:5", {LISTEN: "::1:5"}),
+        none_ok=True,
+    ),
+}
+
+
+def test_r01_a_wrong_argument_of_switch_role_is_refused(end: LocalEnd) -> None:
+    end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0")
+    before = end.do(now)
+    refuse([end], Table("dd.switch_role", {"role": LLMRole.MIX}, SPECS))
+    assert end.do(now) == before
+
+
+def test_with_the_hixl_backend_the_address_cannot_change_and_a_missing_one_leaves_it(end: LocalEnd) -> None:
+    end.start("PROMPT", 2, listen_ip_info="127.0.0.1:0", transfer_backend="hixl")
+    code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    for options in (at(linking.free_port()), at(end.port, "127.0.0.2")):
+        refused([end], [], LLMException, [LISTEN, "cannot change"], switch, "MIX", options, status=code)
+        assert end.do(now)[0] == "PROMPT"
+    for role, same in (("DECODER", None), ("PROMPT", {}), ("MIX", at(end.port))):
+        assert end.do(switch, role, same) == end.port
+        assert end.do(now)[0] == role
+
+
+def test_v1_mode_has_rules_of_its_own_which_leave_role_and_listener_and_a_decoder_may_listen(end: LocalEnd) -> None:
+    v1 = {"listen_ip_info": "127.0.0.1:0", "enable_cache_manager": False}
+    end.start("PROMPT", 1, **v1)
+    disabled = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    refused([end], [], LLMException, ["EnableSwitchRole"], switch, "DECODER", status=disabled)
+    end.stop()
+    end.start("PROMPT", 1, **v1, enable_switch_role=True)
+    refused([end], [], ParamError, ["PROMPT already"], switch, "PROMPT", at(0))
+    assert end.do(now) == ("PROMPT", ("127.0.0.1", end.port))
+    assert end.do(switch, "DECODER") is None
+    refused([end], [], ParamError, [LISTEN, "PROMPT"], switch, "PROMPT")
+    assert end.do(switch, "PROMPT", at(end.port)) == end.port
+    assert end.do(switch, "DECODER", at(end.port)) == end.port
+    assert end.do(switch, "MIX") is None

@@ -33,9 +33,7 @@ from tests.support.pairs import TRANSPORTS, pair_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from tests.support.kinds import Bytes, Pair, World
 
 pytestmark = pytest.mark.covers("LayerSelection", "CacheManager: pull_blocks pull_cache push_blocks push_cache")
 

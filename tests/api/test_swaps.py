@@ -1,15 +1,12 @@
-"""swap_blocks: blocks between device and host memory, with the bytes around them (interface §6.9, R26), and the engine
-under it: workers, staging buffers and their memory, devices that fail (interface R10).
-
-What it refuses: test_swap_arguments.py and test_bad_input_*.py.
-"""
+"""swap_blocks: blocks between device and host memory, with the bytes around them (interface §6.9, R26), the engine
+under it: workers, staging buffers and their memory, devices that fail (interface R10), and what is refused."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
@@ -19,16 +16,19 @@ from llm_datadist._memory.device import HostDevice
 from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist.errors import OutOfMemory
 from llm_datadist.testing import StagedDevice
-from tests.support.background import Call
-from tests.support.devices import BrokenDevice
-from tests.support.memory import desc, pool, state, user_memory
-from tests.support.moves import Spec, make, moved, same_bytes, show, wait_until
+from tests.support.ends import Call
+from tests.support.memory import BrokenDevice, cpu_cache, desc, pool, state, user_memory
+from tests.support.moves import Spec, Use, make, moved, same_bytes, show, wait_until
+from tests.support.refusals import MISMATCH, RULE, SWAP_PAIRS, Kind, Row, Table, attempt, bad, no_op, raises, refuse
+from tests.support.refusals import Spec as Argument
 from tests.support.world import fill, read
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from llm_datadist._memory.device import Device
-    from tests.support.ends import LocalEnd
-    from tests.support.world import World
+    from tests.support.kinds import LocalEnd, World
+
 
 pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics")
 
@@ -86,7 +86,6 @@ def start(end: LocalEnd, device: Device) -> Scene:
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
-
 PAIRS: Final[list[dict[int, int]]] = [
     {0: 0, 1: 1},  # the example of the samples
     {5: 0, 4: 1, 3: 2, 7: 7},
@@ -223,9 +222,7 @@ class Watched(StagedDevice):
         super().copy_on_device(dst, src, nbytes)
 
 
-def test_r10_four_staging_buffers_outside_the_pool_from_first_use_to_finalize_that_one_thread_empties(
-    end: LocalEnd,
-) -> None:
+def test_r10_four_staging_buffers_outside_the_pool_until_finalize_that_one_thread_empties(end: LocalEnd) -> None:
     device = Watched()
     small = start(end, device)
     large = Scene(end.world, "large", block=2048)
@@ -255,9 +252,7 @@ def test_r10_four_staging_buffers_outside_the_pool_from_first_use_to_finalize_th
 
 
 @pytest.mark.parametrize("room", [0, BLOCK, BUFFERS * BLOCK - 1])
-def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size_and_smaller_blocks_still_swap(
-    end: LocalEnd, room: int
-) -> None:
+def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size(end: LocalEnd, room: int) -> None:
     device = StagedDevice()
     large, small = start(end, device), Scene(end.world, "small", block=64)
     device.refuse_after(POOL_BYTES + room)
@@ -281,8 +276,6 @@ def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size_and_smalle
 
 
 # --- failures and other callers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["allocate", "copy_to_device", "copy_on_device", "copy_from_device"])
 def test_an_error_of_the_device_reaches_the_caller_and_the_next_swap_works(end: LocalEnd, method: str) -> None:
     device = BrokenDevice()
@@ -322,3 +315,114 @@ def test_a_cache_deallocated_during_a_swap_keeps_its_memory_until_the_swap_has_e
     swap.result()
     assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 0)
     same_bytes(show(world, "other"), content)
+
+
+DEVICE_BLOCKS, CPU_BLOCKS = 6, 8
+GOOD = {0: 0}
+
+
+def described(blocks: int, *, tensors: int = 2, block: int = 64, placement: Placement = Placement.DEVICE) -> CacheDesc:
+    return CacheDesc(tensors, [blocks, block], DataType.DT_UINT8, placement)
+
+
+@pytest.fixture
+def full(end: LocalEnd) -> Iterator[LocalEnd]:
+    """A device blocks cache, CPU caches, others that do not fit them or are gone; the device never hears of a call."""
+    staged = StagedDevice()
+    end.start("PROMPT", 1, device=staged)
+    world = end.world
+    for name, each in {
+        "before device": described(DEVICE_BLOCKS),
+        "device": described(DEVICE_BLOCKS),
+        "other device": described(DEVICE_BLOCKS),
+        "gone device": described(DEVICE_BLOCKS),
+        "wider": described(DEVICE_BLOCKS, block=128),
+        "more tensors": described(DEVICE_BLOCKS, tensors=3),
+        "pooled host": described(CPU_BLOCKS, placement=Placement.HOST),
+        "gone pooled host": described(CPU_BLOCKS, placement=Placement.HOST),
+    }.items():
+        world.caches[name] = world.cm.allocate_blocks_cache(each)
+    world.caches["continuous"] = world.cm.allocate_cache(described(DEVICE_BLOCKS))
+    for name in ("host", "gone host"):
+        cpu_cache(world, name, described(CPU_BLOCKS, placement=Placement.HOST))
+    for seed, cache in enumerate(world.caches.values()):
+        fill(cache, seed)
+    for name in ("gone device", "gone pooled host", "gone host"):
+        world.cm.deallocate_blocks_cache(world.caches[name])
+    before = staged.allocated_bytes, [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
+    yield end
+    after = staged.allocated_bytes, [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
+    assert after == before
+
+
+def swap(kind: Kind, src: Any, dst: Any, *texts: str, pairs: dict[int, int] = GOOD) -> Row:
+    src, dst = (Use(each) if isinstance(each, str) else each for each in (src, dst))
+    return bad(kind, *texts, src_cache=src, dst_cache=dst, src_to_dst=pairs)
+
+
+def both_ways(kind: Kind, one: Any, other: Any, *texts: str, pairs: dict[int, int] = GOOD) -> list[Row]:
+    """The texts may name the argument in which ``one`` is: {}."""
+    there = swap(kind, one, other, *(text.format("src_cache") for text in texts), pairs=pairs)
+    return [there, swap(kind, other, one, *(text.format("dst_cache") for text in texts), pairs=pairs)]
+
+
+def refuse_swaps(end: LocalEnd, rows: list[Row]) -> None:
+    refuse([end], Table("cm.swap_blocks", {}, {}, *rows))
+
+
+def test_r01_r16_r17_swap_refuses_what_is_no_cache_and_what_breaks_a_rule(full: LocalEnd) -> None:
+    rows = [
+        *both_ways(RULE, "continuous", "host", "{}", "not a blocks cache"),
+        *both_ways(MISMATCH, "wider", "host", "block sizes differ", "128", "64"),
+        *both_ways(MISMATCH, "more tensors", "host", "num_tensors differ", "3", "2"),
+    ]
+    for pairs in (GOOD, {}):
+        # two caches of one placement
+        for two in (("host", "host"), ("host", "pooled host")):
+            rows += both_ways(RULE, *two, "src_cache", "dst_cache", "both on HOST", pairs=pairs)
+        for two in (("device", "other device"), ("device", "device")):
+            rows += both_ways(RULE, *two, "src_cache", "dst_cache", "both on DEVICE", pairs=pairs)
+        # no memory
+        for gone, other in (("gone device", "host"), ("gone host", "device"), ("gone pooled host", "device")):
+            rows += both_ways(RULE, gone, other, "{}", "deallocated", pairs=pairs)
+    host = full.world.caches["host"]
+    for at in (0, 1):
+        addrs = [0 if i == at else address for i, address in enumerate(host.tensor_addrs)]
+        no_address = Cache.create_cpu_cache(host.cache_desc, addrs)
+        rows += both_ways(RULE, no_address, "device", "{}", f"tensor_addrs[{at}]=0", "zero")
+        addrs[at] = 8
+        unmapped = Cache.create_cpu_cache(host.cache_desc, addrs)
+        rows += both_ways(RULE, unmapped, "device", "{}", f"tensor_addrs[{at}]=0x8", "must be mapped")
+    refuse_swaps(full, rows)
+    argument = Argument(("no cache", 1, []))
+    specs = {"src_cache": argument, "dst_cache": argument, "src_to_dst": SWAP_PAIRS}
+    for src, dst in (("device", "host"), ("host", "device")):
+        good = {"src_cache": Use(src), "dst_cache": Use(dst), "src_to_dst": GOOD}
+        refuse([full], Table("cm.swap_blocks", good, specs, no_op(src_to_dst={})))
+
+
+@pytest.mark.parametrize("shift", [-64, 64, 63, -(DEVICE_BLOCKS - 1) * 64, (DEVICE_BLOCKS - 1) * 64])
+def test_r26_operands_that_overlap_without_being_the_same_are_refused(full: LocalEnd, shift: int) -> None:
+    addrs = [address + shift for address in full.world.caches["device"].tensor_addrs]
+    host = Cache.create_cpu_cache(described(DEVICE_BLOCKS, placement=Placement.HOST), addrs)
+    refuse_swaps(full, both_ways(RULE, host, "device", "src_cache", "dst_cache", "overlap", pairs={0: 0, 1: 1}))
+
+
+def test_swap_refuses_what_is_outside_the_memory_that_was_allocated_whatever_the_shape_became(full: LocalEnd) -> None:
+    rows = []
+    for host in ("host", "pooled host"):
+        for src, dst, end, other in (
+            ("device", host, DEVICE_BLOCKS, CPU_BLOCKS),
+            (host, "device", CPU_BLOCKS, DEVICE_BLOCKS),
+        ):
+            rows.append(swap(RULE, src, dst, "sources of src_to_dst", str(end), pairs={0: 0, end: 2}))
+            rows.append(swap(RULE, src, dst, "destinations of src_to_dst", str(other), pairs={2: other}))
+    refuse_swaps(full, rows)
+    shape, before = full.world.caches["device"].cache_desc, full.do(state)
+    for dim, was, value in ((0, DEVICE_BLOCKS, 100), (1, 64, 8)):
+        shape.update_dim(dim, value)
+        errors = full.do(attempt, Table("cm.swap_blocks", {}, {}), [row.changes for row in rows])
+        shape.update_dim(dim, was)
+        for error, row in zip(errors, rows, strict=True):
+            raises(error, RULE, row.texts)
+    assert full.do(state) == before

@@ -1,8 +1,9 @@
-"""Spans of OpenTelemetry: one for each call, with what it moved, over what and how it ended; none unless asked for."""
+"""Spans of OpenTelemetry, and the Prometheus collector over a pair that has moved something."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,20 +15,32 @@ from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client import CollectorRegistry, generate_latest
 
-from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LayerSynchronizer, TransferWithCacheKeyConfig
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    LayerSynchronizer,
+    LLMDataDist,
+    LLMRole,
+    TransferWithCacheKeyConfig,
+)
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
-from tests.support.linking import SUCCESS, explain, free_port, info, link, unlink
+from llm_datadist.prometheus import register
+from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
+from tests.support.world import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opentelemetry.sdk.trace import ReadableSpan
+    from prometheus_client.registry import RestrictedRegistry
 
-    from tests.support.ends import ChildEnd
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+    from llm_datadist.metrics import OperationStatistics
+    from tests.support.kinds import ChildEnd, End, Pair, World
+
 
 TRACED: Final = {"llm.Tracing": "1"}
 PAGED: Final = Spec(tensors=2, rows=4, stride=1024, blocks=True)
@@ -85,9 +98,7 @@ def _link(pair: Pair) -> None:
     _exporter.clear()
 
 
-def test_each_call_has_one_span_that_says_what_moved_and_over_what(
-    spans: InMemorySpanExporter, local_pair: Pair
-) -> None:
+def test_each_call_has_one_span_that_says_what_moved_and_how(spans: InMemorySpanExporter, local_pair: Pair) -> None:
     prompt, decoder = _start(local_pair, rca=True)
     _link(local_pair)
     cm, kv, rows = decoder.cm, decoder.caches["kv"], decoder.caches["rows"]
@@ -152,9 +163,7 @@ class Ready(LayerSynchronizer):
         return True
 
 
-def test_links_have_spans_too_and_what_fails_has_the_exception_and_an_error(
-    spans: InMemorySpanExporter, local_pair: Pair
-) -> None:
+def test_links_have_spans_and_what_fails_has_an_exception(spans: InMemorySpanExporter, local_pair: Pair) -> None:
     _, decoder = _start(local_pair)
     spans.clear()
     nowhere = info(5, free_port())
@@ -184,9 +193,7 @@ def test_links_have_spans_too_and_what_fails_has_the_exception_and_an_error(
     assert unlinking.status.status_code is StatusCode.UNSET
 
 
-def test_the_parent_is_the_callers_span_also_of_awaited_and_layerwise_calls(
-    spans: InMemorySpanExporter, local_pair: Pair
-) -> None:
+def test_the_parent_is_the_callers_span_also_of_awaited_calls(spans: InMemorySpanExporter, local_pair: Pair) -> None:
     prompt, decoder = _start(local_pair, rca=True)
     _link(local_pair)
     tracer, kv, rows = trace.get_tracer("engine"), decoder.caches["kv"], decoder.caches["rows"]
@@ -203,25 +210,19 @@ def test_the_parent_is_the_callers_span_also_of_awaited_and_layerwise_calls(
     layers = Ready()
     with tracer.start_as_current_span("step"):
         decoder.cm.pull_blocks(BLOCKS, kv, [0], [0])
-        decoder.cm.transfer_cache_async(
-            rows, layers, [TransferWithCacheKeyConfig(row, range(2), range(2))]
-        ).synchronize()
+        configs = (TransferWithCacheKeyConfig(row, range(2), range(2)),)
+        decoder.cm.transfer_cache_async(rows, layers, configs).synchronize()
         assert getattr(trace.get_current_span(), "name", "") == "step"
     wait_until(lambda: len(spans.get_finished_spans()) == 4 + 4 + 3)
     known = {span.context.span_id: span for span in spans.get_finished_spans() if span.context is not None}
     pairs = sorted((known[span.parent.span_id].name, span.name) for span in known.values() if span.parent is not None)
-    assert pairs == [(f"request {n}", "pull_blocks") for n in range(4)] + [
-        ("step", "pull_blocks"),
-        ("step", "transfer_cache_async"),
-    ]
+    calls = [(f"request {n}", "pull_blocks") for n in range(4)]
+    assert pairs == [*calls, ("step", "pull_blocks"), ("step", "transfer_cache_async")]
     assert layers.current == ["transfer_cache_async"] * 2
 
 
 def test_a_tracer_that_fails_breaks_no_transfer(
-    spans: InMemorySpanExporter,
-    local_pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    spans: InMemorySpanExporter, local_pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt, decoder = _start(local_pair)
     _link(local_pair)
@@ -285,9 +286,119 @@ else:
     ],
     ids=["off", "on", "not installed"],
 )
-def test_the_package_is_loaded_only_when_asked_for_and_named_when_it_is_missing(
-    hide: str, value: str, printed: str
-) -> None:
+def test_the_package_is_loaded_only_when_asked_for_and_named_if_missing(hide: str, value: str, printed: str) -> None:
     script = _OFF.format(hide=hide, value=value)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, "")
+
+
+def _scrape(world: World, finalized: bool = False) -> str:
+    registry = CollectorRegistry()
+    register(world.dd, registry)
+    if finalized:
+        world.dd.finalize()
+    return generate_latest(registry).decode()
+
+
+def _numbers(end: End) -> dict[str, float]:
+    lines = [line for line in end.do(_scrape).splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_finalize(shm_pair: Pair) -> None:
+    shm_pair.start()
+    spec = Spec(tensors=2, rows=4, stride=1024)
+    shm_pair.prompt.do(make, "blocks", replace(spec, blocks=True, blocks_key=BLOCKS), 1)
+    shm_pair.prompt.do(make, "rows", replace(spec, keys=(CacheKey(1, 7),)), 2)
+    shm_pair.decoder.do(make, "kv", replace(spec, blocks=True), 3)
+    shm_pair.decoder.do(make, "rows", spec, 4)
+    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
+    decoder, prompt = _numbers(shm_pair.decoder), _numbers(shm_pair.prompt)
+    moved = 3 * 1024 * 2
+    assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
+    assert decoder['llm_datadist_operation_bytes_total{cluster="2",operation="pull_blocks"}'] == moved
+    labels = 'cluster="2",operation="pull_blocks",transport="shm"'
+    assert decoder[f"llm_datadist_operation_duration_seconds_count{{{labels}}}"] == 1
+    assert decoder[f"llm_datadist_transport_bytes_total{{{labels}}}"] == moved
+    assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
+    assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
+    assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
+    waits = [f'llm_datadist_{name}{{cluster="1"}}' for name in ("unconsumed_bytes", "oldest_key_seconds")]
+    assert prompt[waits[0]] == 1024 * 2
+    assert prompt[waits[1]] > 0
+    assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
+    shm_pair.decoder.do(call, "pull_cache", CacheKey(1, 7), Use("rows"), 0)
+    wait_until(lambda: [_numbers(shm_pair.prompt)[each] for each in waits] == [0, 0])  # no pull consumes the blocks key
+    redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
+    assert redials not in decoder
+    shm_pair.prompt.do(finalize)  # its process lives, so there is hope
+    wait_until(lambda: _numbers(shm_pair.decoder).get(redials, 0) >= 1)
+    lost = {name: value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name}
+    assert sum(lost.values()) == 1
+    assert lost.keys() == {name for name in decoder if "links_lost_total" in name}, "there from the beginning"
+    assert shm_pair.decoder.do(_scrape, True) == ""
+
+
+def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_is_gone() -> None:
+    def shown(registry: CollectorRegistry | RestrictedRegistry, name: str = "llm_datadist_pins") -> list[str]:
+        text = generate_latest(registry).decode()
+        assert text.count(f"# HELP {name} ") == bool(text)
+        return sorted(re.findall(rf'^{name}{{cluster="(.)"', text, re.MULTILINE))
+
+    first, second, third = (LLMDataDist(LLMRole.PROMPT, cluster_id) for cluster_id in (1, 2, 3))
+    first.init(make_config())
+    registry, other = CollectorRegistry(auto_describe=True), CollectorRegistry()
+    collector = register(first, registry)
+    second.init(make_config())
+    assert register(second, registry) is register(third, registry) is register(second, registry) is collector
+    register(second, other)
+    assert (shown(registry), shown(other)) == (["1", "2"], ["2"])
+    assert shown(registry, "llm_datadist_pool_used_bytes") == ["1", "1", "2", "2"]
+    third.init(make_config())
+    first.finalize()
+    assert shown(registry) == ["2", "3"]
+    assert shown(registry.restricted_registry(["llm_datadist_pins"])) == ["2", "3"]
+    first.init(make_config())
+    assert shown(registry) == ["1", "2", "3"]
+    registry.unregister(collector)
+    assert (shown(registry), shown(other)) == ([], ["2"])
+    register(third, registry)
+    assert shown(registry) == ["3"]
+    for each in (first, second, third):
+        each.finalize()
+    assert shown(registry) == shown(other) == []
+    register(LLMDataDist(LLMRole.PROMPT, 4), registry)
+    assert [each.cluster_id for each in collector._datadists] == [3], "nothing holds 4"
+
+
+def _operations(world: World) -> tuple[OperationStatistics, ...]:
+    return world.dd.statistics().operations
+
+
+def test_histograms_and_failures_equal_what_was_done(shm_pair: Pair) -> None:
+    shm_pair.start()
+    spec = Spec(tensors=2, rows=4, stride=1024, blocks=True)
+    shm_pair.prompt.do(make, "blocks", replace(spec, blocks_key=BLOCKS), 1)
+    shm_pair.decoder.do(make, "kv", spec, 2)
+    for _ in range(5):
+        shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1], [1, 2])
+    shm_pair.decoder.do(call, "copy_blocks", Use("kv"), {1: [3]})
+    with pytest.raises(CacheNotFound):
+        shm_pair.decoder.do(call, "pull_blocks", BlocksCacheKey(1, 99), Use("kv"), [0], [1])
+    found = {each.name: each for each in shm_pair.decoder.do(_operations)}
+    pulls = found["pull_blocks"]
+    assert (pulls.count, pulls.errors, pulls.failures) == (6, 1, {"CacheNotFound": 1})
+    by = {each.transport: (each.count, each.nbytes) for each in pulls.transports}
+    assert by == {"shm": (5, 5 * 2 * 2 * 1024), "": (1, 0)}
+    assert [each.transport for each in found["copy_blocks"].transports] == [""]
+    for each in found.values():
+        assert sum(sum(by.buckets) for by in each.transports) == each.count
+        assert sum(by.nbytes for by in each.transports) == each.nbytes
+        assert sum(by.seconds for by in each.transports) == pytest.approx(each.seconds)
+    numbers = _numbers(shm_pair.decoder)
+    pulled = 'cluster="2",operation="pull_blocks"'
+    failed = 'llm_datadist_operation_failures_total{cluster="2",kind="CacheNotFound",operation="pull_blocks"}'
+    assert numbers[failed] == 1
+    bucket = '{cluster="2",le="+Inf",operation="pull_blocks",transport="shm"}'
+    assert numbers[f"llm_datadist_operation_duration_seconds_bucket{bucket}"] == 5
+    assert numbers[f"llm_datadist_operations_total{{{pulled}}}"] == 6

@@ -15,8 +15,7 @@ from llm_datadist.views import tensor_views, torch_views
 from tests.support.world import read, residue
 
 if TYPE_CHECKING:
-    from tests.support.ends import LocalEnd
-    from tests.support.world import World
+    from tests.support.kinds import LocalEnd, World
 
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
 
@@ -54,7 +53,9 @@ def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
     assert tensor_views(cache)[0].shape == (1, 3)
 
 
-def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(world: World) -> None:
+def test_only_a_cache_that_is_there_and_of_a_known_type_has_views(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for wrong, kind in ((None, NoneArgument), (1, TypeError), ("cache", TypeError)):
         with pytest.raises(kind, match="cache"):
             tensor_views(wrong)  # type: ignore[arg-type]
@@ -65,6 +66,12 @@ def test_only_a_cache_that_is_there_and_whose_type_numpy_has_has_views(world: Wo
     world.cm.deallocate_cache(text)
     with pytest.raises(ParamError, match="deallocated"):
         tensor_views(text)
+    # Without torch.
+    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_FLOAT))
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(LLMException, match=r"torch_views needs torch.*tensor_views") as without:
+        torch_views(cache)
+    assert without.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
 
 
 def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the_last_one(end: LocalEnd) -> None:
@@ -88,16 +95,6 @@ def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the
 
 
 # --- torch --------------------------------------------------------------------------------------------------------
-
-
-def test_torch_views_without_torch_say_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = world.cm.allocate_cache(CacheDesc(1, [2, 3], DataType.DT_FLOAT))
-    monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(LLMException, match=r"torch_views needs torch.*tensor_views") as caught:
-        torch_views(cache)
-    assert caught.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-
-
 @pytest.mark.parametrize("name", ["DT_FLOAT", "DT_FLOAT16", "DT_BF16", "DT_INT8", "DT_INT64", "DT_UINT8", "DT_BOOL"])
 def test_torch_views_are_the_memory_itself_and_outlive_finalize(world: World, name: str) -> None:
     torch = pytest.importorskip("torch", reason="torch is optional: torch_views is all that uses it")

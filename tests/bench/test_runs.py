@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from llm_datadist.bench.rows import Row
 from llm_datadist.cli.app import app
 from tests.bench.test_results import shows
-from tests.support.family import has_ended
+from tests.support.ends import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
 from tests.support.tables import tables

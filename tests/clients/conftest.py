@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.family import Processes
+from tests.support.ends import Processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,66 +5,29 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, DataType, LLMRole
-from tests.clients.kv import contents, initialised, options, rank_table, registered, same_kinds, shown, succeeded
+from llm_datadist import BlocksCacheKey, DataType
+from tests.clients.kv import Kind, holds, kv, options, play, rank_table
 from tests.support.linking import info, links
-from tests.support.moves import moved, wait_until
+from tests.support.moves import moved, same_bytes, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.support.family import Processes
-    from tests.support.world import World
+    from tests.support.kinds import Processes, World
 
 pytestmark = pytest.mark.covers("sglang", "LLMConfig.local_comm_res", "llm.LocalCommRes")
 
 THREADS = 12
-LAYERS, PAGES, METADATA_BUFFERS = 5, 96, 32
-
+PAGES = 96
+AUX = Kind(1, 32, (16,), DataType.DT_INT32)
 #: Kinds of buffers, and one page of each: K and V of 4 heads; or the latent cache, whose (tokens, 1, dim) buffers are
 #: viewed as (pages, page, dim). Only the registration speaks of pages.
-Model = tuple[int, tuple[int, ...]]
-MODELS: dict[str, Model] = {"mha": (2, (16, 4, 32)), "mla": (1, (16, 144))}
-
-
-def held(model: Model, seed: int) -> list[Any]:
-    """The buffers of each kind, one per layer, and the aux buffer."""
-    kinds, page = model
-    kv = [contents(seed + kind, LAYERS, PAGES, prod(page) * 2) for kind in range(kinds)]
-    return [*kv, contents(seed + 9, 1, METADATA_BUFFERS, 16 * 4)]
-
-
-def start(world: World, device: int, prompt: bool, model: Model, seed: int) -> int | None:
-    """Initialise, register one cache per kind of buffer and the aux buffer; return the listening port.
-
-    No enable_* is set anywhere in this client: local_comm_res, its own rank table, turns both modes on.
-    """
-    own = device * 2 + (not prompt)
-    listen = {"listen_ip_info": "127.0.0.1:0"} if prompt else {}
-    devices = [("127.0.0.1", {"device_id": str(device), "device_ip": f"10.0.0.{device + 1}"})]
-    table = rank_table(devices, "1.2", ["0"])
-    given = options(device_id=device, local_comm_res=table, sync_kv_timeout=20000, **listen)
-    world.dd = initialised(LLMRole.PROMPT if prompt else LLMRole.DECODER, own, given)
-    world.memory["kv"] = held(model, seed)
-    types = [(DataType.DT_FLOAT16, model[1])] * model[0] + [(DataType.DT_INT32, (16,))]
-    world.memory["caches"] = [
-        registered(world.dd, tensors, data_type, shape, BlocksCacheKey(own, kind))
-        for kind, (tensors, (data_type, shape)) in enumerate(zip(world.memory["kv"], types, strict=True))
-    ]
-    return world.dd.listen_port
-
-
-def link_once(world: World, ports: list[int]) -> None:
-    """The decoder's part: one cluster info per prompt, with nothing in it but where the prompt listens."""
-    for port in ports:
-        status, _ = world.dd.link_clusters([info(None, port, local=None)], 20000)
-        succeeded("link", status)
+MODELS = {"mha": [*[Kind(5, PAGES, (16, 4, 32))] * 2, AUX], "mla": [Kind(5, PAGES, (16, 144)), AUX]}
 
 
 class Chunk(NamedTuple):
@@ -77,9 +40,9 @@ class Chunk(NamedTuple):
     aux: tuple[int, int] | None = None
 
 
-def push_all(world: World, kinds: int, chunks: list[Chunk]) -> None:
+def push_all(world: World, chunks: list[Chunk]) -> None:
     """Push from 12 threads; the chunks of a room always go to the same one."""
-    started = threading.Barrier(THREADS)
+    started, caches = threading.Barrier(THREADS), world.memory["instances"][world.dd.cluster_id][1]["caches"]
 
     def run(thread: int) -> None:
         started.wait()
@@ -88,12 +51,11 @@ def push_all(world: World, kinds: int, chunks: list[Chunk]) -> None:
                 push(chunk)
 
     def push(chunk: Chunk) -> None:
-        caches = world.memory["caches"]
-        for i in range(kinds):
+        for i, cache in enumerate(caches[:-1]):
             key = BlocksCacheKey(chunk.dst_cluster, i)
-            world.cm.push_blocks(key, caches[i], chunk.src, chunk.dst, range(LAYERS), range(LAYERS), 1)
+            world.cm.push_blocks(key, cache, chunk.src, chunk.dst, range(5), range(5), 1)
         if chunk.aux is not None:
-            key = BlocksCacheKey(chunk.dst_cluster, kinds)
+            key = BlocksCacheKey(chunk.dst_cluster, len(caches) - 1)
             aux, dst_aux = chunk.aux
             world.cm.push_blocks(key, caches[-1], [aux], [dst_aux], range(1), range(1), 1)
 
@@ -117,33 +79,42 @@ def requests(prompt: int, decoders: list[int]) -> Iterator[Chunk]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_twelve_threads_push_over_the_links_that_the_decoders_opened(processes: Processes, name: str) -> None:
-    model = MODELS[name]
-    prompts, decoders = ([processes.child(f"{role} {device}") for device in range(2)] for role in ("prompt", "decoder"))
-    ports = [end.do(start, device, True, model, 1000 + 10 * device) for device, end in enumerate(prompts)]
-    for device, end in enumerate(decoders):
-        end.do(start, device, False, model, 2000 + 10 * device)
-        end.do(link_once, ports)
+    """No enable_* is set anywhere in this client: local_comm_res, its own rank table, turns both modes on."""
+    kinds, everyone, ports = MODELS[name], [], []
+    for own in (0, 2, 1, 3):  # twice the device; a decoder's is odd
+        prompt, device = own % 2 == 0, own // 2
+        everyone.append(end := processes.child(f"{'prompt' if prompt else 'decoder'} {device}"))
+        devices = [("127.0.0.1", {"device_id": f"{device}", "device_ip": f"10.0.0.{device + 1}"})]
+        listen = {"listen_ip_info": "127.0.0.1:0"} if prompt else {}
+        given = options(
+            device_id=device, local_comm_res=rank_table(devices, "1.2", ["0"]), sync_kv_timeout=20000, **listen
+        )
+        port = play((end, "start", "PROMPT" if prompt else "DECODER", own, given, kinds, 1000 * own, True))
+        if prompt:
+            ports.append(port)
+    prompts, decoders = everyone[:2], everyone[2:]
+    for end in decoders:  # nothing in a cluster info but where the prompt listens
+        for port in ports:
+            play((end, "link_clusters", [info(None, port, local=None)], 20000))
         assert end.do(links) == {0: "ready", 2: "ready"}, "the ids were learned"
     for end in prompts:
         wait_until(lambda end=end: end.do(links) == {1: "ready", 3: "ready"})  # type: ignore[misc]
-
     sent = [list(requests(device, [1, 3])) for device in range(2)]
     for end, chunks in zip(prompts, sent, strict=True):
-        end.begin(push_all, model[0], chunks)
+        end.begin(push_all, chunks)
     for end in prompts:
         end.finish()
-
     # Every byte of every cache: what was pushed to a decoder, and what was there before everywhere else.
-    for device, end in enumerate(decoders):
-        expected = held(model, 2000 + 10 * device)
-        for prompt, chunks in enumerate(sent):
-            *kv, aux = held(model, 1000 + 10 * prompt)
-            for chunk in chunks:
-                if chunk.dst_cluster == 2 * device + 1:
-                    for kind, source in enumerate(kv):
-                        expected[kind] = moved(expected[kind], source, zip(chunk.dst, chunk.src, strict=True))
-                    if chunk.aux is not None:
-                        expected[-1] = moved(expected[-1], aux, [chunk.aux[::-1]])
-        same_kinds(end.do(shown, "kv"), expected)
-    for device, end in enumerate(prompts):
-        same_kinds(end.do(shown, "kv"), held(model, 1000 + 10 * device))
+    for own, end in zip((1, 3), decoders, strict=True):
+        for kind, (each, found) in enumerate(zip(kinds, end.do(kv), strict=True)):
+            expected = each.held(1000 * own + kind)
+            for number, chunks in enumerate(sent):
+                source = each.held(2000 * number + kind)
+                for chunk in (chunk for chunk in chunks if chunk.dst_cluster == own):
+                    pairs = list(zip(chunk.dst, chunk.src, strict=True))
+                    if each is AUX:
+                        pairs = [] if chunk.aux is None else [chunk.aux[::-1]]
+                    expected = moved(expected, source, pairs)
+            same_bytes(found, expected)
+    for number, end in enumerate(prompts):
+        holds(end, kinds, 2000 * number)

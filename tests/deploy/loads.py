@@ -16,9 +16,7 @@ import pytest
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey
 from llm_datadist.errors import CacheNotFound
-from tests.support.background import begin_there, result_there
-from tests.support.ends import ChildEnd, End
-from tests.support.frozen import frozen
+from tests.support.ends import ChildEnd, End, begin_there, frozen, result_there
 from tests.support.linking import finalize, info, link, link_number, lose
 from tests.support.moves import Spec, Use, call, forget, make, same_bytes, show, wait_until
 from tests.support.world import World, small_pool

@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Any
 
-from tests.support.family import Processes
+from tests.support.ends import Processes
 from tests.support.linking import SUCCESS, explain, info, link, links
 from tests.support.moves import wait_until
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llm_datadist.demo.workload import Workload
-from tests.support.family import has_ended
+from tests.support.ends import has_ended
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ TESTS: Final = (
     "tests/api/test_copies.py",
     "tests/api/test_swaps.py",
     "tests/api/test_checksums.py",
-    "tests/api/test_placements.py",
+    "tests/api/test_memory_calls.py",
     "tests/api/test_lanes_api.py",
 )
 

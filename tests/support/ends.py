@@ -1,21 +1,27 @@
-"""Ends: a World in this process (LocalEnd) or in a child process (ChildEnd), driven by the same calls."""
+"""Ends: a World in this process (LocalEnd) or in a child process (ChildEnd), driven by the same calls; processes of a
+test of its own; calls in a thread of their own."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tests.support.moves import wait_until
 from tests.support.nursery import Forked, Nursery
 from tests.support.source import ROOT
-from tests.support.world import World, make_config
+from tests.support.world import World, make_config, residue_of, settled_of
 
 if TYPE_CHECKING:
-    import signal
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
@@ -122,3 +128,168 @@ class ChildEnd(End):
             self._pipe.close()
             code = self._process.wait(30)
             assert code == 0, f"the child ended with {code}"
+
+
+# --- processes of a test of its own, to be killed, stopped and born again ---
+class Processes:
+    """The processes of one test. Survivors must have nothing left when they have finalized."""
+
+    def __init__(self) -> None:
+        self._newborn: dict[ChildEnd, Any] = {}
+
+    def child(self, name: str) -> ChildEnd:
+        end = ChildEnd(name)
+        self._newborn[end] = end.do(residue_of)
+        return end
+
+    def kill(self, end: ChildEnd) -> None:
+        end.kill()
+
+    def part(self) -> None:
+        """Finalize and end those that were not killed, the last one first: it is the one that linked."""
+        alive = [end for end in self._newborn if end.code != -signal.SIGKILL]
+        for end in alive:
+            end.signal(signal.SIGCONT)  # after a test that failed while it was frozen
+        try:
+            for end in reversed(alive):
+                end.stop()
+                assert end.do(settled_of, self._newborn[end]) == self._newborn[end]
+                end.close()
+        finally:
+            for end in alive:
+                end.kill()
+
+
+class Family(Processes):
+    """Ends over one transport."""
+
+    def __init__(self, transport: str) -> None:
+        super().__init__()
+        self.transport = transport
+
+    def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
+        end = self.child(f"{role.lower()} {cluster_id}")
+        extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
+        end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
+        return end
+
+
+@contextmanager
+def one_family(transport: str) -> Iterator[Family]:
+    """Yield a family; afterwards nothing of the library's may be left in the file system either."""
+    before = _files_of_ours()
+    family = Family(transport)
+    yield family
+    family.part()
+    assert _files_of_ours() == before
+
+
+def _files_of_ours() -> list[str]:
+    names = [name for folder in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(folder)]
+    return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is at most an entry that its parent, who may not be ours, has not collected yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text("ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def freeze(end: End) -> None:
+    """SIGSTOP, and wait until no thread of it runs any more: until then it may still answer."""
+    assert isinstance(end, ChildEnd), "it is in this process"
+    end.signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{end.pid}/task")
+
+    def state(thread: Path) -> str:
+        return (thread / "stat").read_text("ascii").rpartition(")")[2].split()[0]
+
+    wait_until(lambda: all(state(thread) == "T" for thread in threads.iterdir()))
+
+
+@contextmanager
+def frozen(end: End) -> Iterator[None]:
+    """The process answers nothing meanwhile."""
+    assert isinstance(end, ChildEnd), "it is in this process"
+    try:
+        freeze(end)
+        yield
+    finally:
+        end.signal(signal.SIGCONT)
+
+
+# --- calls in a thread of their own, so that a test can do something else meanwhile, also at that end ---
+class Call:
+    """One call in a thread of its own, and what came of it."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._error: BaseException | None = None
+        self._result: Any = None
+
+        def run() -> None:
+            try:
+                self._result = function(*args)
+            except BaseException as error:  # noqa: BLE001 (carried to the test)
+                self._error = error
+
+        self.thread = threading.Thread(target=run, name="in background")
+        self.thread.start()
+
+    def outcome(self) -> Any:
+        """Return what the call returns, or its exception; it must end in time."""
+        self.thread.join(_ANSWER_SECONDS)
+        assert not self.thread.is_alive()
+        return self._result if self._error is None else self._error
+
+    def result(self) -> Any:
+        """Return what the call returns, or raise what it raises; it must end in time."""
+        self.outcome()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def begin_there(world: World, name: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call ``function(world, *args)`` in a thread of the end; :func:`result_there` waits for it."""
+    world.memory[name] = Call(function, world, *args)
+
+
+def runs_there(world: World, name: str) -> bool:
+    """Return True while the call has not ended."""
+    call: Call = world.memory[name]
+    return call.thread.is_alive()
+
+
+def result_there(world: World, name: str) -> Any:
+    """Return the result, or the exception."""
+    return world.memory.pop(name).outcome()
+
+
+def ended(world: World) -> bool:
+    """Return True when the call of :func:`in_background` is over."""
+    return not runs_there(world, "background")
+
+
+@contextmanager
+def in_background(end: End, function: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Run ``function(world, *args)`` at the end meanwhile.
+
+    The block begins once it has made a guard void; its exception, if it has one, is raised at the end of the block.
+    """
+    before = end.do(_advances)
+    end.do(begin_there, "background", function, *args)
+    try:
+        wait_until(lambda: end.do(_advances) > before)
+        yield
+    finally:
+        if isinstance(error := end.do(result_there, "background"), BaseException):
+            raise error
+
+
+def _advances(world: World) -> int:
+    """Return the sum of all generations: it grows when a guard is allocated, advanced or released."""
+    assert world.dd._engine is not None
+    guards = world.dd._engine.store.exports.guards
+    return sum(guards.load(slot) for slot in range(1, guards._next_fresh))

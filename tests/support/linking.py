@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMStatusCode
+from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotLinked
-from tests.support.background import Call, begin_there, result_there, runs_there
+from tests.support.ends import Call, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.world import cluster_info as info
 
@@ -34,6 +34,12 @@ def link(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000) ->
 
 def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, force: bool = False) -> Codes:
     return world.dd.unlink_clusters(clusters, timeout, force)
+
+
+def switch(world: World, role: str, options: dict[str, Any] | None = None) -> int | None:
+    """Switch the role; return the port it listens on now."""
+    world.dd.switch_role(LLMRole[role], options)
+    return world.dd.listen_port
 
 
 def link_when(world: World, start: Path, cluster: LLMClusterInfo, threads: int = 1) -> list[LLMStatusCode]:

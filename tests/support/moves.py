@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
-from llm_datadist.errors import LLMException, LLMStatusCode
+from llm_datadist.errors import DeadlineExceeded, LLMException, LLMStatusCode
 from tests.support.world import World, fill, read
 
 if TYPE_CHECKING:
@@ -136,6 +136,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         waited = time.monotonic() - since
         assert waited < seconds, f"not within {seconds} s"
         time.sleep(min(0.002 + waited / 50, 0.01))
+
+
+def in_time(end: End, function: Callable[..., object], *args: Any) -> bool:
+    """Make a call whose time is short; return False if that was over: a loaded machine may need several."""
+    try:
+        end.do(function, *args)
+    except DeadlineExceeded:
+        return False
+    return True
 
 
 def nothing_happens(ends: Sequence[End], names: Iterable[str], action: Callable[[], None]) -> None:

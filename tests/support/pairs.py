@@ -25,8 +25,8 @@ class Pair:
     decoder: End
     transport: str
 
-    def start(self, *, linked: bool = True, rca: bool = False, **settings: Any) -> None:
-        """Start both, and link the decoder to the prompt unless told otherwise."""
+    def start(self, *, linked: bool = True, rca: bool = False, **settings: Any) -> tuple[End, End]:
+        """Start both, and link the decoder to the prompt unless told otherwise; return both."""
         extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
         if rca:
             settings["enable_remote_cache_accessible"] = True
@@ -34,6 +34,7 @@ class Pair:
         self.decoder.start("DECODER", 2, extra=extra, **settings)
         if linked:
             self.link()
+        return self.prompt, self.decoder
 
     def link(self) -> None:
         codes = self.decoder.do(link, [info(1, self.prompt.port)])

@@ -75,11 +75,8 @@ class Spec:
     def rows(self, name: str) -> list[Row]:
         none = [] if self._none_ok else [Row({name: None}, NONE, (name, "None"))]
         wrong = [Row({name: value}, TYPE, (name, type(value).__name__)) for value in self.wrong]
-        return [
-            *none,
-            *wrong,
-            *(row for kind, text, *values in self.inner for row in each(kind, text, **{name: values})),
-        ]
+        inner = [row for kind, text, *values in self.inner for row in each(kind, text, **{name: values})]
+        return [*none, *wrong, *inner]
 
 
 class Table:
@@ -95,8 +92,6 @@ class Table:
 
 
 # --- kinds of arguments -----------------------------------------------------------------------------------------------
-
-
 def integer(low: int, high: int, *broken: int, none_ok: bool = False) -> Spec:
     """The kind of an integer: no other type, none that is out of its width by one, none that breaks a rule."""
     outside = [(RULE, f"{value}", value) for value in (low - 1, high + 1)]
@@ -156,11 +151,8 @@ _LAYER_RANGE: Final = Spec(
     none_ok=True,
 )
 #: The two ranges of layers and the tensors of each, of caches of 2 layers of 2 tensors; and rows beside those.
-LAYERS: Final = {
-    "src_layer_range": _LAYER_RANGE,
-    "dst_layer_range": _LAYER_RANGE,
-    "tensor_num_per_layer": integer(1, 2**32 - 1, -1),
-}
+LAYERS: Final = dict.fromkeys(("src_layer_range", "dst_layer_range"), _LAYER_RANGE)
+LAYERS["tensor_num_per_layer"] = integer(1, 2**32 - 1, -1)
 ONE_LAYER: Final = {"src_layer_range": range(1), "dst_layer_range": range(1)}
 UNEQUAL_LAYERS: Final = (
     bad(RULE, "equal lengths", src_layer_range=range(1), dst_layer_range=range(2)),
@@ -173,8 +165,6 @@ UNEQUAL_LAYERS: Final = (
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
-
-
 def refuse(ends: Sequence[End], table: Table) -> None:
     """Run all rows at the first end: each raises what it should, in one line, and nothing has happened at any end."""
     assert table.rows

@@ -1,6 +1,6 @@
 """LLMConfig, property by property, the dict it makes, and what the options become (interface §2, §3.1, §7).
 
-What init refuses: tests/api/test_bad_input_instance.py.
+What init refuses: tests/api/test_bad_input_calls.py.
 """
 
 from __future__ import annotations

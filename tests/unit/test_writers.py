@@ -1,6 +1,6 @@
 """Pages of writers: which are found, which are waited for, which may not begin; and the quarantine on top of them.
 
-What waits for the quarantine, and what it says: tests/api/test_quarantine.py."""
+What waits for the quarantine, and what it says: tests/api/test_guards_api.py."""
 
 from __future__ import annotations
 

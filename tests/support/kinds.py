@@ -1,0 +1,8 @@
+"""The types that tests name in annotations: for type checkers only."""
+
+from tests.support.ends import ChildEnd, End, Family, LocalEnd, Processes
+from tests.support.moves import Bytes
+from tests.support.pairs import Pair
+from tests.support.world import World
+
+__all__ = ["Bytes", "ChildEnd", "End", "Family", "LocalEnd", "Pair", "Processes", "World"]
