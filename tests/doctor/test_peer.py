@@ -85,16 +85,19 @@ def _is(finding: dict[str, str], state: State, value: str, mend: str) -> None:
     assert mend in finding["mend"], finding
 
 
-def test_good_peer_with_one_secret(tmp_path: Path) -> None:
-    secrets = tmp_path / "secrets"
-    new_secret(secrets, "one")
-    with _served("--secrets", str(secrets)) as port:
-        code, found = _doctor(port, "--secrets", str(secrets))
-    assert code < 2, found
-    for name in ("reachable", "clock", "link", "authentication", "latency"):
-        assert found[f"peer_{name}"]["state"] == "ok", found
-    assert found["peer_transport"]["value"].startswith("shm: ")
-    assert "GB/s, memcpy " in found["peer_bandwidth"]["value"]
+def test_good_peer_with_one_secret_and_one_with_another_or_none(tmp_path: Path) -> None:
+    there, other = (str(new_secret(tmp_path / name, name)) for name in ("there", "other"))
+    with _served("--secrets", there) as port:
+        code, found = _doctor(port, "--secrets", there)
+        assert code < 2, found
+        for name in ("reachable", "clock", "link", "authentication", "latency"):
+            assert found[f"peer_{name}"]["state"] == "ok", found
+        assert found["peer_transport"]["value"].startswith("shm: ")
+        assert "GB/s, memcpy " in found["peer_bandwidth"]["value"]
+        for options in (("--secrets", other), ()):
+            code, found = _doctor(port, *options)
+            assert code == 2
+            _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
@@ -105,13 +108,10 @@ def test_good_peer_over_ipv6() -> None:
     assert [found[f"peer_{name}"]["state"] for name in ("reachable", "clock", "link")] == ["ok"] * 3, found
 
 
-def test_closed_port() -> None:
+def test_closed_port_and_unknown_host() -> None:
     code, found = _doctor(_two_ports())
     assert code == 2
     _is(found["peer_reachable"], State.PROBLEM, "Connection refused", "llm-datadist doctor --serve --host")
-
-
-def test_unknown_host() -> None:
     code, found = _doctor(26000, host="nowhere.invalid", inside=needs("unshare", "-n"))  # where nothing is asked
     assert code == 2
     _is(found["peer_reachable"], State.PROBLEM, "nowhere.invalid", "getent hosts nowhere.invalid")
@@ -124,18 +124,6 @@ def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) 
     assert (
         capsys.readouterr().out == "ok      peer_link: linked to pid 7 of a?[2J?ok      peer_authentication: proved\n"
     )
-
-
-def test_other_secret(tmp_path: Path) -> None:
-    for name in ("here", "there"):
-        new_secret(tmp_path / name, name)
-    with _served("--secrets", str(tmp_path / "there")) as port:
-        code, found = _doctor(port, "--secrets", str(tmp_path / "here"))
-        assert code == 2
-        _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
-        code, found = _doctor(port)
-        assert code == 2
-        _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
 
 
 def test_certificates_of_one_authority_and_of_another(tmp_path: Path) -> None:
@@ -197,20 +185,19 @@ def _relayed(port: int) -> Iterator[int]:
         yield here
 
 
-def test_forced_tcp_and_no_secret() -> None:
+def test_forced_tcp_no_secret_an_option_that_is_wrong_and_cma_forbidden_by_seccomp() -> None:
     with _served() as port:
         code, found = _doctor(port, "--option", "llm.Transport=tcp")
-    assert code >= 1
-    _is(found["peer_transport"], State.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
-    _is(found["peer_authentication"], State.WARNING, "not authenticated", "--secrets FILE")
-    assert "one socket stream" in found["peer_bandwidth"]["value"]
-
-
-def test_cma_forbidden_by_seccomp() -> None:
-    with _served() as port:
+        assert code >= 1
+        _is(found["peer_transport"], State.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
+        _is(found["peer_authentication"], State.WARNING, "not authenticated", "--secrets FILE")
+        assert "one socket stream" in found["peer_bandwidth"]["value"]
+        code, found = _doctor(port, "--option", "llm.Transport=pigeon")
+        assert code == 2
+        _is(found["peer_link"], State.PROBLEM, "pigeon", "correct the option")
         _, found = _doctor(port, preparation=forbid("process_vm_readv"))
-    assert found["peer_transport"]["value"].startswith("shm: ")
-    _is(found["peer_private_transport"], State.WARNING, "not by cma", "--cap-add SYS_PTRACE")
+        assert found["peer_transport"]["value"].startswith("shm: ")
+        _is(found["peer_private_transport"], State.WARNING, "not by cma", "--cap-add SYS_PTRACE")
 
 
 def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
@@ -315,13 +302,6 @@ def test_finding_of_pulls_that_took_for_ever() -> None:
     finding = peer._bandwidth(link, 0.0, "127.0.0.1", 1, Deadline(60_000))
     assert finding.state is State.WARNING
     assert "llm.CopyThreads=4" in finding.mend
-
-
-def test_option_that_is_wrong() -> None:
-    with _served() as port:
-        code, found = _doctor(port, "--option", "llm.Transport=pigeon")
-    assert code == 2
-    _is(found["peer_link"], State.PROBLEM, "pigeon", "correct the option")
 
 
 def test_port_that_is_taken_ends_serve_with_one_line() -> None:

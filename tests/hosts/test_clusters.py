@@ -13,6 +13,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound
+from tests.hosts.conftest import impossible
+from tests.hosts.network import Impossible, Network
 from tests.support.linking import begin_there, explain, info, link, links, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from tests.hosts.cluster import Cluster
+    from tests.hosts.conftest import Cluster
     from tests.support.ends import ChildEnd
     from tests.support.moves import Bytes
     from tests.support.world import World
@@ -114,3 +116,15 @@ def test_between_hosts_a_forced_shm_is_refused_and_the_doctor_finds_nothing_wron
     found = {each["name"]: each for each in json.loads(said)["findings"] if each["name"].startswith("peer_")}
     assert {each["state"] for each in found.values()} == {"ok"}, found
     assert found["peer_transport"]["value"].startswith("tcp: ")
+
+
+def test_no_hosts_are_a_reason_to_skip_unless_they_are_required_and_a_missing_tool_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Impossible, match="ip, tc, nsenter, unshare cannot") as caught:
+        Network(1)
+    for wish, outcome in (("", pytest.skip.Exception), ("required", pytest.fail.Exception)):
+        monkeypatch.setenv("LLM_DATADIST_HOSTS", wish)
+        with pytest.raises(outcome, match="ip, tc, nsenter, unshare cannot be found"):
+            impossible(caught.value)

@@ -14,7 +14,7 @@ from tests.support.linking import begin_there, bytes_move_both_ways, links, resu
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from tests.hosts.cluster import Cluster
+    from tests.hosts.conftest import Cluster
     from tests.support.world import World
 
 BULK, PAGES = CacheKey(1, 5), BlocksCacheKey(1, 0)
