@@ -1,6 +1,6 @@
 """The driver catches a side that does not do its work, loses no figures of other sides, and never hangs.
 
-That every wrong byte is found is shown in test_workload.py.
+That every wrong byte is found is shown in test_sides.py.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from faults.relay import Direction
+    from faults.relay import Direction, Kind
     from tests.support.ends import End
     from tests.support.pairs import Pair
 
@@ -105,7 +105,7 @@ def error_of(relayed: Relayed, end: End, *pull: Any) -> BaseException | None:
     indirect=["relayed"],
 )
 def test_a_handshake_that_is_harmed_fails_in_time_and_leaves_nothing(
-    relayed: Relayed, stream: str, direction: Direction, at: int, harm: str
+    relayed: Relayed, stream: Kind, direction: Direction, at: int, harm: str
 ) -> None:
     relayed.relay.plan(stream, direction, HARM[harm](at))
     lane = stream == "lane"

@@ -138,10 +138,7 @@ def test_completion_for_shells(shell: str) -> None:
     ("line", "said"),
     [
         ("fly", "llm-datadist: No such command 'fly' (try 'llm-datadist --help')"),
-        (
-            "demo --transport pigeon",
-            "llm-datadist demo: Invalid value for '--transport': 'pigeon' is not one of 'auto'",
-        ),
+        ("demo --transport pigeon", "'pigeon' is not one of 'auto', 'shm', 'cma', 'tcp', 'nixl', 'inproc'"),
         ("demo --speed", "llm-datadist demo: No such option: --speed"),
         ("size --layers 1 --kv-heads 1 --head-dim 1 --tokens 1 --dtype f", "--dtype 'f' is none of bf16, fp16"),
         ("size --layers 1", "llm-datadist size: Missing option '--kv-heads'"),

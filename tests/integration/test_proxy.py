@@ -272,7 +272,7 @@ def three(failing: Answer) -> Row:
 
 def refusing(status: int, *, tries: int) -> Row:
     """Only a fault of the server is tried again."""
-    both = [refused(status)] * 2
+    both: list[Answer] = [refused(status)] * 2
     return both, [decoded], [A], [(status, f"status {status}")], [[0], [0] * (tries - 1), []]
 
 
