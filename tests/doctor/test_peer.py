@@ -26,7 +26,7 @@ from llm_datadist.types.cluster import show_address
 from tests.doctor.hosts import forbid, needs
 from tests.support.authority import Authority
 from tests.support.ends import LocalEnd
-from tests.support.linking import has_ipv6
+from tests.support.linking import free_port, has_ipv6
 from tests.support.source import ROOT
 
 if TYPE_CHECKING:
@@ -39,14 +39,11 @@ _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), s
 
 
 def _two_ports() -> int:
-    """Return a port that is free, and the one above it, too."""
+    """Return a port that is free, and the one above it, too; the kernel gives neither to a connection meanwhile."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except (OSError, OverflowError):
-                continue
+        port = free_port()
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", port + 1)).close()
             return port
 
 
@@ -206,7 +203,7 @@ def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
         (CLUSTER, "peer_pull", "", "doctor --serve"),
         (7, "peer_link", "cluster", "--cluster-id 7; or start llm-datadist doctor --serve"),
     ):
-        end.start("PROMPT", cluster, listen_ip_info="127.0.0.1:0")
+        end.start("PROMPT", cluster, listen_ip_info=f"127.0.0.1:{_two_ports()}")
         assert end.port is not None
         code, found = _doctor(end.port)
         end.stop()
