@@ -368,19 +368,8 @@ def test_half_an_answer_does_not_look_like_a_whole_one() -> None:
         answer.read()
 
 
-def test_a_client_that_leaves_while_its_prompt_is_computed_takes_the_request_with_it() -> None:
-    waiting = Waiting()
-    with scene(waiting, decoded) as (_, decoder, port):
-        connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-        connection.request("POST", PATHS[0], json.dumps(A))
-        assert waiting.reached.wait(SECONDS)
-        assert not waiting.left.is_set()
-        connection.close()
-        assert waiting.left.wait(SECONDS)
-    assert decoder.asked == []
-
-
-def test_a_client_that_leaves_while_its_answer_is_computed_takes_the_request_with_it() -> None:
+@pytest.mark.parametrize("answering", [False, True], ids=["its prompt", "its answer"])
+def test_a_client_that_leaves_while_something_is_computed_takes_the_request_with_it(answering: bool) -> None:
     waiting = Waiting()
 
     def streamed(handler: Handler) -> None:
@@ -388,11 +377,16 @@ def test_a_client_that_leaves_while_its_answer_is_computed_takes_the_request_wit
         send_part(handler, "data: 0\n\n")
         waiting(handler)
 
-    with scene(prefilled, streamed) as (_, _, port):
-        with asking(port, A | {"stream": True}) as answer:
-            assert answer.read(9) == b"data: 0\n\n"
-            assert not waiting.left.is_set()
+    with scene(prefilled if answering else waiting, streamed if answering else decoded) as (_, decoder, port):
+        connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        connection.request("POST", PATHS[0], json.dumps(A | {"stream": answering}))
+        if answering:
+            assert connection.getresponse().read(9) == b"data: 0\n\n"
+        assert waiting.reached.wait(SECONDS)
+        assert not waiting.left.is_set()
+        connection.close()
         assert waiting.left.wait(SECONDS)
+    assert answering or decoder.asked == []
 
 
 def test_health_needs_one_server_of_each_kind() -> None:
