@@ -48,7 +48,6 @@ UNDECIDED: Final = ("greeted", "before met", "met", "before install")
 KV: Final = Spec(6, 4, 48)
 LOST: Final = {LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR, LLMStatusCode.LLM_NOT_YET_LINK}
 OVER_BOTH: Final = pytest.mark.parametrize("transport", ["auto", "tcp"])
-ASKED: Final = pytest.mark.parametrize("after", [False, True], ids=["asked", "answered"])
 
 
 def stop_at(world: World, owner: type, method: str, after: bool, folder: Path) -> None:
@@ -178,20 +177,6 @@ def start(owner: End, sender: End, transport: str, **settings: Any) -> Any:
 
 
 @OVER_BOTH
-@ASKED
-def test_r22_the_owner_is_killed(end: LocalEnd, victim: ChildEnd, tmp_path: Path, after: bool, transport: str) -> None:
-    start(victim, end, transport)
-    victim.do(stop_answering, tmp_path, after)
-    end.do(begin, "kv", [raw(victim, "kv")])
-    end.do(ready, 0, 1, 2)
-    Gate(tmp_path).wait()
-    victim.kill()
-    result = end.do(finish)
-    assert result.first in LOST, result
-    alone(end)
-
-
-@OVER_BOTH
 @pytest.mark.parametrize("after", [False, True], ids=["not asked", "told"])
 def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
     end: LocalEnd, victim: ChildEnd, tmp_path: Path, after: bool, transport: str
@@ -217,14 +202,23 @@ def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
 
 
 @OVER_BOTH
-@ASKED
-def test_r07_an_owner_that_stands_still_costs_one_transfer_its_time(
-    end: LocalEnd, victim: ChildEnd, tmp_path: Path, after: bool, transport: str
+@pytest.mark.parametrize("after", [False, True], ids=["asked", "answered"])
+@pytest.mark.parametrize("killed", [False, True], ids=["stands still", "is killed"])
+def test_r07_r22_an_owner_that_stands_still_costs_one_transfer_its_time_and_one_that_is_killed_the_link(
+    end: LocalEnd, victim: ChildEnd, tmp_path: Path, killed: bool, after: bool, transport: str
 ) -> None:
-    before = start(victim, end, transport, sync_kv_timeout=300)
+    before = start(victim, end, transport, **({} if killed else {"sync_kv_timeout": 300}))
     victim.do(stop_answering, tmp_path, after)
     config = raw(victim, "kv")
-    result = end.do(send, "kv", [config]).first
+    end.do(begin, "kv", [config])
+    end.do(ready, 0, 1, 2)
+    Gate(tmp_path).wait()
+    if killed:
+        victim.kill()
+        assert end.do(finish).first in LOST
+        alone(end)
+        return
+    result = end.do(finish).first
     # Where it has been told, the push may find the owner still, or finish beside it.
     assert after or result is LLMStatusCode.LLM_TIMEOUT
     Gate(tmp_path).open()
