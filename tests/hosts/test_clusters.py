@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
-from llm_datadist.errors import CacheNotFound
+from llm_datadist import BlocksCacheKey, LLMStatusCode
 from tests.hosts.conftest import impossible
 from tests.hosts.network import Impossible, Network
 from tests.support.linking import begin_there, explain, info, link, links, result_there
@@ -47,10 +46,8 @@ def over_tcp(one: ChildEnd, other: ChildEnd) -> None:
         assert "not shm: " in story.reason
 
 
-@pytest.mark.parametrize("rca", [False, True])
-def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) -> None:
-    """Decoders pull, by keys too; where caches may be accessed remotely, prompts pull too, and all push."""
-    settings: dict[str, Any] = {"sync_kv_timeout": 60_000, "enable_remote_cache_accessible": rca}
+def test_pulls_and_pushes_of_all_ends_on_every_link_at_once(cluster: Cluster) -> None:
+    settings: dict[str, Any] = {"sync_kv_timeout": 60_000, "enable_remote_cache_accessible": True}
     roles = dict.fromkeys(PROMPTS, "PROMPT") | dict.fromkeys(DECODERS, "DECODER")
     ends = {n: cluster.born(cluster.hosts[n - 1], role, n, **settings) for n, role in roles.items()}
     wanted: dict[tuple[int, str], Bytes] = {}  # every cache of every end, as it must be in the end
@@ -69,7 +66,7 @@ def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) 
     for decoder, prompt in pairs:
         cluster.link(ends[decoder], ends[prompt])
         over_tcp(ends[decoder], ends[prompt])
-    for here, there in pairs + rca * [(prompt, decoder) for decoder, prompt in pairs]:
+    for here, there in pairs + [(prompt, decoder) for decoder, prompt in pairs]:
         todo = jobs.setdefault((here, there), [])
         for number, (kind, spec) in enumerate(KINDS.items()):
             key, inbox = BlocksCacheKey(there, number), BlocksCacheKey(there, 10 * here + number)
@@ -80,24 +77,13 @@ def test_calls_of_every_kind_on_every_link_at_once(cluster: Cluster, rca: bool) 
                 rows = list(zip(dst, src, strict=True))
                 todo.append(("pull_blocks", key, Use(f"{kind} of {there}"), src, dst))
                 arrives((here, f"{kind} of {there}"), (there, kind), rows)
-                if rca:
-                    todo.append(("push_blocks", inbox, Use(kind), src, dst))
-                    arrives((there, f"{kind} from {here}"), (here, kind), rows)
-        if not rca:  # where requests have names
-            cache(there, f"rows for {here}", Spec(rows=1, stride=STRIDE, keys=(CacheKey(there, 10 + here),)))
-            cache(here, f"rows of {there}", Spec(rows=3, stride=STRIDE))
-            todo.append(("pull_cache", CacheKey(there, 10 + here), Use(f"rows of {there}"), 1))
-            arrives((here, f"rows of {there}"), (there, f"rows for {here}"), [(1, 0)])
+                todo.append(("push_blocks", inbox, Use(kind), src, dst))
+                arrives((there, f"{kind} from {here}"), (here, kind), rows)
     for (n, peer), todo in jobs.items():
         ends[n].do(begin_there, f"with {peer}", work, todo)
     assert [ends[n].do(result_there, f"with {peer}") for n, peer in jobs] == [None] * len(jobs)
-    kept = len(KINDS) * (1 + len(DECODERS))
-    for n in PROMPTS:
-        wait_until(lambda n=n: len(ends[n].do(picture).keys) == kept)  # type: ignore[misc]
-        wait_until(lambda n=n: ends[n].do(picture).pins == 0)  # type: ignore[misc]
-        if not rca:
-            with pytest.raises(CacheNotFound):
-                ends[DECODERS[0]].do(call, "pull_cache", CacheKey(n, 10 + DECODERS[0]), Use(f"rows of {n}"), 1)
+    for end in ends.values():
+        wait_until(lambda end=end: end.do(picture).pins == 0)  # type: ignore[misc]
     for (n, name), was in wanted.items():
         same_bytes(ends[n].do(show, name), was)
 
