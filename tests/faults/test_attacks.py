@@ -102,7 +102,6 @@ def test_attack_poc1_a_listener_that_echoes_our_incarnation_is_no_peer_of_this_p
 
 def test_attack_poc1_a_dialler_that_echoes_our_incarnation_is_no_peer_of_this_process(shm_pair: Pair) -> None:
     shm_pair.start()
-    assert shm_pair.prompt.port is not None
     with Stranger(shm_pair.prompt.port, incarnation=shm_pair.prompt.do(_incarnation)) as stranger:
         stranger.say(CONTROL_PREAMBLE, stranger.hello())
         assert "lives in this process, the peer does not" in stranger.hear(Refused).text
@@ -150,7 +149,7 @@ def test_attack_poc5_a_stranger_at_the_address_of_a_lost_peer_does_not_get_its_l
 class _Visitor(Stranger):
     """A stranger that links over tcp with as many lanes as it gets."""
 
-    def __init__(self, port: int, cluster_id: int) -> None:
+    def __init__(self, port: int | None, cluster_id: int) -> None:
         super().__init__(port, cluster_id)
         self._lanes: list[socket.socket] = []
 
@@ -184,7 +183,6 @@ def _pins_end_within(world: World) -> float:
 def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
     tcp_pair.start(extra={"llm.MaxLinks": "8"})
     prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
-    assert port is not None
     before = prompt.do(_descriptors)
     with ExitStack() as stack:
         refusals = [stack.enter_context(_Visitor(port, 1000 + number)).join() for number in range(40)]
@@ -200,7 +198,6 @@ def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_ma
 def test_attack_poc8_a_release_over_lanes_consumes_nothing_that_was_not_sent(tcp_pair: Pair) -> None:
     tcp_pair.start()
     prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
-    assert port is not None
     prompt.do(make, "kv", Spec(keys=(CacheKey(1, 7, 0),)), 1)
     keys = prompt.do(picture).keys
     with _Visitor(port, 1000) as visitor:
@@ -221,7 +218,6 @@ def test_attack_t1_a_guessed_address_is_written_only_where_the_owner_allows_it_a
     end: LocalEnd, caplog: pytest.LogCaptureFixture, allowed: bool
 ) -> None:
     end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={} if allowed else {"llm.WriteByAddress": "0"})
-    assert end.port is not None
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     cache = end.world.caches["kv"]
     with _Visitor(end.port, 1000) as visitor:
