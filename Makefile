@@ -183,7 +183,7 @@ test-nixl: export LLM_DATADIST_NIXL := required
 test-nixl: $(FULL_VENV)/.installed
 	@$(FULL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
 	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(FULL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
-	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(foreach each,cut_off restarted slow_network,tests/hosts/test_$(each).py))
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(foreach each,cut_off slow_network,tests/hosts/test_$(each).py))
 
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)

@@ -1,11 +1,10 @@
 """The driver catches a side that does not do its work, loses no figures of other sides, and never hangs.
 
-That every wrong byte is found is shown in test_workload.py.
+That every wrong byte is found is shown in test_sides.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import pytest
 from llm_datadist.bench import SideFailed
 from llm_datadist.bench.cases import Case
 from llm_datadist.bench.driver import prepare, run
-from llm_datadist.bench.processes import RunningSide
+from llm_datadist.bench.processes import Build, Process, RunningSide
+from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.workload import Op, Workload
 from tests.support.moves import wait_until
 
@@ -26,9 +26,6 @@ from tests.support.moves import wait_until
 LONG_S, SHORT_S = 120.0, 4.0
 
 WORK = Workload(op=Op.PULL, block_bytes=512, blocks=20, tensors=2)
-
-
-TINY = {"op": "pull", "block_bytes": 64, "blocks": 3, "tensors": 1}
 
 
 def side(name: str) -> str:
@@ -182,59 +179,38 @@ def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_si
     assert "need 4194304 GiB" in line
 
 
-# --- One worker: every order is answered, nothing gets between its lines, and it does not outlive its driver ----------
+def test_orders_are_answered_in_turn_or_refused_whatever_else_the_worker_prints() -> None:
+    worker = Process(side("Chatters"), Role.ALONE, Build())
 
+    def ask(do: Any, **fields: object) -> Any:
+        worker.send(do, **fields)
+        return worker.answer(str(do), LONG_S)
 
-class Driven:
-    """A worker that is given lines by hand."""
+    def refused(*orders: Any) -> None:
+        for each in orders:
+            with pytest.raises(SideFailed, match="no such command, or not started"):
+                ask(each)
 
-    def __init__(self, name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "llm_datadist.bench.worker", f"tests.bench.broken:{name}", "alone"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, **order: object) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-
-def test_orders_are_answered_in_turn_or_refused_whatever_else_is_printed_and_it_ends_when_its_driver_is_gone() -> None:
-    worker = Driven("Chatters")
     try:
-        assert "not started" in worker.ask(do="timed")["error"]
-        assert worker.ask(do="start", workload=TINY) == {"value": {"transport": "hand"}}
-        for name in ("fly", "own", "__init__", "transfer_one", None):
-            assert "no such command" in worker.ask(do=name)["error"]
-        assert worker.ask(do="fill", seed=5) == {"value": None}
-        for order, seconds in (("timed", 2), ("sample", 3)):
-            assert worker.ask(do="poison") == {"value": None}
-            answer = worker.ask(do=order, count=seconds)["value"]
-            assert len(answer) == seconds
-            assert all(each > 0 for each in answer)
-            assert worker.ask(do="verify", seed=5) == {"value": True}
-        assert worker.ask(do="verify", seed=6)["error"].startswith("WrongBytes: wrong bytes inside")
-        before = worker.ask(do="cpu")["value"]
-        assert worker.ask(do="busy", on=True) == {"value": None}
+        refused("timed", "fly")
+        assert ask("start", workload=WORK) == {"transport": "hand"}
+        refused("fly", "own", "__init__", "transfer_one", None)
+        assert ask("fill", seed=5) is None
+        for order, count in (("timed", 2), ("sample", WORK.blocks)):
+            assert ask("poison") is None
+            times = ask(order, count=count)
+            assert len(times) == count
+            assert min(times) > 0
+            assert ask("verify", seed=5) is True
+        with pytest.raises(SideFailed, match="WrongBytes: wrong bytes inside"):
+            ask("verify", seed=6)
+        before = ask("cpu")
+        assert ask("busy", on=True) is None
         # Waits for what must come sooner or later; the test's own limit of time is the bound.
-        while worker.ask(do="cpu")["value"] < before + 0.05:
+        while ask("cpu") < before + 0.05:
             pass
-        assert worker.ask(do="busy", on=False) == {"value": None}
-        out, err = worker.process.communicate(timeout=LONG_S)
-        assert (out, worker.process.returncode) == ("", 3)
-        assert "hello from Python\n" in err
-        assert "hello from C\n" in err
-        worker = Driven("Good")
-        assert worker.ask(do="stop") == {"value": None}
-        assert worker.process.communicate(timeout=LONG_S)[0] == ""
-        assert worker.process.returncode == 0
+        assert ask("busy", on=False) is None
+        assert ask("stop") is None
+        wait_until(lambda: state(worker.pid) in ("", "Z"))
     finally:
-        worker.process.kill()
-        worker.process.communicate()
+        worker.kill()

@@ -1,15 +1,19 @@
-"""What is made of measurements: rows, floors, pictures."""
+"""What is made of measurements: rows, floors, pictures; and two builds compared."""
 
 from __future__ import annotations
 
 import io
+import random
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, size_text
 from llm_datadist.bench.plot import draw
@@ -18,11 +22,11 @@ from llm_datadist.bench.rows import Measured, Row, make_rows
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import MOVES, Op, Workload
+from tests.support.source import ROOT
 from tests.support.tables import WIDTHS, tables, uncoloured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 OURS = "open-datadist"
 WORK = Workload(op=Op.PULL, block_bytes=4096, blocks=256)
@@ -225,3 +229,51 @@ def test_memory_is_what_the_host_has_left_or_the_cgroup(tmp_path: Path, limit: s
     nbytes, source = available_memory(tmp_path)
     assert nbytes == found
     assert source.endswith(what)
+
+
+# --- two builds compared: the arithmetic of the verdict, and one run --------------------------------------------------
+
+
+def test_the_interval_is_that_of_the_tables_and_needs_six_ratios() -> None:
+    """Of the order statistics of the 95 % interval of a median, from 1."""
+    table = {6: (1, 6), 8: (1, 8), 9: (2, 8), 10: (2, 9), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18)}
+    for count, positions in table.items():
+        ratios = [float(number) for number in range(1, count + 1)]
+        random.Random(count).shuffle(ratios)
+        assert interval(ratios) == positions
+    with pytest.raises(ValueError, match="at least 6"):
+        interval([1.0] * 5)
+
+
+def test_a_build_is_slower_when_the_whole_interval_is() -> None:
+    # The upper end is the twelfth: three fast pairs of fifteen are taken for noise, four are not.
+    slower = [[0.9] * 15, [0.9] * 12 + [1.2] * 3]
+    not_slower = [[0.95] * 15, [1.1] * 15, [0.9] * 11 + [1.2] * 4]
+    assert [is_slower(ratios) for ratios in slower + not_slower] == [True] * 2 + [False] * 3
+
+
+def test_builds_by_path(tmp_path: Path) -> None:
+    assert build_of(Path(sys.executable)).python == sys.executable
+    source = build_of(tmp_path)
+    assert source.python == sys.executable
+    assert source.environment is not None
+    assert source.environment["PYTHONPATH"] == str(tmp_path / "src")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    installed = build_of(tmp_path)
+    assert installed.python == str(tmp_path / ".venv/bin/python")
+    assert "PYTHONPATH" not in (installed.environment or {})
+
+
+def test_one_pair_of_a_build_and_itself_one_that_cannot_run_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    build = build_of(ROOT)
+    for number in (0, 1):
+        assert 0.01 < pair_ratio(cases(1)["plan"], (build, build), number) < 100
+    assert main(["--before", "/bin/false", "--cases", "plan"]) == 1
+    assert "FAILED: ours-plan" in capsys.readouterr().out
+    assert main(["--list"]) == 0
+    assert "pull-shm-4k" in capsys.readouterr().out.split()
+    assert main(["--self", "--cases", "none-like-this"]) == 2
+    for wrong in ([], ["--self", "--before", "x"], ["--self", "--pairs", "5"]):
+        with pytest.raises(SystemExit):
+            main(wrong)

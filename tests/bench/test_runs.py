@@ -1,14 +1,15 @@
-"""Small real runs of every op, as a user starts them: what the rows say is consistent and complete."""
+"""Small real runs of every op, as a user starts them: what the rows say is consistent and complete. And bad input."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pytest
@@ -21,6 +22,9 @@ from tests.support.ends import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
 from tests.support.tables import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 def check(row: dict[str, Any]) -> None:
@@ -116,11 +120,15 @@ def _children(pid: int) -> list[int]:
     return [int(child) for each in tasks for child in each.read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_ends_the_workers_too(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "to"), [(signal.SIGINT, os.kill), (signal.SIGKILL, os.kill), (signal.SIGINT, os.killpg)]
+)
+def test_a_signal_ends_the_workers_too(number: signal.Signals, to: Callable[[int, int], None]) -> None:
+    """A terminal interrupts the workers as well."""
     command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", "--blocks", "200", "--passes", "1000"]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        [*command, "--against", ","], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--against", ","], stdout=pipe, stderr=pipe, text=True, start_new_session=True
     ) as driver:
         assert driver.stderr is not None
         # Nothing is said after this line before the first pass, for which the workers are there.
@@ -128,7 +136,150 @@ def test_a_signal_ends_the_workers_too(number: signal.Signals) -> None:
             assert driver.poll() is None
         workers = _children(driver.pid)
         assert len(workers) == 2
-        driver.send_signal(number)
-        driver.communicate(timeout=60)
-        assert driver.returncode != 0
+        to(driver.pid, number)
+        said = driver.communicate(timeout=60)
+        if number is signal.SIGINT:
+            assert (driver.returncode, said) == (130, ("", "llm-datadist: interrupted\n"))
         wait_until(lambda: all(has_ended(pid) for pid in workers), 60)
+
+
+# --- bad input: refused by naming the option, the value and the range, before anything has happened -------------------
+
+
+def bench(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    # Words may be cut into lines and framed.
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("fly", ["'fly'", "pull", "latency"]),
+        ("pull --transport rdma", ["--transport", "'rdma'", "shm", "inproc"]),
+        ("pull --memory gpu", ["--memory", "'gpu'", "registered"]),
+        ("pull --block-bytes 0", ["--block-bytes", "0 is outside [1, 1073741824]"]),
+        ("pull --block-bytes 1073741825", ["--block-bytes", "[1, 1073741824]"]),
+        ("pull --block-bytes many", ["--block-bytes", "integer"]),
+        ("pull --blocks -1", ["--blocks", "-1 is outside [1, 10000000]"]),
+        ("pull --tensors 4097", ["--tensors", "4097 is outside [1, 4096]"]),
+        ("pull --threads 0 --json a.json --plot .", ["--threads", "0 is outside [1, 1024]"]),
+        ("pull --passes 0", ["--passes", "0 is outside [1, 1000]"]),
+        ("pull --set-mib 0", ["--set-mib", "0 is outside [1, 1048576]"]),
+        ("pull --timeout 3601", ["--timeout", "3601 is outside [1, 3600]"]),
+        ("pull --against memcpy,ucx", ["--against", "'ucx' is unknown", "memcpy", "nixl", "mooncake", "torch"]),
+        ("pull --against ours-shm", ["--against", "'ours-shm' is unknown"]),
+        ("link --transport inproc", ["--transport", "'inproc' is one process", "shm, cma or tcp"]),
+        ("copy --transport shm", ["--transport", "bench copy does not take it", "--block-bytes"]),
+        ("plan --threads 2", ["--threads", "bench plan does not take it"]),
+        ("link --blocks 3", ["--blocks", "bench link does not take it", "--transport"]),
+        ("standard --blocks 3", ["--blocks", "bench standard does not take it", "--against, --threads"]),
+        ("--passes 3", ["--passes", "bench standard does not take it"]),
+        ("pull --json /nowhere/rows.json", ["--json", "/nowhere/rows.json cannot be written"]),
+        ("pull --json /", ["--json", "is a folder"]),
+        ("pull --plot /nowhere", ["--plot", "/nowhere", "does not exist"]),
+        ("pull --plot /etc/hosts", ["--plot", "/etc/hosts", "is a file"]),
+        ("pull --speed", ["--speed"]),
+    ],
+)
+def test_a_bad_value_is_refused_and_leaves_no_file(
+    arguments: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output = bench(*arguments.split())
+    assert status == 2
+    for each in said:
+        assert each in output
+    assert "trying" not in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_leaves_nothing_to_run() -> None:
+    size = ("--blocks", "10000000", "--block-bytes", str(1 << 30), "--against", "")
+    for bench_, said in (("pull", ("40000000 GiB", "are available")), ("alloc", ())):
+        status, output = bench(bench_, *size)
+        assert status == 2
+        for each in (*said, "nothing is left to run"):
+            assert each in output
+
+
+# --- progress: a bar on a terminal, which no thread draws, and plain lines elsewhere ----------------------------------
+
+
+#: Three steps, each with a line of its own; the number of threads meanwhile is the exit status.
+_STEPS: Final = """
+import sys, threading
+from llm_datadist.bench.progress import Progress, steps
+for each in steps("abc", "step {}".format):
+    print("did", each, flush=True)
+with Progress(sys.stderr, "frames") as progress:
+    progress.begin(2)
+    for each in (1, 2):
+        progress.show(each, "[red]")
+        progress.say(f"line {each} :x: [red]")
+sys.exit(threading.active_count())
+"""
+_PULL: Final = ["-m", "llm_datadist.cli", "bench", "pull", "--blocks", "20", "--passes", "2", "--against", ","]
+_FUZZ: Final = ["-m", "faults", "fuzz", "--frames", "200", "--target", "parser"]
+_CAMPAIGN: Final = ["-m", "faults", "campaign", "--seconds", "2", "--epoch", "2", "--seed", "1", "--transport=shm"]
+_BAR: Final = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 4
+
+
+def on_pipes(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
+def on_terminal(*arguments: str) -> tuple[int, str]:
+    """Run with a terminal for all three streams; return the status and what it would have shown."""
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(
+        [sys.executable, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while part := _read(ours):
+            shown += part
+    os.close(ours)
+    return process.returncode, shown.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # EIO: the other end is closed
+        return b""
+
+
+def test_on_pipes_a_line_for_each_step_apart_from_results_on_a_terminal_a_bar_that_no_thread_draws() -> None:
+    lines = ["1 of 3: step a", "2 of 3: step b", "3 of 3: step c", "line 1 :x: [red]", "line 2 :x: [red]", ""]
+    assert on_pipes("-c", _STEPS) == (1, "did a\ndid b\ndid c\n", "\n".join(lines))
+    status, shown = on_terminal("-c", _STEPS)
+    assert status == 1, shown  # the main thread is the only one
+    assert _BAR in shown
+    for text in ("did a", "did b", "did c", "3/3", "line 1 :x: [red]", "line 2 :x: [red]", "2/2", "frames"):
+        assert text in shown
+    assert "1 of 3" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line", "unit"),
+    [
+        (_PULL, "1 of 1: pull", "cases"),
+        (_FUZZ, "frames judged, no finding", "targets"),
+        (_CAMPAIGN, "seed 1: passed", "seconds"),
+    ],
+    ids=["bench", "fuzz", "campaign"],
+)
+def test_bench_and_faults_have_a_bar_on_a_terminal_and_only_lines_on_pipes(
+    arguments: Sequence[str], line: str, unit: str
+) -> None:
+    status, out, err = on_pipes(*arguments)
+    assert status == 0, out + err
+    assert line in out + err
+    assert _BAR not in err
+    assert "\x1b" not in out + err
+    status, shown = on_terminal(*arguments)
+    assert status == 0, shown
+    assert re.search(rf"{_BAR}.* \d+/\d+ {unit}", re.sub(r"\x1b\[[\d;?]*\w", "", shown)), shown

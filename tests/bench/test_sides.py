@@ -1,24 +1,48 @@
-"""Limits and peers as sides: all bytes of two passes verified, or a reason given before anything starts."""
+"""Limits and peers as sides of the bench: all bytes verified, or a reason given before anything starts.
+
+First the bytes: whatever is wrong with a destination is found. Then the raw limits: the right bytes at every size and
+number of threads, and nothing done on bad input.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
+import termios
+import threading
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
 
-from llm_datadist.bench import SideFailed, sides
+from llm_datadist._native import _native
+from llm_datadist.bench import SideFailed, WrongBytes, sides
 from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
 from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.sides.limits import TcpRaw, streaming_bits, useful_threads
-from llm_datadist.bench.workload import Memory, Op, Workload
+from llm_datadist.bench.sides.limits import (
+    RawBlocks,
+    TcpRaw,
+    Wait,
+    copy_raw,
+    move_process,
+    stream_raw,
+    streaming_bits,
+    useful_threads,
+)
+from llm_datadist.bench.workload import POISON, Bytes, Memory, Op, Workload, fill, poison, poison_blocks, verify
+from llm_datadist.errors import ParamError
+from tests.support.moves import wait_until
+from tests.unit.holder import Holder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from llm_datadist.bench.sides.base import Side
@@ -44,6 +68,275 @@ OPS: Final = {
 MODULES: Final = {"mooncake": "mooncake.engine", "torch": "torch"} | dict.fromkeys(
     [name for name in PEERS if name.startswith("nixl")], "nixl"
 )
+#: Of one block: less than a vector, odd (so that blocks lie at odd addresses), and more than the 256 bytes of one turn
+#: of the streaming loop.
+SIZES: Final = [1, 63, 256, 1000, 4096, 70_001]
+#: More than the 512 ranges of one call of process_vm_readv.
+MANY: Final = 1200
+STREAMING = [False, pytest.param(True, marks=pytest.mark.skipif(not streaming_bits(), reason="no such stores here"))]
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def blocks_to_pull(block_bytes: int, blocks: int, tensors: int = 2) -> Workload:
+    return Workload(op=Op.PULL, block_bytes=block_bytes, blocks=blocks, tensors=tensors)
+
+
+def tensors(work: Workload) -> list[Bytes]:
+    return [np.zeros((work.rows, work.block_bytes), np.uint8) for _ in range(work.tensors)]
+
+
+def ends(work: Workload, seed: int = 1) -> tuple[list[Bytes], list[Bytes]]:
+    """Return a filled source and a poisoned destination."""
+    source, destination = tensors(work), tensors(work)
+    fill(source, seed)
+    poison(destination)
+    return source, destination
+
+
+def moved(work: Workload, seed: int, *, in_place: bool = False) -> list[Bytes]:
+    source, destination = ends(work, seed)
+    if in_place:
+        destination = source
+        poison_blocks(source, work)
+    for there, here in zip(source, destination, strict=True):
+        here[work.dst_blocks] = there[work.src_blocks]
+    return destination
+
+
+def test_blocks_are_random_not_adjacent_and_the_same_for_every_side() -> None:
+    work = blocks_to_pull(8, 1000, 1)
+    src, dst = work.src_blocks, work.dst_blocks
+    assert src.dtype == dst.dtype == np.int64
+    assert sorted(src) == list(range(0, 2000, 2))
+    assert sorted(dst) == list(range(1, 2000, 2))
+    assert (np.abs(np.diff(src)) > 2).mean() > 0.9
+    assert np.array_equal(src, work.src_blocks)
+    assert not np.array_equal(src + 1, dst)
+
+
+def test_every_block_has_bytes_of_its_own_each_seed_others_and_poison_is_where_something_is_to_come() -> None:
+    work = blocks_to_pull(24, 6)
+    views, second = ends(work)
+    assert all((view == POISON).all() for view in second)
+    fill(second, 2)
+    rows = {bytes(row) for view in (*views, *second) for row in view}
+    assert len(rows) == 2 * work.tensors * work.rows
+    kept = [view.copy() for view in views]
+    poison_blocks(views, work)
+    for view, old in zip(views, kept, strict=True):
+        assert (view[1::2] == POISON).all()
+        assert np.array_equal(view[::2], old[::2])
+
+
+@pytest.mark.parametrize("block_bytes", [24, 7])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_single_wrong_byte_is_found(block_bytes: int, in_place: bool) -> None:
+    work = blocks_to_pull(block_bytes, 6)
+    views = moved(work, 3, in_place=in_place)
+    for (tensor, view), row, byte in product(enumerate(views), range(work.rows), range(work.block_bytes)):
+        view[row, byte] ^= 0x10
+        where = "inside" if row % 2 else "outside"
+        with pytest.raises(WrongBytes, match=rf"{where} .* 1 or more of tensor {tensor}, first in block {row}$"):
+            verify(views, work, 3, in_place=in_place)
+        view[row, byte] ^= 0x10
+    verify(views, work, 3, in_place=in_place)
+    with pytest.raises(WrongBytes):  # the bytes of another pass
+        verify(views, work, 4, in_place=in_place)
+
+
+def test_blocks_larger_than_a_part_are_compared_whole() -> None:
+    work = blocks_to_pull((1 << 20) + 8, 2, 1)
+    views = moved(work, 1)
+    verify(views, work, 1)
+    views[0][work.dst_blocks[1], -1] ^= 1
+    with pytest.raises(WrongBytes, match=f"first in block {work.dst_blocks[1]}"):
+        verify(views, work, 1)
+
+
+# --- raw limits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3, 64])
+@pytest.mark.parametrize("streaming", STREAMING)
+@pytest.mark.parametrize("size", SIZES)
+def test_copies_every_byte_and_no_other(size: int, streaming: bool, threads: int) -> None:
+    work = blocks_to_pull(size, 10)
+    src, dst = ends(work)
+    to, of = RawBlocks.of(dst, work.dst_blocks), RawBlocks.of(src, work.src_blocks)
+    copy_raw(to, of, threads=threads, streaming=streaming)
+    verify(dst, work, 1)
+    for each in dst:
+        each[work.dst_blocks[1:3]] ^= 0xFF
+    copy_raw(to.steps(10)[1], of.steps(10)[1], threads=1)  # one step: one block of every tensor
+    for each in dst:
+        each[work.dst_blocks[2]] ^= 0xFF
+    verify(dst, work, 1)
+
+
+def test_where_the_caller_may_run_is_its_own_affair() -> None:
+    """Also where the other threads have ended before they could be told where to run: there are no blocks at all."""
+    none = RawBlocks(np.zeros(0, np.uint64), 64)
+    move_process(none, none, os.getpid(), threads=2)
+    before = os.sched_getaffinity(0)
+    for _ in range(200):
+        copy_raw(none, none, threads=8)
+        assert os.sched_getaffinity(0) == before
+
+
+@pytest.fixture
+def other() -> Iterator[Holder]:
+    process = Holder()
+    yield process
+    process.close()
+
+
+def blocks_of_other(other: Holder, work: Workload, numbers: Any) -> RawBlocks:
+    """Return blocks of two tensors, one behind the other."""
+    return RawBlocks.elsewhere([other.address, other.address + work.tensor_bytes], work.rows, work.block_bytes, numbers)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("write", [False, True])
+def test_reads_and_writes_another_process(other: Holder, threads: int, write: bool) -> None:
+    work = blocks_to_pull(300, MANY)
+    src, dst = ends(work)
+    here, there = (src, dst) if write else (dst, src)
+    near, far = (work.src_blocks, work.dst_blocks) if write else (work.dst_blocks, work.src_blocks)
+    was = np.concatenate(there).reshape(-1)
+    other.fill(was)
+    move_process(RawBlocks.of(here, near), blocks_of_other(other, work, far), other.pid, threads=threads, write=write)
+    now = other.show(2 * work.tensor_bytes)
+    if write:
+        verify(list(now.reshape(2, work.rows, 300)), work, 1)
+    else:
+        assert np.array_equal(now, was)
+        verify(here, work, 1)
+
+
+def test_what_is_not_mapped_there_and_a_process_that_is_gone(other: Holder) -> None:
+    work, one = blocks_to_pull(300, 2), np.array([1])
+    near = RawBlocks.of(tensors(work), one)
+    for unmapped in ([0, 1], [1]):  # of the second the kernel moves a part, and says so only by the number of bytes
+        far = blocks_of_other(other, work, one)
+        far.addresses[unmapped] = 4096
+        with pytest.raises(OSError, match="process_vm_readv"):
+            move_process(near, far, other.pid, threads=1)
+    other.close()
+    with pytest.raises(ProcessLookupError):
+        move_process(near, far, other.pid, threads=1)
+
+
+@pytest.mark.parametrize("wait", Wait)
+def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wait: Wait) -> None:
+    """More than one write of 1 MiB, and two tensors."""
+    work = blocks_to_pull(1_500_000, 1)
+    src, dst = ends(work)
+    to, of = RawBlocks.of(dst, work.dst_blocks), RawBlocks.of(src, work.src_blocks)
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            sender = threading.Thread(target=stream_raw, args=(far, of), kwargs={"send": True})
+            sender.start()
+            stream_raw(near, to, send=False, wait=wait)
+            sender.join(30)
+            assert not sender.is_alive()
+            verify(dst, work, 1)
+            far.sendall(b"x" * 999)
+        with pytest.raises(ConnectionResetError):
+            stream_raw(near, to, send=False, wait=wait)
+        with pytest.raises(BrokenPipeError):
+            stream_raw(near, to, send=True)
+
+
+def test_a_part_of_the_last_bytes_is_no_reason_to_wait_for_ever() -> None:
+    (src,), (dst,) = ends(blocks_to_pull(300_000, 1, 1))
+    (more,), zero = tensors(blocks_to_pull(8 << 20, 1, 1)), np.array([0])
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+        with far:
+            sender = threading.Thread(target=far.sendall, args=(more[0],))
+            sender.start()
+            stream_raw(near, RawBlocks.of([more], zero), send=False)  # opens the window
+            sender.join()
+            far.sendall(src[0, :280_000].tobytes())
+            wait_until(lambda: queued(near) == 280_000)
+            receive = {"send": False, "wait": Wait.LOW_WATER}
+            receiver = threading.Thread(target=stream_raw, args=(near, RawBlocks.of([dst], zero)), kwargs=receive)
+            receiver.start()
+            wait_until(lambda: queued(near) == 0)
+            far.sendall(src[0, 280_000:290_000].tobytes())
+            wait_until(lambda: queued(near) == 10_000)  # fewer than are left: left there
+            far.sendall(src[0, 290_000:].tobytes())
+            receiver.join(10)
+            late = receiver.is_alive()
+        receiver.join()  # the end of the stream wakes it
+        assert not late
+        assert np.array_equal(dst[0], src[0])
+
+
+def queued(sock: socket.socket) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))[0])
+
+
+def blocks_of(count: int = 2, size: int = 64, *, writable: bool = True) -> RawBlocks:
+    memory = tensors(blocks_to_pull(size, 2, 1))
+    memory[0].flags.writeable = writable
+    return RawBlocks.of(memory, np.arange(count))
+
+
+def over(*memory: Any, rows: tuple[int, ...] = (0,)) -> RawBlocks:
+    return RawBlocks.of(list(memory), np.array(rows))
+
+
+def stream_with_a_timeout() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(1.0)
+        stream_raw(near, blocks_of(), send=True)
+
+
+ONE, NULL, ME = np.array([1 << 20], np.uint64), np.zeros(1, np.uint64), os.getpid()
+GOOD = tensors(blocks_to_pull(64, 2, 1))[0]
+CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4\)", r"must be in \[1, 1024\]"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: copy_raw(blocks_of(), blocks_of(), threads=0), f"threads is 0: {THREADS}"),
+        (lambda: copy_raw(blocks_of(), blocks_of(), threads=1025), f"threads is 1025: {THREADS}"),
+        (lambda: move_process(blocks_of(), blocks_of(), ME, threads=-1), f"threads is -1: {THREADS}"),
+        (lambda: copy_raw(blocks_of(2), blocks_of(3), threads=1), "dst has 2 blocks and src 3"),
+        (lambda: copy_raw(blocks_of(), blocks_of(2, 65), threads=1), "dst has blocks of 64 bytes, src of 65"),
+        (lambda: move_process(blocks_of(), blocks_of(2, 65), ME, threads=1), "dst has blocks of 64 bytes, src of 65"),
+        (lambda: copy_raw(blocks_of(writable=False), blocks_of(), threads=1), "dst is read-only"),
+        (lambda: move_process(blocks_of(writable=False), blocks_of(), ME, threads=1), "near is read-only"),
+        (lambda: over(GOOD, rows=(0, -1)), NUMBERS),
+        (lambda: RawBlocks.elsewhere([1 << 20], 4, 64, np.array([0, 4])), NUMBERS),
+        (lambda: over(GOOD.T), CONTIGUOUS),
+        (lambda: over(GOOD[:, ::2]), CONTIGUOUS),
+        (lambda: over(GOOD.view(np.int64)), CONTIGUOUS),
+        (lambda: over(GOOD.reshape(-1)), CONTIGUOUS),
+        (lambda: over(GOOD, GOOD[:2]), "all of one shape"),
+        (over, "tensors is empty"),
+        (stream_with_a_timeout, "must be blocking"),
+        (lambda: _native.limit_memcpy(ONE, NULL, 8, 1, False), "address 0 is 0"),
+        (lambda: _native.limit_process(ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
+        (lambda: _native.limit_process(ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
+        (lambda: _native.limit_stream(0, True, ONE, 0, 0), "block_bytes is 0"),
+        (lambda: _native.limit_stream(0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
+    ],
+)
+def test_what_it_refuses(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ParamError, match=said):
+        call()
+
+
+# --- sides ------------------------------------------------------------------------------------------------------------
 
 
 def work(op: Op, block_bytes: int = 5000, memory: Memory = Memory.POOL) -> Workload:
@@ -69,22 +362,18 @@ def passes(side: str, workload: Workload) -> None:
 
 @pytest.mark.parametrize("side", OPS)
 def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(side: str) -> None:
+    """Also blocks of a byte, in either memory, and more than one write of 1 MiB."""
     assert set(OPS) == {*LIMITS, *PEERS}
     absent = expects_reason(side)
     for op in Op:
         reason = why_not(side, work(op))
         assert (reason is not None) == (absent or op not in OPS[side]), reason
         if reason is None:
-            passes(side, work(op))
+            passes(side, work(op, 33_333 if op is Op.PULL else 5000))
+            if op is Op.PULL and side in ("memcpy", "cma", "tcp-raw"):
+                passes(side, work(op, 1, Memory.REGISTERED))
         else:
             assert absent or op in reason
-
-
-@pytest.mark.parametrize("side", ["memcpy", "cma", "tcp-raw"])
-def test_blocks_of_any_size_in_either_memory(side: str) -> None:
-    """Not a multiple of anything; more than one write of 1 MiB."""
-    passes(side, work(Op.PULL, 1, Memory.REGISTERED))
-    passes(side, work(Op.PULL, 33_333))
 
 
 def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:

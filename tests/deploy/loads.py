@@ -12,10 +12,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import pytest
+from prometheus_client import CollectorRegistry, start_http_server
 
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey
 from llm_datadist.errors import CacheNotFound
+from llm_datadist.prometheus import register
 from tests.support.ends import ChildEnd, End, begin_there, frozen, result_there
 from tests.support.linking import finalize, info, link, link_number, lose
 from tests.support.moves import Spec, Use, call, forget, make, same_bytes, show, wait_until
@@ -49,6 +51,23 @@ class Instance(End):
 def stop_instances(world: World) -> None:
     for each in world.memory.values():
         each.stop()
+
+
+def serve(world: World) -> int:
+    """Export the metrics of a process, as its user would; return the port."""
+    registry = CollectorRegistry()
+    for each in world.memory.values():
+        register(each.dd, registry)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    world.memory["server"] = server, thread
+    return int(server.server_port)
+
+
+def end_serving(world: World) -> None:
+    server, thread = world.memory.pop("server")
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 def _inside(world: World, cluster_id: int, function: Callable[..., Any], *args: Any) -> Any:

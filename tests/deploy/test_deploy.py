@@ -1,4 +1,5 @@
-"""What deploy/ ships, under a real Prometheus that scrapes two real processes: every query has data, every rule works.
+"""What deploy/ ships, under a real Prometheus that scrapes two real processes: every query has data, every alert fires
+for the fault that it is for and for no healthy load.
 
 ``make test-deploy`` gets Prometheus where it is missing.
 """
@@ -8,27 +9,32 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from tests.deploy import traffic
-from tests.deploy.server import CONFIG, DEPLOY, RULE_TESTS, RULES, needs_prometheus, prometheus, promtool
+from llm_datadist.prometheus import StatisticsCollector
+from tests.deploy.loads import FAULTS, LOADS, Instance, Pair, end_serving, serve, stop_instances
+from tests.deploy.server import CONFIG, DEPLOY, RULE_TESTS, RULES, in_seconds, needs_prometheus, prometheus, promtool
 from tests.support.ends import ChildEnd
 from tests.support.moves import wait_until
-from tests.support.world import small_pool
+from tests.support.source import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.deploy.server import Server
+    from tests.support.ends import LocalEnd
 
 DASHBOARD: Final = DEPLOY / "grafana" / "llm-datadist.json"
 #: What Grafana puts in for the variables: everything, and the last seconds.
 _VARIABLES: Final = {"$__rate_interval": "10s", "$job": ".*", "$cluster": ".*"}
-_DATA_SECONDS: Final = 90.0
+ROUND_SECONDS: Final = 0.1
+FAULTS_SECONDS: Final = 120.0
 
 
 @cache
@@ -60,71 +66,24 @@ def _alerts() -> dict[str, str]:
     return {part.partition("\n")[0]: part for part in parts}
 
 
-# --- two processes that work and fail ---------------------------------------------------------------------------------
+# --- processes that work and fail -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Callable[[], None]]]:
-    """A Prometheus that scrapes two linked processes, and a round of their work."""
-    prompt, decoder = ChildEnd("prompt", fresh=True), ChildEnd("decoder", fresh=True)
+@contextmanager
+def _process(name: str) -> Iterator[ChildEnd]:
+    """A process of many instances, which ends as it should unless the test has failed."""
+    end = ChildEnd(name)
     try:
-        common: dict[str, Any] = {"enable_remote_cache_accessible": True, **small_pool(8)}
-        prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **common)
-        decoder.start("DECODER", 2, **common)
-        rows = prompt.do(traffic.publish)
-        decoder.do(traffic.prepare)
-        assert prompt.port is not None
-        decoder.do(traffic.link_to, 1, prompt.port)
-        decoder.do(traffic.link_to, traffic.GONE, prompt.do(traffic.begin_other))
-        prompt.do(traffic.end_other)
-
-        losses = iter(range(3))  # a link that is lost again and again is dialled ever more seldom
-
-        def work() -> None:
-            decoder.do(traffic.work, rows, prompt.do(traffic.lend))
-            if next(losses, None) is not None:
-                decoder.do(traffic.lose_link)
-
-        ports = [end.do(traffic.serve) for end in (prompt, decoder)]
-        with prometheus(tmp_path_factory.mktemp("prometheus"), ports) as server:
-            yield server, work
-        for end in (decoder, prompt):
-            end.do(traffic.end_serving)
-            end.stop()
-            end.close()
+        yield end
+        end.do(end_serving)
+        end.do(stop_instances)
+        end.close()
     finally:
-        for end in (prompt, decoder):
-            if end.code is None:
-                end.kill()
+        if end.code is None:
+            end.kill()
 
 
-@needs_prometheus
-def test_every_query_of_every_panel_has_data_and_one_of_no_metric_has_none(
-    busy: tuple[Server, Callable[[], None]],
-) -> None:
-    server, work = busy
-    queries = _queries()
-    empty = dict(queries)
-
-    def all_have_data() -> bool:
-        work()
-        for name, query in list(empty.items()):
-            if server.numbers(query):
-                del empty[name]
-        return not empty
-
-    try:
-        wait_until(all_have_data, _DATA_SECONDS)
-    except AssertionError:
-        pytest.fail(f"no data: {empty}")
-    misspelt = {name: query.replace("llm_datadist_", "llm_datadist_no_") for name, query in queries.items()}
-    assert {name: numbers for name, query in misspelt.items() if (numbers := server.numbers(query))} == {}
-
-
-@needs_prometheus
-def test_every_rule_is_evaluated_and_says_what_to_do(busy: tuple[Server, Callable[[], None]]) -> None:
-    server, _ = busy
-
+def _every_rule_is_evaluated_and_says_what_to_do(server: Server) -> None:
     def rules() -> dict[str, Any]:
         return {rule["name"]: rule for group in server.get("rules")["groups"] for rule in group["rules"]}
 
@@ -136,6 +95,68 @@ def test_every_rule_is_evaluated_and_says_what_to_do(busy: tuple[Server, Callabl
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
         assert rule["annotations"].keys() == {"summary", "description"}, name
         assert "Mend: " in rule["annotations"]["description"], name
+
+
+@needs_prometheus
+@pytest.mark.timeout(400)
+def test_healthy_loads_fire_no_alert_each_fault_exactly_its_own_and_each_query_of_a_panel_has_data(
+    tmp_path: Path,
+) -> None:
+    """A minute of the rules is a second. A query has no data once its metric is misspelt."""
+    text = in_seconds(RULES.read_text())
+    (rules := tmp_path / RULES.name).write_text(text)
+    window, wait = (max(map(int, re.findall(pattern, text))) for pattern in (r"\[(\d+)s\]", r"for: (\d+)s"))
+    assert (window, wait, re.findall(r"\dm\b", text)) == (30, 10, [])
+    assert list(FAULTS) == list(_alerts())
+    queries = _queries()
+    empty = dict(queries)
+    with ExitStack() as stack:
+        prompts, decoders = (stack.enter_context(_process(name)) for name in ("prompts", "decoders"))
+
+        def pair(number: int) -> Pair:
+            (folder := tmp_path / str(number)).mkdir()
+            return Pair(Instance(prompts, 2 * number), Instance(decoders, 2 * number + 1), folder, stack)
+
+        loads = [load(pair(number)) for number, load in enumerate(LOADS, 1)]
+        faults = {name: fault(pair(number)) for number, (name, (fault, _)) in enumerate(FAULTS.items(), 11)}
+        ends = {"prompt": (0,), "decoder": (1,), "both": (0, 1)}
+        expected = {
+            name: {(name, 2 * number + end) for end in ends[sees]}
+            for number, (name, (_, sees)) in enumerate(FAULTS.items(), 11)
+        }
+        for each in [*loads, *faults.values()]:
+            stack.callback(each.close)
+            next(each)
+        server = stack.enter_context(prometheus(tmp_path, [end.do(serve) for end in (prompts, decoders)], rules))
+        _every_rule_is_evaluated_and_says_what_to_do(server)
+
+        until = time.monotonic() + window + wait + 5
+        while time.monotonic() < until:
+            time.sleep(ROUND_SECONDS)
+            for load in loads:
+                next(load)
+            assert server.alerts("10m") == set()
+        busy = server.numbers(f"sum by (cluster) (increase(llm_datadist_operation_bytes_total[{window}s])) > 0")
+        assert len(busy) == len(loads), "the decoder of each load pulls"
+
+        def fired() -> bool:
+            for each in [*loads, *faults.values()]:
+                next(each)
+            for name in [name for name, query in empty.items() if server.numbers(query)]:
+                del empty[name]
+            seen = server.alerts("10m")
+            assert seen <= set().union(*expected.values())
+            for name in [name for name in faults if expected[name] <= seen]:
+                faults.pop(name).close()
+            return not faults
+
+        try:
+            wait_until(fired, FAULTS_SECONDS)
+        except AssertionError as error:
+            pytest.fail(f"{error}: not fired: {list(faults)}, fired: {server.alerts('10m')}")
+        assert empty == {}, "no data"
+        misspelt = {name: query.replace("llm_datadist_", "llm_datadist_no_") for name, query in queries.items()}
+        assert {name: numbers for name, query in misspelt.items() if (numbers := server.numbers(query))} == {}
 
 
 # --- promtool ---------------------------------------------------------------------------------------------------------
@@ -184,3 +205,55 @@ def test_the_dashboard_asks_one_data_source_that_is_a_variable_and_has_a_place_f
     assert max(x for x, _ in cells) < 24
     titles = [panel["title"] for panel in _dashboard()["panels"] if panel["type"] == "row"]
     assert all(title.endswith("?") for title in titles)
+
+
+# --- names: those that the collector exports --------------------------------------------------------------------------
+
+PAGE: Final = ROOT / "docs" / "metrics.md"
+#: Kind and labels of each metric, by the name that the page gives it.
+Exported = dict[str, tuple[str, tuple[str, ...]]]
+_SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+_ROW: Final = re.compile(r"^\| `(llm_datadist_\w+)` \| (\w+) \| ([^|]*) \| [^|]+ \|$", re.MULTILINE)
+
+
+@pytest.fixture
+def exported(end: LocalEnd) -> Exported:
+    """What an initialised end exports."""
+    end.start("PROMPT", 1)
+    families: list[Any] = list(StatisticsCollector(end.world.dd).collect())
+    return {
+        each.name + (_SUFFIXES[each.type][0] if each.type == "counter" else ""): (each.type, tuple(each._labelnames))
+        for each in families
+    }
+
+
+def test_the_page_has_exactly_the_metrics_with_kind_and_labels(exported: Exported) -> None:
+    rows = _ROW.findall(PAGE.read_text())
+    assert {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows} == exported
+    assert len(rows) == len(exported)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "docs/metrics.md",
+        "deploy/grafana/llm-datadist.json",
+        "deploy/prometheus/alerts.yml",
+        "deploy/prometheus/alerts_test.yml",
+    ],
+)
+def test_page_dashboard_and_rules_ask_for_samples_that_are_exported(exported: Exported, path: str) -> None:
+    samples = {
+        name if kind == "counter" else name + suffix
+        for name, (kind, _) in exported.items()
+        for suffix in _SUFFIXES[kind]
+    }
+    named = set(exported) if path == str(PAGE.relative_to(ROOT)) else set()  # its table has histograms by their name
+    asked = set(re.findall(r"\bllm_datadist_\w+", (ROOT / path).read_text()))
+    assert asked - samples - named == set() != asked
+
+
+def test_the_page_and_the_rules_have_the_same_alerts() -> None:
+    alert = r"\bLlmDatadist\w+"
+    rules = RULES.read_text()
+    assert re.findall(rf"(?m)^\| `({alert})`", PAGE.read_text()) == re.findall(rf"alert: ({alert})", rules) != []

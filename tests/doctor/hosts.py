@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import pytest
 
-from llm_datadist.doctor.finding import Finding
+from llm_datadist.doctor.finding import Finding, State
 from tests.support.seccomp import known
 from tests.support.source import ROOT
 
@@ -55,6 +55,13 @@ def found(
     (finding,) = msgspec.json.decode(done.stdout, type=list[Finding])
     assert finding.name == name
     return finding
+
+
+def is_(finding: Finding, state: State, value: str, mend: str) -> None:
+    assert finding.state is state, finding
+    assert value in finding.value, finding
+    assert mend in finding.mend, finding
+    assert finding.meaning or state is State.OK, finding
 
 
 def needs(*command: str) -> tuple[str, ...]:

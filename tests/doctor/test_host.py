@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
-from tests.doctor.hosts import distribution, forbid, found, needs
+from tests.doctor.hosts import distribution, forbid, found, is_, needs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,28 +17,21 @@ if TYPE_CHECKING:
 _PRCTL = "import ctypes; assert ctypes.CDLL(None).prctl({}, 1, 0, 0, 0) == 0"
 
 
-def _is(finding: Finding, state: State, value: str, mend: str) -> None:
-    assert finding.state is state, finding
-    assert value in finding.value
-    assert mend in finding.mend
-    assert finding.meaning
-
-
 def test_old_kernel() -> None:
-    _is(found("kernel", inside=needs("setarch", "--uname-2.6")), State.PROBLEM, "2.6.", "boot Linux 6.5")
+    is_(found("kernel", inside=needs("setarch", "--uname-2.6")), State.PROBLEM, "2.6.", "boot Linux 6.5")
 
 
 def test_memfd_forbidden_by_seccomp() -> None:
-    _is(found("memfd", forbid("memfd_create")), State.PROBLEM, "Operation not permitted", "seccomp=PROFILE.json")
+    is_(found("memfd", forbid("memfd_create")), State.PROBLEM, "Operation not permitted", "seccomp=PROFILE.json")
 
 
 def test_pidfd_forbidden_by_seccomp() -> None:
-    _is(found("pidfd", forbid("pidfd_open")), State.PROBLEM, "Operation not permitted", "seccomp=PROFILE.json")
+    is_(found("pidfd", forbid("pidfd_open")), State.PROBLEM, "Operation not permitted", "seccomp=PROFILE.json")
 
 
 def test_process_vm_readv_forbidden_by_seccomp() -> None:
     finding = found("process_vm_readv", forbid("process_vm_readv"))
-    _is(finding, State.WARNING, "Operation not permitted", "--cap-add SYS_PTRACE")
+    is_(finding, State.WARNING, "Operation not permitted", "--cap-add SYS_PTRACE")
 
 
 def test_yama_setting_as_another_user() -> None:
@@ -48,38 +41,38 @@ def test_yama_setting_as_another_user() -> None:
         "mount -t tmpfs none /proc/sys/kernel; mkdir /proc/sys/kernel/yama; echo 1 > /proc/sys/kernel/yama/ptrace_scope"
     )
     finding = found("yama", "os.setresuid(65534, 65534, 65534)", inside=needs("unshare", "-m"), shell=shell)
-    _is(finding, State.WARNING, "ptrace_scope 1", "sysctl -w kernel.yama.ptrace_scope=0")
+    is_(finding, State.WARNING, "ptrace_scope 1", "sysctl -w kernel.yama.ptrace_scope=0")
 
 
 def test_user_namespace() -> None:
     finding = found("user_namespace", inside=needs("unshare", "-Ur"))
-    _is(finding, State.WARNING, "one of its own", "--userns=host")
+    is_(finding, State.WARNING, "one of its own", "--userns=host")
 
 
 def test_huge_pages_disabled_for_the_process() -> None:
-    _is(found("huge_pages", _PRCTL.format(41)), State.WARNING, "huge_pages is true, but", "shmem_enabled")
+    is_(found("huge_pages", _PRCTL.format(41)), State.WARNING, "huge_pages is true, but", "shmem_enabled")
 
 
 @pytest.mark.parametrize(("limit", "state"), [(200, State.PROBLEM), (1024, State.WARNING)])
 def test_few_descriptors(limit: int, state: State) -> None:
-    _is(found("descriptors", shell=f"ulimit -n {limit}"), state, f"RLIMIT_NOFILE {limit}", "ulimit -n 65536")
+    is_(found("descriptors", shell=f"ulimit -n {limit}"), state, f"RLIMIT_NOFILE {limit}", "ulimit -n 65536")
 
 
 def test_little_memory_to_lock_where_nixl_is_installed(tmp_path: Path) -> None:
     shell, path = "ulimit -l 64", distribution(tmp_path, "nixl", "1.0")
-    _is(found("memlock", shell=shell, path=path), State.WARNING, "65536 bytes", "ulimit -l unlimited")
+    is_(found("memlock", shell=shell, path=path), State.WARNING, "65536 bytes", "ulimit -l unlimited")
 
 
 def test_limit_of_the_address_space() -> None:
     finding = found("address_space", shell="ulimit -v 16000000")
-    _is(finding, State.WARNING, "16384000000", "ulimit -v unlimited")
+    is_(finding, State.WARNING, "16384000000", "ulimit -v unlimited")
 
 
 def test_strict_overcommit(tmp_path: Path) -> None:
     (tmp_path / "mode").write_text("2\n")
     shell = f"mount --bind {tmp_path}/mode /proc/sys/vm/overcommit_memory"
     finding = found("overcommit", inside=needs("unshare", "-m"), shell=shell)
-    _is(finding, State.WARNING, "overcommit_memory 2", "sysctl -w vm.overcommit_memory=0")
+    is_(finding, State.WARNING, "overcommit_memory 2", "sysctl -w vm.overcommit_memory=0")
 
 
 @pytest.fixture
@@ -100,12 +93,12 @@ def small_cgroup() -> Iterator[Path]:
 
 def test_small_cgroup(small_cgroup: Path) -> None:
     finding = found("cgroup_memory", shell=f"echo $$ > {small_cgroup}/cgroup.procs")
-    _is(finding, State.WARNING, "512 MiB", "docker update --memory")
+    is_(finding, State.WARNING, "512 MiB", "docker update --memory")
 
 
 def test_one_processor() -> None:
     finding = found("cpus", "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})")
-    _is(finding, State.WARNING, "1 usable, 1 by affinity", "taskset -pc")
+    is_(finding, State.WARNING, "1 usable, 1 by affinity", "taskset -pc")
 
 
 def test_two_numa_nodes() -> None:
@@ -116,24 +109,24 @@ def test_two_numa_nodes() -> None:
     shell = f"mount -t tmpfs none {nodes}; mkdir {nodes}/node0 {nodes}/node1"
     shell += f"; echo {cpus[0]} > {nodes}/node0/cpulist; echo {cpus[1]} > {nodes}/node1/cpulist"
     finding = found("numa", inside=needs("unshare", "-m"), shell=shell)
-    _is(finding, State.WARNING, "2 of 2 nodes: node0, node1", "numactl --cpunodebind=0")
+    is_(finding, State.WARNING, "2 of 2 nodes: node0, node1", "numactl --cpunodebind=0")
 
 
 def test_small_tcp_buffers() -> None:
     shell = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
     finding = found("tcp_buffers", inside=needs("unshare", "-n"), shell=shell)
-    _is(finding, State.WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem=")
+    is_(finding, State.WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem=")
 
 
 def test_no_loopback() -> None:
     finding = found("loopback", inside=needs("unshare", "-n"))
-    _is(finding, State.PROBLEM, "Network is unreachable", "ip link set lo up")
+    is_(finding, State.PROBLEM, "Network is unreachable", "ip link set lo up")
 
 
 def test_two_versions_of_the_library(tmp_path: Path) -> None:
     versions = [distribution(tmp_path, "open_datadist", version) for version in ("0.0.1", "0.0.2")]
     finding = found("library", path=versions[0])
-    _is(finding, State.WARNING, "open-datadist 0.0.1, open-datadist 0.0.2", "pip uninstall open-datadist")
+    is_(finding, State.WARNING, "open-datadist 0.0.1, open-datadist 0.0.2", "pip uninstall open-datadist")
 
 
 def test_version_of_nixl(tmp_path: Path) -> None:
@@ -146,12 +139,12 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is a driver")
     finding = found("cuda", path=distribution(tmp_path, "nvidia_cuda_runtime_cu12", "12.8.90"))
-    _is(finding, State.WARNING, "nvidia-cuda-runtime-cu12 12.8.90, no driver", "docker run --gpus all")
+    is_(finding, State.WARNING, "nvidia-cuda-runtime-cu12 12.8.90, no driver", "docker run --gpus all")
 
 
 def test_vllm_without_aiohttp(tmp_path: Path) -> None:
     finding = found("vllm", f"sys.path[:] = [{distribution(tmp_path, 'vllm', '0.11.0')!r}]")
-    _is(finding, State.WARNING, "vllm 0.11.0, without aiohttp", "pip install 'open-datadist[vllm]'")
+    is_(finding, State.WARNING, "vllm 0.11.0, without aiohttp", "pip install 'open-datadist[vllm]'")
 
 
 def test_check_that_cannot_be_made_is_an_unknown_finding_and_the_worst_finding_gives_the_exit_code() -> None:
@@ -165,6 +158,6 @@ def test_check_that_cannot_be_made_is_an_unknown_finding_and_the_worst_finding_g
         return Finding("bad", State.PROBLEM, "", "", "mend")
 
     (unknown,) = run_checks([blocked])
-    _is(unknown, State.UNKNOWN, "/proc/x", "as root")
+    is_(unknown, State.UNKNOWN, "/proc/x", "as root")
     codes = [exit_code(run_checks(checks)) for checks in ([], [good], [good, blocked], [blocked, bad, good])]
     assert codes == [0, 0, 1, 2]

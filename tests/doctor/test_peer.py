@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from llm_datadist._deadline import Deadline
@@ -23,10 +24,10 @@ from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
-from tests.doctor.hosts import forbid, needs
+from tests.doctor.hosts import forbid, is_, needs
 from tests.support.authority import Authority
 from tests.support.ends import LocalEnd
-from tests.support.linking import has_ipv6
+from tests.support.linking import free_port, has_ipv6
 from tests.support.source import ROOT
 
 if TYPE_CHECKING:
@@ -34,19 +35,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
-Found = dict[str, dict[str, str]]
+Found = dict[str, Finding]
 _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def _two_ports() -> int:
-    """Return a port that is free, and the one above it, too."""
+    """Return a port that is free, and the one above it, too; the kernel gives neither to a connection meanwhile."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except (OSError, OverflowError):
-                continue
+        port = free_port()
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", port + 1)).close()
             return port
 
 
@@ -76,25 +74,29 @@ def _doctor(
     assert "Traceback" not in done.stderr, done.stderr
     shown = json.loads(done.stdout)
     assert shown["exit_code"] == done.returncode, done.stderr
-    return done.returncode, {each["name"]: each for each in shown["findings"]}
+    return done.returncode, {each["name"]: msgspec.convert(each, Finding) for each in shown["findings"]}
 
 
-def _is(finding: dict[str, str], state: State, value: str, mend: str) -> None:
-    assert finding["state"] == state, finding
-    assert value in finding["value"], finding
-    assert mend in finding["mend"], finding
+def _fails(port: int, *options: str, finding: str, value: str, mend: str, **settings: Any) -> Found:
+    """Run the command: it finds this problem."""
+    code, found = _doctor(port, *options, **settings)
+    assert code == 2
+    is_(found[finding], State.PROBLEM, value, mend)
+    return found
 
 
-def test_good_peer_with_one_secret(tmp_path: Path) -> None:
-    secrets = tmp_path / "secrets"
-    new_secret(secrets, "one")
-    with _served("--secrets", str(secrets)) as port:
-        code, found = _doctor(port, "--secrets", str(secrets))
-    assert code < 2, found
-    for name in ("reachable", "clock", "link", "authentication", "latency"):
-        assert found[f"peer_{name}"]["state"] == "ok", found
-    assert found["peer_transport"]["value"].startswith("shm: ")
-    assert "GB/s, memcpy " in found["peer_bandwidth"]["value"]
+def test_good_peer_with_one_secret_and_one_with_another_or_none(tmp_path: Path) -> None:
+    there, other = (str(new_secret(tmp_path / name, name)) for name in ("there", "other"))
+    with _served("--secrets", there) as port:
+        code, found = _doctor(port, "--secrets", there)
+        assert code < 2, found
+        for name in ("reachable", "clock", "link", "authentication", "latency"):
+            assert found[f"peer_{name}"].state is State.OK, found
+        assert found["peer_transport"].value.startswith("shm: ")
+        assert "GB/s, memcpy " in found["peer_bandwidth"].value
+        for options in (("--secrets", other), ()):
+            mend = "llm-datadist keys new FILE"
+            _fails(port, *options, finding="peer_authentication", value="authenti", mend=mend)
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
@@ -102,19 +104,14 @@ def test_good_peer_over_ipv6() -> None:
     with _served(host="::1") as port:
         code, found = _doctor(port, host="[::1]")
     assert code < 2, found
-    assert [found[f"peer_{name}"]["state"] for name in ("reachable", "clock", "link")] == ["ok"] * 3, found
+    assert {found[f"peer_{name}"].state for name in ("reachable", "clock", "link")} == {State.OK}, found
 
 
-def test_closed_port() -> None:
-    code, found = _doctor(_two_ports())
-    assert code == 2
-    _is(found["peer_reachable"], State.PROBLEM, "Connection refused", "llm-datadist doctor --serve --host")
-
-
-def test_unknown_host() -> None:
-    code, found = _doctor(26000, host="nowhere.invalid", inside=needs("unshare", "-n"))  # where nothing is asked
-    assert code == 2
-    _is(found["peer_reachable"], State.PROBLEM, "nowhere.invalid", "getent hosts nowhere.invalid")
+def test_closed_port_and_unknown_host() -> None:
+    mend = "llm-datadist doctor --serve --host"
+    _fails(_two_ports(), finding="peer_reachable", value="Connection refused", mend=mend)
+    host, mend, nothing = "nowhere.invalid", "getent hosts nowhere.invalid", needs("unshare", "-n")  # nobody is asked
+    _fails(26000, finding="peer_reachable", value=host, mend=mend, host=host, inside=nothing)
 
 
 def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,28 +123,15 @@ def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_other_secret(tmp_path: Path) -> None:
-    for name in ("here", "there"):
-        new_secret(tmp_path / name, name)
-    with _served("--secrets", str(tmp_path / "there")) as port:
-        code, found = _doctor(port, "--secrets", str(tmp_path / "here"))
-        assert code == 2
-        _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
-        code, found = _doctor(port)
-        assert code == 2
-        _is(found["peer_authentication"], State.PROBLEM, "authenti", "llm-datadist keys new FILE")
-
-
 def test_certificates_of_one_authority_and_of_another(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     there, here = (_given(authority.issue(name, ["*"])) for name in ("there", "here"))
     foreign = _given(Authority(tmp_path, "other").issue("foreign", ["*"]) | {"llm.TlsCa": str(authority.path)})
     with _served(*there) as port:
         _, found = _doctor(port, *here)
-        _is(found["peer_authentication"], State.OK, "both ends proved a secret or certificate", "")
-        code, found = _doctor(port, *foreign)
-        assert code == 2
-        _is(found["peer_authentication"], State.PROBLEM, "authenti", "certificates of one authority")
+        is_(found["peer_authentication"], State.OK, "both ends proved a secret or certificate", "")
+        mend = "certificates of one authority"
+        _fails(port, *foreign, finding="peer_authentication", value="authenti", mend=mend)
 
 
 def _given(options: dict[str, str]) -> list[str]:
@@ -158,12 +142,11 @@ def test_link_that_is_much_slower_than_one_stream() -> None:
     """A relay slows the connections of the link, and passes the raw measurements on."""
     with _served("--option", "llm.Transport=tcp") as port, _relayed(port) as slow:
         code, found = _doctor(slow)
-        assert [each for each in found.values() if each["state"] == State.PROBLEM] == []
+        assert [each for each in found.values() if each.state is State.PROBLEM] == []
         assert code == 1
-        _is(found["peer_bandwidth"], State.WARNING, "one socket stream", "llm.CopyThreads=4")
-        code, found = _doctor(slow, "--option", "llm.SyncKvCacheWaitTime=200")
-        assert code == 2
-        _is(found["peer_pull"], State.PROBLEM, "200 ms", "ss -ti dst 127.0.0.1")
+        is_(found["peer_bandwidth"], State.WARNING, "one socket stream", "llm.CopyThreads=4")
+        short, mend = ("--option", "llm.SyncKvCacheWaitTime=200"), "ss -ti dst 127.0.0.1"
+        _fails(slow, *short, finding="peer_pull", value="200 ms", mend=mend)
 
 
 @contextmanager
@@ -197,20 +180,18 @@ def _relayed(port: int) -> Iterator[int]:
         yield here
 
 
-def test_forced_tcp_and_no_secret() -> None:
+def test_forced_tcp_no_secret_an_option_that_is_wrong_and_cma_forbidden_by_seccomp() -> None:
     with _served() as port:
         code, found = _doctor(port, "--option", "llm.Transport=tcp")
-    assert code >= 1
-    _is(found["peer_transport"], State.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
-    _is(found["peer_authentication"], State.WARNING, "not authenticated", "--secrets FILE")
-    assert "one socket stream" in found["peer_bandwidth"]["value"]
-
-
-def test_cma_forbidden_by_seccomp() -> None:
-    with _served() as port:
+        assert code >= 1
+        is_(found["peer_transport"], State.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
+        is_(found["peer_authentication"], State.WARNING, "not authenticated", "--secrets FILE")
+        assert "one socket stream" in found["peer_bandwidth"].value
+        wrong = ("--option", "llm.Transport=pigeon")
+        _fails(port, *wrong, finding="peer_link", value="pigeon", mend="correct the option")
         _, found = _doctor(port, preparation=forbid("process_vm_readv"))
-    assert found["peer_transport"]["value"].startswith("shm: ")
-    _is(found["peer_private_transport"], State.WARNING, "not by cma", "--cap-add SYS_PTRACE")
+        assert found["peer_transport"].value.startswith("shm: ")
+        is_(found["peer_private_transport"], State.WARNING, "not by cma", "--cap-add SYS_PTRACE")
 
 
 def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
@@ -219,13 +200,11 @@ def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
         (CLUSTER, "peer_pull", "", "doctor --serve"),
         (7, "peer_link", "cluster", "--cluster-id 7; or start llm-datadist doctor --serve"),
     ):
-        end.start("PROMPT", cluster, listen_ip_info="127.0.0.1:0")
+        end.start("PROMPT", cluster, listen_ip_info=f"127.0.0.1:{_two_ports()}")
         assert end.port is not None
-        code, found = _doctor(end.port)
+        found = _fails(end.port, finding=name, value=value, mend=mend)
         end.stop()
-        assert code == 2
-        _is(found["peer_clock"], State.UNKNOWN, f"port {end.port + 1}", "doctor --serve")
-        _is(found[name], State.PROBLEM, value, mend)
+        is_(found["peer_clock"], State.UNKNOWN, f"port {end.port + 1}", "doctor --serve")
 
 
 def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
@@ -236,13 +215,12 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
     end.start("PROMPT", 7, listen_ip_info="127.0.0.1:0", extra={"llm.AuthSecretFile": secrets})
     assert end.port is not None
     code, found = _doctor(end.port, "--cluster-id", "7", "--secrets", secrets)
-    peers = {name: each["state"] for name, each in found.items() if name.startswith("peer_")}
+    peers = {name: each.state for name, each in found.items() if name.startswith("peer_")}
     names = ("reachable", "link", "authentication", "transport", "private_transport")
     assert (code, peers) == (host, {f"peer_{name}": "ok" for name in names}), found
-    code, found = _doctor(end.port, "--cluster-id", "8", "--secrets", secrets)
+    other = ("--cluster-id", "8", "--secrets", secrets)
+    _fails(end.port, *other, finding="peer_link", value="is cluster 7", mend="--cluster-id 7")
     end.stop()
-    assert code == 2
-    _is(found["peer_link"], State.PROBLEM, "is cluster 7", "--cluster-id 7")
 
 
 @pytest.mark.parametrize(
@@ -256,9 +234,7 @@ def test_port_of_something_else(answer: bytes, mend: str) -> None:
                 pass
 
     with _listening(Other) as port:
-        code, found = _doctor(port)
-    assert code == 2
-    _is(found["peer_link"], State.PROBLEM, "", mend)
+        _fails(port, finding="peer_link", value="", mend=mend)
 
 
 def test_clock_that_differs() -> None:
@@ -269,9 +245,7 @@ def test_clock_that_differs() -> None:
 
     with _listening(Ahead) as port:
         finding = peer._clock("127.0.0.1", port - 1, Deadline(60_000))
-    assert finding.state is State.WARNING
-    assert finding.value.startswith("+3600")
-    assert "chronyc makestep" in finding.mend
+    is_(finding, State.WARNING, "+3600", "chronyc makestep")
 
 
 class _Dribble(socketserver.BaseRequestHandler):
@@ -291,37 +265,25 @@ def test_all_questions_to_a_peer_have_one_deadline(monkeypatch: pytest.MonkeyPat
     with _listening(_Dribble, here), _listening(_Dribble, here + 1):
         found = _examined(here)
         link = LinkStatistics(CLUSTER, "ready", "tcp", None, "", 1, "here", 0, 0, 0)
-        found["stream"] = _plain(peer._bandwidth(link, 1.0, "127.0.0.1", here, Deadline(500)))
-    _is(found["peer_clock"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
+        found["stream"] = peer._bandwidth(link, 1.0, "127.0.0.1", here, Deadline(500))
+    is_(found["peer_clock"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
     assert "peer_link" not in found
-    _is(found["stream"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
+    is_(found["stream"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
     monkeypatch.setattr(peer, "_TOTAL_MS", 15_000)
     with _served() as port:
         found = _examined(port)
-    _is(found["peer_link"], State.OK, "", "")
-    _is(found["peer_pull"], State.PROBLEM, "within the 15 s of doctor --peer", "ss -ti dst")  # a pull may take 20 s
+    is_(found["peer_link"], State.OK, "", "")
+    is_(found["peer_pull"], State.PROBLEM, "within the 15 s of doctor --peer", "ss -ti dst")  # a pull may take 20 s
 
 
 def _examined(port: int) -> Found:
-    return {each.name: _plain(each) for each in peer.examine("127.0.0.1", port, {}, lambda _: None)}
-
-
-def _plain(finding: Finding) -> dict[str, str]:
-    return {"state": finding.state, "value": finding.value, "mend": finding.mend}
+    return {each.name: each for each in peer.examine("127.0.0.1", port, {}, lambda _: None)}
 
 
 def test_finding_of_pulls_that_took_for_ever() -> None:
     link = LinkStatistics(CLUSTER, "ready", "shm", "cma", "", 1, "here", 0, 0, 0)
     finding = peer._bandwidth(link, 0.0, "127.0.0.1", 1, Deadline(60_000))
-    assert finding.state is State.WARNING
-    assert "llm.CopyThreads=4" in finding.mend
-
-
-def test_option_that_is_wrong() -> None:
-    with _served() as port:
-        code, found = _doctor(port, "--option", "llm.Transport=pigeon")
-    assert code == 2
-    _is(found["peer_link"], State.PROBLEM, "pigeon", "correct the option")
+    is_(finding, State.WARNING, "", "llm.CopyThreads=4")
 
 
 def test_port_that_is_taken_ends_serve_with_one_line() -> None:

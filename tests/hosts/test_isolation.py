@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from tests.hosts.cluster import enter
+from tests.hosts.conftest import enter
 from tests.support.ends import ChildEnd
 from tests.support.isolation import Isolation, isolations
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link

@@ -10,7 +10,7 @@ from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, in
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
-    from tests.hosts.cluster import Cluster
+    from tests.hosts.conftest import Cluster
     from tests.support.world import World
 
 BULK, SMALL, INBOX = BlocksCacheKey(1, 0), BlocksCacheKey(1, 1), BlocksCacheKey(2, 1)

@@ -1,12 +1,15 @@
-"""``llm-datadist`` as a user types it: help, version, completion, mistakes, Ctrl-C."""
+"""``llm-datadist`` as a user types it: help, version, completion, mistakes; the demo, which leaves nothing running."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,9 @@ typer = pytest.importorskip("typer")
 
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
 from llm_datadist.cli.app import app  # noqa: E402
+from llm_datadist.demo.workload import Workload  # noqa: E402
+from tests.support.ends import has_ended  # noqa: E402
+from tests.support.moves import wait_until  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,11 +29,13 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "llm_datadist.cli")
 APP = typer.main.get_command(app)
+LEAKS = "always::ResourceWarning"  # a forgotten close in the parent or in a role shows up on standard error
+STARTED = re.compile(r" (\w+) +process (\d+) started")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=60, env=os.environ | environment
+        [*COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=100, env=os.environ | environment
     )
 
 
@@ -50,11 +58,18 @@ def parse(line: str) -> None:
     command.make_context(program, words, resilient_parsing=words == ["--help"])
 
 
-@pytest.mark.parametrize(("path", "command"), [("", APP), *commands(APP)])
-def test_each_help_has_examples_that_the_command_would_take(path: str, command: Any) -> None:
-    done = run(*path.split(), "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.partition("Examples:\n")[2].splitlines()
+@pytest.mark.parametrize("path", ["", "keys", *(path for path, _ in commands(APP))])
+def test_no_line_of_a_help_is_cut_and_its_examples_are_what_the_command_would_take(path: str) -> None:
+    for columns in ("80", "200"):
+        done = run(*path.split(), "--help", COLUMNS=columns)
+        assert (done.returncode, done.stderr) == (0, "")
+        usage, *lines = done.stdout.splitlines()
+        assert usage.startswith(f"Usage: llm-datadist {path}".rstrip())
+        assert lines[0] == "", "the usage is one line"
+        assert not [line for line in lines if line.endswith(("...", "…"))]
+    if path == "keys":  # it does nothing by itself
+        return
+    lines = run(*path.split(), "--help").stdout.partition("Examples:\n")[2].splitlines()
     assert lines, f"llm-datadist {path} --help has no examples (cli/usage.py)"
     for line in lines:
         assert line.startswith("    ")
@@ -62,15 +77,6 @@ def test_each_help_has_examples_that_the_command_would_take(path: str, command: 
         parse(line)
     with pytest.raises(Exception, match="No such option"):
         parse(f"llm-datadist {path or 'demo'} x --nonsense")
-
-
-@pytest.mark.parametrize("columns", ["80", "200"])
-@pytest.mark.parametrize("path", ["", "keys", *(path for path, _ in commands(APP))])
-def test_no_line_of_a_help_is_cut(path: str, columns: str) -> None:
-    usage, *lines = run(*path.split(), "--help", COLUMNS=columns).stdout.splitlines()
-    assert usage.startswith(f"Usage: llm-datadist {path}".rstrip())
-    assert lines[0] == "", "the usage is one line"
-    assert not [line for line in lines if line.endswith(("...", "…"))]
 
 
 def test_version_is_that_of_the_distribution() -> None:
@@ -130,7 +136,7 @@ def test_completion_for_shells(shell: str) -> None:
     ("line", "said"),
     [
         ("fly", "llm-datadist: No such command 'fly' (try 'llm-datadist --help')"),
-        ("demo --transport pigeon", "llm-datadist demo: Invalid value for '--transport'"),
+        ("demo --transport pigeon", "'pigeon' is not one of 'auto', 'shm', 'cma', 'tcp', 'nixl', 'inproc'"),
         ("demo --speed", "llm-datadist demo: No such option: --speed"),
         ("size --layers 1 --kv-heads 1 --head-dim 1 --tokens 1 --dtype f", "--dtype 'f' is none of bf16, fp16"),
         ("size --layers 1", "llm-datadist size: Missing option '--kv-heads'"),
@@ -149,25 +155,17 @@ def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_without_the_package_for_keys_one_line_says_what_to_install(tmp_path: Path) -> None:
-    script = "import sys; sys.modules['cryptography'] = None; from llm_datadist.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", script, "keys", "new", "--ca", str(tmp_path / "ca")]
+@pytest.mark.parametrize(
+    ("missing", "line", "extra"),
+    [("typer", "demo", "cli"), ("rich", "demo", "cli"), ("cryptography", "keys new --ca {folder}/ca", "auth")],
+)
+def test_without_a_package_one_line_says_what_to_install(missing: str, line: str, extra: str, tmp_path: Path) -> None:
+    script = f"import sys; sys.modules[{missing!r}] = None; from llm_datadist.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", script, *line.format(folder=tmp_path).split()]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.endswith("pip install 'open-datadist[auth]'\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"pip install 'open-datadist[{extra}]'\n")
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_ctrl_c_is_one_line_and_status_130() -> None:
-    command = [*COMMAND, "bench", "pull", "--blocks", "200", "--passes", "1000", "--against", ","]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
-        assert process.stderr is not None
-        while not process.stderr.readline().startswith("1 of 1"):
-            assert process.poll() is None
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to its workers as well
-        said = process.communicate(timeout=60)
-        assert (process.returncode, said) == (130, ("", "llm-datadist: interrupted\n"))
 
 
 def test_a_reader_that_has_ended_is_no_traceback() -> None:
@@ -176,3 +174,95 @@ def test_a_reader_that_has_ended_is_no_traceback() -> None:
     done = subprocess.run([*COMMAND, "bench", "--help"], check=False, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+# --- the demo ---------------------------------------------------------------------------------------------------------
+
+
+def processes(text: str) -> dict[str, int]:
+    """Role -> process id, as the progress lines tell."""
+    return {role: int(pid) for role, pid in STARTED.findall(text)}
+
+
+@pytest.mark.parametrize(("transport", "memory"), [("inproc", "pool"), ("tcp", "pool"), ("cma", "registered")])
+def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: str) -> None:
+    done = run("demo", "--json", "--transport", transport, "--memory", memory, PYTHONWARNINGS=LEAKS)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    workload = Workload()
+    assert [result[each] for each in ("ok", "tokens_equal", "kv_equal", "error")] == [True, True, True, None]
+    assert len(result["tokens"]) == workload.generate == 32
+    assert result["blocks"] == workload.prompt_blocks
+    assert result["bytes"] == workload.prompt_blocks * workload.num_tensors * workload.block_bytes
+    assert result["seconds"] > 0
+    assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
+    assert result["reason"]
+    assert result["transport"] == transport
+    roles = {"inproc": {"both"}}.get(transport, {"prompt", "decoder"})
+    assert result["processes"] == len(roles)
+    ran_and_ended(done.stderr, roles)
+    assert "Warning" not in done.stderr
+
+
+def test_demo_without_options_tells_a_human_what_moved_between_two_processes() -> None:
+    done = run("demo", PYTHONWARNINGS=LEAKS)
+    assert (done.returncode, done.stderr) == (0, "")
+    ran_and_ended(done.stdout, {"prompt", "decoder"})
+    lines = done.stdout.splitlines()
+    assert "Tokens equal." in lines
+    summary = "\n".join(lines[lines.index("Tokens equal.") :])
+    own = "prompt and decoder, each with its own LLMDataDist"
+    for expected in ("all 32 equal", "63 blocks", "16 tensors", "shm: ", "GB/s", own):
+        assert expected in summary
+
+
+def ran_and_ended(progress: str, roles: set[str]) -> None:
+    """The progress lines tell of the reference and the roles, and none of their processes is left."""
+    started = processes(progress)
+    assert set(started) == roles | {"reference"}
+    assert all(has_ended(pid) for pid in started.values())
+    for step in ("prefill", "published", "linked", "pulled", "generate"):
+        assert step in progress
+
+
+@contextmanager
+def running() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """A demo with --json whose roles have all started, in a process group of its own, and the processes by role."""
+    with subprocess.Popen(
+        [*COMMAND, "demo", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONWARNINGS": LEAKS},
+        start_new_session=True,
+    ) as demo:
+        assert demo.stderr is not None
+        text = ""
+        while "decoder" not in (started := processes(text)):
+            line = demo.stderr.readline()
+            assert line, f"the decoder never started:\n{text}"
+            text += line
+        yield demo, started
+        demo.kill()
+
+
+@pytest.mark.parametrize("victim", ["prompt", "decoder", "demo", None])
+def test_a_role_that_dies_and_an_interrupt_end_the_demo_and_leave_no_process(victim: str | None) -> None:
+    with running() as (demo, started):
+        if victim is None:
+            os.killpg(demo.pid, signal.SIGINT)
+        else:
+            os.kill((started | {"demo": demo.pid})[victim], signal.SIGKILL)
+        output, errors = demo.communicate(timeout=60)
+    if victim == "demo":
+        wait_until(lambda: all(has_ended(pid) for pid in started.values()), 30)
+        return
+    result = json.loads(output.splitlines()[-1])
+    if victim is None:
+        assert (demo.returncode, result["error"]) == (130, "interrupted"), errors
+        assert "Traceback" not in errors
+    else:
+        assert (demo.returncode, result["ok"], result["tokens_equal"]) == (1, False, None), errors
+        assert result["error"].startswith(f"{victim}: the process ended with status -9")
+        assert result["error"] in errors
+    assert all(has_ended(pid) for pid in started.values())

@@ -9,7 +9,8 @@ import select
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +22,7 @@ from tests.support.linking import free_port
 from tests.support.source import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from http.client import HTTPResponse
 
 pytest.importorskip("aiohttp", reason="the proxy needs aiohttp: pip install 'open-datadist[vllm]'")
@@ -171,33 +172,22 @@ def scene(
 
 
 @contextmanager
-def asking(port: int, body: Any, path: str = PATHS[0], headers: dict[str, str] | None = None) -> Iterator[HTTPResponse]:
-    """Send a request; yield the answer, of which the body is still to come."""
+def asking(
+    port: int, body: Any = None, path: str = PATHS[0], headers: dict[str, str] | None = None
+) -> Iterator[HTTPResponse]:
+    """Send a request, a GET where it has no body; yield the answer, of which the body is still to come."""
     connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
-        connection.request("POST", path, json.dumps(body), headers or {})
+        content = body if isinstance(body, bytes | None) else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, content, headers or {})
         yield connection.getresponse()
     finally:
         connection.close()
 
 
-def ask(port: int, body: Any, path: str = PATHS[0]) -> tuple[int, Any]:
+def ask(port: int, body: Any = None, path: str = PATHS[0]) -> tuple[int, Any]:
     with asking(port, body, path) as answer:
         return answer.status, json.loads(answer.read())
-
-
-def health(port: int) -> tuple[int, Any]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
-
-
-def dead() -> str:
-    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -262,93 +252,110 @@ def test_parts_of_an_answer_reach_the_client_before_the_next_ones_exist() -> Non
         assert answer.read() == b""
 
 
-def test_requests_take_prefills_and_decoders_in_turn() -> None:
-    with (
-        Upstream(prefilled) as one,
-        Upstream(prefilled) as two,
-        Upstream(decoded) as three,
-        Upstream(decoded) as four,
-        Upstream(decoded) as five,
-        proxy([one.url, two.url], [three.url, four.url, five.url]) as port,
-    ):
-        for number in range(6):
-            assert ask(port, {"prompt": str(number)})[0] == 200
-    prompts = [[each.body["prompt"] for each in server.asked] for server in (one, two, three, four, five)]
-    assert prompts == [["0", "2", "4"], ["1", "3", "5"], ["0", "3"], ["1", "4"], ["2", "5"]]
+def without_reference(handler: Handler) -> None:
+    send(handler, 200, {"kv_transfer_params": None})
 
 
-@pytest.mark.parametrize("failing", [without_answer, refused(500), refused(503)])
-def test_a_prefill_that_fails_is_replaced_by_another_one(failing: Callable[[Handler], None]) -> None:
-    with (
-        Upstream(failing) as broken,
-        Upstream(prefilled) as prefill,
-        Upstream(decoded) as decoder,
-        proxy([dead(), broken.url, prefill.url], [decoder.url]) as port,
-    ):
-        for _ in range(3):
-            assert ask(port, {"prompt": "a"})[0] == 200
-    assert len(prefill.asked) == len(decoder.asked) == 3
-    assert len(broken.asked) == 2  # the turn that begins with the good one does not reach it
-    assert all(each.body["kv_transfer_params"] == REFERENCE for each in decoder.asked)
+def alone(**request: Any) -> Row:
+    """A request that the decoder computes alone, as it came but for a reference of the client's."""
+    return [prefilled], [decoded], [request | {"kv_transfer_params": REFERENCE}], [RIGHT], [[], [0]]
 
 
-def test_without_any_prefill_the_decoder_is_not_asked() -> None:
-    with (
-        Upstream(without_answer) as broken,
-        Upstream(decoded) as decoder,
-        proxy([dead(), broken.url], [decoder.url]) as port,
-    ):
-        status, answer = ask(port, {"prompt": "a"})
-    assert (status, answer["error"]["message"]) == (503, "no prefill server answers")
-    assert decoder.asked == []
+def with_prefill(**request: Any) -> Row:
+    return [prefilled], [decoded], [request], [RIGHT], [[0], [0]]
 
 
-@pytest.mark.parametrize(("status", "tries"), [(400, 1), (404, 1), (429, 1), (500, 2)])
-def test_the_error_of_a_prefill_is_passed_on_and_only_a_fault_of_the_server_is_tried_again(
-    status: int, tries: int
+def three(failing: Answer) -> Row:
+    """The turn that begins with the good prefill does not reach the one that fails."""
+    return [None, failing, prefilled], [decoded], [A] * 3, [RIGHT] * 3, [[], [0, 1], [0, 1, 2], [0, 1, 2]]
+
+
+def refusing(status: int, *, tries: int) -> Row:
+    """Only a fault of the server is tried again."""
+    both: list[Answer] = [refused(status)] * 2
+    return both, [decoded], [A], [(status, f"status {status}")], [[0], [0] * (tries - 1), []]
+
+
+Answer = Callable[[Handler], None] | None  # None: nothing listens there
+#: Prefill servers, decoders, requests, answers to them, and the numbers of the requests that each server was asked.
+Row = tuple[list[Answer], list[Answer], list[Any], list[tuple[int, str]], list[list[int]]]
+A = {"prompt": "a"}
+RIGHT = (200, "right")
+SCENES: dict[str, Row] = {
+    "in turn": (
+        [prefilled] * 2,
+        [decoded] * 3,
+        [A] * 6,
+        [RIGHT] * 6,
+        [[0, 2, 4], [1, 3, 5], [0, 3], [1, 4], [2, 5]],
+    ),
+    "a prefill dies": three(without_answer),
+    "a prefill fails with 500": three(refused(500)),
+    "a prefill fails with 503": three(refused(503)),
+    "no prefill": ([None, without_answer], [decoded], [A], [(503, "no prefill server answers")], [[], [0], []]),
+    "prefills say 400": refusing(400, tries=1),
+    "prefills say 404": refusing(404, tries=1),
+    "prefills say 429": refusing(429, tries=1),
+    "prefills say 500": refusing(500, tries=2),
+    "a decoder says 400": ([prefilled], [refused(400), decoded], [A], [(400, "status 400")], [[0], [0], []]),
+    "a decoder says 500": ([prefilled], [refused(500), decoded], [A], [(500, "status 500")], [[0], [0], []]),
+    # The first turn begins with the dead one and stops at the one that may have consumed the reference.
+    "another decoder only if the first one has seen nothing": (
+        [prefilled],
+        [None, without_answer, decoded],
+        [A] * 3,
+        [(502, ""), (502, ""), RIGHT],
+        [[0, 1, 2], [], [0, 1], [2]],
+    ),
+    "no decoder": ([prefilled], [None, None], [A], [(503, "no decode server answers")], [[0], [], []]),
+    "no JSON": ([prefilled], [decoded], [b"no json", b"[1]", b"\xff"], [(400, "'code': 400")] * 3, [[], []]),
+    "texts": alone(prompt=["one", "two"]),
+    "token lists": alone(prompt=[[1, 2], [1, 3]]),
+    "n": alone(prompt="a", n=2),
+    "beams": alone(prompt="a", use_beam_search=True),
+    "a list of a text": with_prefill(prompt=["one"], n=1),
+    "a list of tokens": with_prefill(prompt=[1, 2, 3], n=1),
+    "a list of a list": with_prefill(prompt=[[1, 2, 3]], n=1),
+    "a list of nothing": with_prefill(prompt=[], n=1),
+    "a reference of the client's": (
+        [without_reference],
+        [decoded],
+        [A | {"kv_transfer_params": REFERENCE}],
+        [RIGHT],
+        [[0], [0]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("prefills", "decoders", "requests", "answers", "asked"), SCENES.values(), ids=SCENES)
+def test_whom_the_proxy_asks_and_what_it_tells_the_client(
+    prefills: list[Answer],
+    decoders: list[Answer],
+    requests: list[Any],
+    answers: list[tuple[int, str]],
+    asked: list[list[int]],
 ) -> None:
-    with (
-        Upstream(refused(status)) as one,
-        Upstream(refused(status)) as two,
-        Upstream(decoded) as decoder,
-        proxy([one.url, two.url], [decoder.url]) as port,
-    ):
-        assert ask(port, {"prompt": "a"}) == (status, {"error": f"status {status}"})
-    assert len(one.asked) + len(two.asked) == tries
-    assert decoder.asked == []
-
-
-@pytest.mark.parametrize("status", [400, 500])
-def test_the_error_of_a_decoder_is_passed_on_and_not_tried_again(status: int) -> None:
-    with (
-        Upstream(prefilled) as prefill,
-        Upstream(refused(status)) as one,
-        Upstream(decoded) as two,
-        proxy([prefill.url], [one.url, two.url]) as port,
-    ):
-        assert ask(port, {"prompt": "a"}) == (status, {"error": f"status {status}"})
-    assert two.asked == []
-
-
-def test_another_decoder_is_asked_only_if_the_first_one_has_seen_nothing() -> None:
-    with (
-        Upstream(prefilled) as prefill,
-        Upstream(without_answer) as broken,
-        Upstream(decoded) as good,
-        proxy([prefill.url], [dead(), broken.url, good.url]) as port,
-    ):
-        # The first turn begins with the dead one and stops at the one that may have consumed the reference.
-        assert ask(port, {"prompt": "a"})[0] == 502
-        assert ask(port, {"prompt": "b"})[0] == 502
-        assert ask(port, {"prompt": "c"})[0] == 200
-    assert [each.body["prompt"] for each in broken.asked] == ["a", "b"]
-    assert [each.body["prompt"] for each in good.asked] == ["c"]
-
-
-def test_without_any_decoder_the_client_is_told() -> None:
-    with Upstream(prefilled) as prefill, proxy([prefill.url], [dead(), dead()]) as port:
-        status, answer = ask(port, {"prompt": "a"})
-    assert (status, answer["error"]["message"]) == (503, "no decode server answers")
+    """A reference goes to the decoder only from the prefill server that was asked for this request."""
+    requests = [each | {"seed": number} if isinstance(each, dict) else each for number, each in enumerate(requests)]
+    with ExitStack() as stack:
+        servers = [each and stack.enter_context(Upstream(each)) for each in (*prefills, *decoders)]
+        urls = [f"http://127.0.0.1:{free_port()}" if each is None else each.url for each in servers]
+        port = stack.enter_context(proxy(urls[: len(prefills)], urls[len(prefills) :]))
+        for request, (status, text) in zip(requests, answers, strict=True):
+            told, answer = ask(port, request)
+            assert (told, text in str(answer)) == (status, True), answer
+    bodies = [[] if each is None else [one.body for one in each.asked] for each in servers]
+    assert [[body["seed"] for body in each] for each in bodies] == asked
+    for number, each in enumerate(bodies):
+        for body in each:
+            reference = body.pop("kv_transfer_params", None)
+            wanted = {name: value for name, value in requests[body["seed"]].items() if name != "kv_transfer_params"}
+            if number < len(prefills):
+                assert body["prompt"] == wanted["prompt"]
+                assert reference["remote_block_ids"] is None
+            else:
+                given = any(asked[: len(prefills)]) and without_reference not in prefills
+                assert (body, reference) == (wanted, REFERENCE if given else None)
 
 
 def test_half_an_answer_does_not_look_like_a_whole_one() -> None:
@@ -361,19 +368,8 @@ def test_half_an_answer_does_not_look_like_a_whole_one() -> None:
         answer.read()
 
 
-def test_a_client_that_leaves_while_its_prompt_is_computed_takes_the_request_with_it() -> None:
-    waiting = Waiting()
-    with scene(waiting, decoded) as (_, decoder, port):
-        connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-        connection.request("POST", PATHS[0], json.dumps({"prompt": "a"}))
-        assert waiting.reached.wait(SECONDS)
-        assert not waiting.left.is_set()
-        connection.close()
-        assert waiting.left.wait(SECONDS)
-    assert decoder.asked == []
-
-
-def test_a_client_that_leaves_while_its_answer_is_computed_takes_the_request_with_it() -> None:
+@pytest.mark.parametrize("answering", [False, True], ids=["its prompt", "its answer"])
+def test_a_client_that_leaves_while_something_is_computed_takes_the_request_with_it(answering: bool) -> None:
     waiting = Waiting()
 
     def streamed(handler: Handler) -> None:
@@ -381,68 +377,27 @@ def test_a_client_that_leaves_while_its_answer_is_computed_takes_the_request_wit
         send_part(handler, "data: 0\n\n")
         waiting(handler)
 
-    with scene(prefilled, streamed) as (_, _, port):
-        with asking(port, {"prompt": "a", "stream": True}) as answer:
-            assert answer.read(9) == b"data: 0\n\n"
-            assert not waiting.left.is_set()
+    with scene(prefilled if answering else waiting, streamed if answering else decoded) as (_, decoder, port):
+        connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        connection.request("POST", PATHS[0], json.dumps(A | {"stream": answering}))
+        if answering:
+            assert connection.getresponse().read(9) == b"data: 0\n\n"
+        assert waiting.reached.wait(SECONDS)
+        assert not waiting.left.is_set()
+        connection.close()
         assert waiting.left.wait(SECONDS)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": ["one", "two"]},
-        {"prompt": [[1, 2], [1, 3]]},
-        {"prompt": "a", "n": 2},
-        {"prompt": "a", "use_beam_search": True},
-    ],
-    ids=["texts", "token lists", "n", "beams"],
-)
-def test_what_has_several_sequences_is_computed_by_the_decoder_alone(body: dict[str, Any]) -> None:
-    with scene(prefilled, decoded) as (prefill, decoder, port):
-        assert ask(port, body | {"kv_transfer_params": REFERENCE})[0] == 200
-    assert prefill.asked == []
-    assert [each.body for each in decoder.asked] == [body]
-
-
-@pytest.mark.parametrize("prompt", [["one"], [1, 2, 3], [[1, 2, 3]], []], ids=["text", "tokens", "list", "nothing"])
-def test_one_prompt_may_be_given_as_a_list(prompt: list[Any]) -> None:
-    with scene(prefilled, decoded) as (prefill, decoder, port):
-        assert ask(port, {"prompt": prompt, "n": 1})[0] == 200
-    assert prefill.asked[0].body["prompt"] == decoder.asked[0].body["prompt"] == prompt
-    assert decoder.asked[0].body["kv_transfer_params"] == REFERENCE
-
-
-def test_the_reference_of_a_client_is_never_used() -> None:
-    def nothing(handler: Handler) -> None:
-        send(handler, 200, {"kv_transfer_params": None})
-
-    with scene(nothing, decoded) as (prefill, decoder, port):
-        assert ask(port, {"prompt": "a", "kv_transfer_params": REFERENCE})[0] == 200
-    assert prefill.asked[0].body["kv_transfer_params"]["remote_block_ids"] is None
-    assert decoder.asked[0].body == {"prompt": "a"}
+    assert answering or decoder.asked == []
 
 
 def test_health_needs_one_server_of_each_kind() -> None:
     with Upstream(prefilled) as prefill, Upstream(decoded) as decoder:
-        gone = dead()
+        gone = f"http://127.0.0.1:{free_port()}"
         with proxy([gone, prefill.url], [decoder.url]) as port:
             state = {"prefill": {gone: False, prefill.url: True}, "decode": {decoder.url: True}}
-            assert health(port) == (200, state)
+            assert ask(port, path="/health") == (200, state)
             decoder.well = False
-            assert health(port) == (503, state | {"decode": {decoder.url: False}})
+            assert ask(port, path="/health") == (503, state | {"decode": {decoder.url: False}})
             decoder.well = True
-            assert health(port)[0] == 200
+            assert ask(port, path="/health")[0] == 200
             prefill.well = False
-            assert health(port)[0] == 503
-
-
-@pytest.mark.parametrize("body", [b"no json", b"[1]", b"\xff"])
-def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
-    with scene(prefilled, decoded) as (prefill, decoder, port):
-        connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-        connection.request("POST", PATHS[0], body)
-        answer = connection.getresponse()
-        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (400, 400)
-        connection.close()
-    assert prefill.asked == decoder.asked == []
+            assert ask(port, path="/health")[0] == 503

@@ -11,7 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.tables import WIDTHS, printed, tables
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.pairs import Pair
     from tests.support.world import World
 
@@ -43,48 +45,114 @@ def _publish(world: World) -> Any:
     return os.getpid(), msgspec.to_builtins(world.dd.statistics())
 
 
-def _moved(pair: Pair) -> None:
-    pair.start()
+def _pull(pair: Pair) -> None:
+    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1], [1, 2])
+
+
+@pytest.fixture
+def published(shm_pair: Pair) -> dict[int, Any]:
+    """Two processes that have moved data, and what each has published then: the prompt first."""
+    shm_pair.start()
     spec = Spec(tensors=2, rows=4, stride=1024, blocks=True)
-    pair.prompt.do(make, "blocks", replace(spec, blocks_key=BLOCKS), 1)
-    pair.decoder.do(make, "kv", spec, 2)
+    shm_pair.prompt.do(make, "blocks", replace(spec, blocks_key=BLOCKS), 1)
+    shm_pair.decoder.do(make, "kv", spec, 2)
     for _ in range(3):
-        pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1], [1, 2])
+        _pull(shm_pair)
+    return dict(end.do(_publish) for end in (shm_pair.prompt, shm_pair.decoder))
 
 
-def _once() -> dict[int, Any]:
-    command = [sys.executable, "-m", "llm_datadist.cli", "top", "--once", "--json"]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    return {each["pid"]: each for each in json.loads(output)["instances"]}
+@contextmanager
+def _child(code: str, *arguments: str, inside: tuple[str, ...] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run Python meanwhile; yield its process, and the line that it has printed."""
+    python = sys.executable if not inside else "/usr/bin/python3"
+    command = [*inside, python, "-c", code, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
 
 
-def test_once_as_json_equals_the_statistics_of_both_processes(shm_pair: Pair) -> None:
-    _moved(shm_pair)
-    for end in (shm_pair.prompt, shm_pair.decoder):
+def _top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llm_datadist.cli", "top", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def _json(*arguments: str) -> dict[int, Any]:
+    done = _top("--once", "--json", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {each["pid"]: each for each in json.loads(done.stdout)["instances"]}
+
+
+def _pids(*arguments: str) -> set[int]:
+    """Return the pids of the table of instances."""
+    return {int(each["pid"]) for each in tables(_top("--once", *arguments).stdout, None)["instances"]}
+
+
+_SSH = """#!/bin/sh
+# Stands in for ssh: runs the command on this host, as the shell of the other one would.
+while [ "$1" != -- ]; do shift; done
+echo "$2" >> "$(dirname "$0")/hosts"
+exec sh -c "$3"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a program that stands in for ssh first in the path; it connects to nothing."""
+    program = tmp_path / "ssh"
+    program.write_text(_SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+def test_once_as_json_equals_the_statistics_of_both_processes_here_and_over_ssh_and_follows_them(
+    shm_pair: Pair, published: dict[int, Any], ssh: Path
+) -> None:
+    there = ("--connect", "far", "--command", f"{sys.executable} -m llm_datadist.cli")
+    for end, options in ((shm_pair.prompt, ()), (shm_pair.decoder, there)):
         pid, expected = end.do(_publish)
-        shown = _once()[pid]["statistics"]
+        shown = _json(*options)[pid]["statistics"]
         for key in (*shown["keys"], *expected["keys"]):
             del key["age_seconds"]
         assert shown == json.loads(json.dumps(expected))
+    assert published.keys() <= _pids(*there)
+    assert ssh.with_name("hosts").read_text() == "far\nfar\n"
+    with closing(Remote("far", there[-1])) as remote:
+        first = remote.read(30)
+        wait_until(lambda: remote.read() != first)
+        ended = remote._ssh
+    assert ended is not None
+    assert ended.poll() is not None
+    _pull(shm_pair)
+
+    def pulls() -> list[int]:
+        (mine,) = (each for each in instances() if each["pid"] == pid)
+        return [each["count"] for each in mine["statistics"]["operations"] if each["name"] == "pull_blocks"]
+
+    wait_until(lambda: pulls() == [4])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_once_as_tables_of_every_width_has_the_figures_of_the_json(shm_pair: Pair, width: int | None) -> None:
-    _moved(shm_pair)
-    pids = {str(end.do(_publish)[0]) for end in (shm_pair.prompt, shm_pair.decoder)}
+def test_once_as_tables_of_every_width_has_the_figures_of_the_json(
+    published: dict[int, Any], width: int | None
+) -> None:
+    pids = {str(pid) for pid in published}
     asked = [sys.executable, "-m", "llm_datadist.cli", "top", "--once"]
-    wait_until(lambda: all(_once()[int(pid)]["statistics"]["links"] for pid in pids))
-    shown, published = tables(printed(asked, width), width), _once()
+    wait_until(lambda: all(_json()[pid]["statistics"]["links"] for pid in published))
+    shown, now_published = tables(printed(asked, width), width), _json()
     for name in ("instances", "links", "operations"):
         shown[name] = [each for each in shown[name] if each["pid"] in pids]  # other tests have instances, too
     for each in shown["instances"]:
-        now = published[int(each["pid"])]["statistics"]
+        now = now_published[int(each["pid"])]["statistics"]
         for pool in now["pools"]:
             used, capacity = each[f"{pool['name']} pool"].split("/")
             used += "" if " " in used else capacity[-4:]
             assert (_bytes(used), _bytes(capacity)) == pytest.approx((pool["used_bytes"], pool["capacity_bytes"]))
         assert each["grants"] == str(now["grants"]["active"])
-    found = [published[int(each["pid"])] for each in shown["instances"]]
+    found = [now_published[int(each["pid"])] for each in shown["instances"]]
     assert len(found) == 2
     links = [(each, link) for each in found for link in each["statistics"]["links"]]
     for cells, (each, link) in zip(shown["links"], links, strict=True):
@@ -125,37 +193,13 @@ def _shown(app: Top, name: str) -> list[dict[str, str]]:
     return [dict(zip(names, table.get_row_at(at), strict=True)) for at in range(table.row_count)]
 
 
-def test_idle_instances_can_be_hidden(shm_pair: Pair) -> None:
-    _moved(shm_pair)
-    pid, _ = shm_pair.decoder.do(_publish)
-    with subprocess.Popen([sys.executable, "-c", _PAGE], stdin=-1, stdout=-1) as idle:
-        assert idle.stdout is not None
-        idle.stdout.readline()
-        for option, expected in ((), {pid, idle.pid}), (("--hide-idle",), {pid}):
-            shown = {each["pid"] for each in json.loads(_top("--once", "--json", *option).stdout)["instances"]}
-            assert shown & {pid, idle.pid} == expected
-            table = tables(_top("--once", *option).stdout, None)["instances"]
-            assert {int(each["pid"]) for each in table} & {pid, idle.pid} == expected
+def test_the_screen_shows_links_and_operations_and_says_why_and_idle_instances_can_be_hidden(
+    published: dict[int, Any],
+) -> None:
+    pid = list(published)[1]
+    (link,) = published[pid]["links"]
 
-        async def look() -> None:
-            app = Top(lambda _: [each for each in instances() if each["pid"] in (pid, idle.pid)])
-            async with app.run_test(size=(80, 24)) as pilot:
-                assert {each["pid"] for each in _shown(app, "#instances")} == {str(pid), str(idle.pid)}
-                await pilot.press("h")
-                assert {each["pid"] for each in _shown(app, "#instances")} == {str(pid)}
-
-        asyncio.run(look())
-        idle.kill()
-
-
-def test_the_screen_shows_links_and_operations_and_says_why(shm_pair: Pair) -> None:
-    _moved(shm_pair)
-    pid, expected = shm_pair.decoder.do(_publish)
-    (link,) = expected["links"]
-
-    ours = {pid, shm_pair.prompt.do(_publish)[0]}  # other tests have instances at the same time
-
-    async def look() -> None:
+    async def look(ours: set[int], idle: int) -> None:
         app = Top(lambda _: [each for each in instances() if each["pid"] in ours])
         async with app.run_test(size=(160, 50)) as pilot:
             row = [f"{each['pid']}" for each in app.found for _ in each["statistics"]["links"]].index(str(pid))
@@ -171,15 +215,20 @@ def test_the_screen_shows_links_and_operations_and_says_why(shm_pair: Pair) -> N
                 await pilot.press("i")
                 chosen = [row["pid"] for row in _shown(app, "#instances") if row["shown"]]
                 assert chosen == [str(each["pid"])]
-                shown = [str(link["remote_cluster_id"]) for link in each["statistics"]["links"]]
-                assert [(row["pid"], row["peer"]) for row in _shown(app, "#links")] == [
-                    (*chosen, peer) for peer in shown
-                ]
+                peers = [(*chosen, str(link["remote_cluster_id"])) for link in each["statistics"]["links"]]
+                assert [(row["pid"], row["peer"]) for row in _shown(app, "#links")] == peers
             await pilot.press("i")
             assert links.row_count == sum(len(each["statistics"]["links"]) for each in app.found)
+            assert {each["pid"] for each in _shown(app, "#instances")} == {str(each) for each in ours}
+            await pilot.press("h")
+            assert {each["pid"] for each in _shown(app, "#instances")} == {str(each) for each in ours - {idle}}
             await pilot.press("q")
 
-    asyncio.run(look())
+    with _child(_INSTANCE) as (idle, _):
+        ours = {*published, idle.pid}  # other tests have instances at the same time
+        for options, expected in ((), ours), (("--hide-idle",), set(published)):
+            assert _json(*options).keys() & ours == _pids(*options) & ours == expected
+        asyncio.run(look(ours, idle.pid))
 
 
 def test_an_option_switches_it_off(shm_pair: Pair) -> None:
@@ -192,7 +241,7 @@ def _pid(_: World) -> int:
     return os.getpid()
 
 
-_PAGE = """
+_INSTANCE = """
 import sys
 from llm_datadist import LLMDataDist, LLMRole
 one = LLMDataDist(LLMRole.DECODER, 77)
@@ -203,9 +252,7 @@ sys.stdin.read()
 
 
 def test_a_killed_process_leaves_nothing_and_another_user_sees_nothing() -> None:
-    with subprocess.Popen([sys.executable, "-c", _PAGE], stdin=-1, stdout=-1) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with _child(_INSTANCE) as (process, _):
         assert process.pid in {each["pid"] for each in instances()}
         if os.getuid() == 0:
             assert _opened_by_nobody(process.pid) == "refused"
@@ -308,62 +355,16 @@ while True:
 
 
 def test_a_reader_never_sees_half_a_page_of_another_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", _WRITER], stdout=-1, text=True) as process:
-        try:
-            assert process.stdout is not None
-            with open(f"/proc/{process.pid}/fd/{int(process.stdout.readline())}", "rb") as page:
-                seen: set[str] = set()
-                while len(seen) < 200:
-                    try:
-                        names = read_page(page.fileno())["role"].split()
-                    except PageError:
-                        continue
-                    assert len(set(names)) == 1
-                    assert len(names) == 1 + int(names[0]) % 2 * 5000
-                    seen.add(names[0])
-        finally:
-            process.kill()
-
-
-_SSH = """#!/bin/sh
-# Stands in for ssh: runs the command on this host, as the shell of the other one would.
-while [ "$1" != -- ]; do shift; done
-echo "$2" >> "$(dirname "$0")/hosts"
-exec sh -c "$3"
-"""
-
-
-@pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a program that stands in for ssh first in the path; it connects to nothing."""
-    program = tmp_path / "ssh"
-    program.write_text(_SSH)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    return program
-
-
-def _top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llm_datadist.cli", "top", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-
-
-def test_another_host_is_read_over_ssh(shm_pair: Pair, ssh: Path) -> None:
-    _moved(shm_pair)
-    pid = shm_pair.decoder.do(_pid)
-    there = f"{sys.executable} -m llm_datadist.cli"
-    done = _top("--connect", "far", "--command", there, "--once", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert pid in {each["pid"] for each in json.loads(done.stdout)["instances"]}
-    shown = _top("--connect", "far", "--command", there, "--once")
-    assert str(pid) in {each["pid"] for each in tables(shown.stdout, None)["instances"]}
-    assert ssh.with_name("hosts").read_text() == "far\nfar\n"
-    with closing(Remote("far", there)) as remote:
-        first = remote.read(30)
-        wait_until(lambda: remote.read() != first)
-        ended = remote._ssh
-    assert ended is not None
-    assert ended.poll() is not None
+    with _child(_WRITER) as (process, fd), open(f"/proc/{process.pid}/fd/{int(fd)}", "rb") as page:
+        seen: set[str] = set()
+        while len(seen) < 200:
+            try:
+                names = read_page(page.fileno())["role"].split()
+            except PageError:
+                continue
+            assert len(set(names)) == 1
+            assert len(names) == 1 + int(names[0]) % 2 * 5000
+            seen.add(names[0])
 
 
 @pytest.mark.parametrize(
@@ -418,38 +419,37 @@ def _statistics(world: World) -> Any:
     return world.dd.statistics()
 
 
-def test_a_page_that_stays_half_written_is_refused_and_one_that_is_too_long_is_cut(shm_pair: Pair) -> None:
+def test_a_page_that_is_too_long_is_cut(shm_pair: Pair) -> None:
     shm_pair.start()
     now = shm_pair.decoder.do(_statistics)
-    page = StatisticsPage(5, lambda: ("DECODER", replace(now, links=now.links * 10_000)))
-    try:
-        with pytest.raises(PageError, match="half written"):
-            read_page(page._fd)
+    with closing(StatisticsPage(5, lambda: ("DECODER", replace(now, links=now.links * 10_000)))) as page:
         page.write()
         found = read_page(page._fd)
         assert (found["truncated"], len(found["statistics"]["links"])) == (True, 100)
-        page._sequence += 1
-        page._write_header(10)
-        with pytest.raises(PageError, match="half written"):
-            read_page(page._fd)
-    finally:
-        page.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"x" * 100, "good header"], ids=["empty", "short", "other", "no JSON"])
-def test_a_page_with_something_else_is_refused_and_left_out(content: bytes | str) -> None:
-    page = StatisticsPage(5, lambda: pytest.fail("nothing is written"))
-    try:
-        if isinstance(content, bytes):
-            os.pwrite(page._fd, content, 0)
-        else:
-            page._sequence = 2
-            page._write_header(1 << 62)
-        with pytest.raises(PageError):
-            read_page(page._fd)
+def _header(pid: int, sequence: int, length: int) -> bytes:
+    return struct.pack("<8sIIQdQQ", b"lldd-sta", 1, pid, sequence, 0.0, 5, length)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "half written"),
+        (b"x", "version"),
+        (b"x" * 100, "version"),
+        (_header(os.getpid(), 2, 1 << 62), "no statistics"),
+        (_header(os.getpid(), 3, 19) + b'{"role": "DECODER"}', "half written"),
+    ],
+    ids=["empty", "short", "other", "no JSON", "being written"],
+)
+def test_a_page_with_something_else_is_refused_and_left_out(content: bytes, says: str) -> None:
+    with open(os.memfd_create("llm-datadist-statistics"), "r+b", buffering=0) as page:
+        page.write(content)
+        page.truncate(1 << 20)
+        with pytest.raises(PageError, match=says):
+            read_page(page.fileno())
         assert 5 not in [each["cluster_id"] for each in instances() if each["pid"] == os.getpid()]
-    finally:
-        page.close()
 
 
 _FORGER = """
@@ -465,16 +465,12 @@ sys.stdin.read()
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can open the pages of other users")
 def test_root_is_not_shown_what_another_user_publishes() -> None:
     body = b'{"role": "DECODER"}'
-    header = struct.pack("<8sIIQdQQ", b"lldd-sta", 1, 4_000_000_000, 2, 0.0, 5, len(body))
-    command = [sys.executable, "-c", _FORGER, (header + body).hex()]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "made\n"
+    with _child(_FORGER, (_header(4_000_000_000, 2, len(body)) + body).hex()) as (process, said):
+        assert said == "made\n"
         shown = [each["pid"] for each in instances()]
         page = next(each for each in Path(f"/proc/{process.pid}/fd").iterdir() if "memfd" in os.readlink(each))
         with page.open("rb") as opened:
             assert read_page(opened.fileno())["pid"] == 4_000_000_000
-        process.communicate()
     assert 4_000_000_000 not in shown
 
 
@@ -495,15 +491,9 @@ sys.stdin.read()
 def test_a_fifo_that_is_named_like_a_page_is_not_opened() -> None:
     """It belongs to another user if the test runs as root: nobody writes into it, so who opens it waits."""
     other = needs("setpriv", "--reuid=1234", "--regid=1234", "--clear-groups") if os.geteuid() == 0 else ()
-    command = [*needs(*other, "unshare", "-Urm"), "/usr/bin/python3", "-c", _FIFO]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "/memfd:llm-datadist-statistics x\n"
-            assert process.pid not in _once()
-        finally:
-            process.kill()
+    with _child(_FIFO, inside=needs(*other, "unshare", "-Urm")) as (process, said):
+        assert said == "/memfd:llm-datadist-statistics x\n"
+        assert process.pid not in _json()
 
 
 def test_a_page_of_which_nothing_is_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,14 +505,3 @@ def test_a_page_of_which_nothing_is_told_is_left_out(monkeypatch: pytest.MonkeyP
     with open(os.memfd_create("llm-datadist-statistics"), "rb"), monkeypatch.context() as fuse:
         fuse.setattr("os.fstat", refuse)
         assert instances() == []
-
-
-def test_the_page_follows_by_itself(shm_pair: Pair) -> None:
-    _moved(shm_pair)
-    pid = shm_pair.decoder.do(_pid)
-
-    def pulls() -> list[int]:
-        (mine,) = (each for each in instances() if each["pid"] == pid)
-        return [each["count"] for each in mine["statistics"]["operations"] if each["name"] == "pull_blocks"]
-
-    wait_until(lambda: pulls() == [3])

@@ -147,6 +147,14 @@ def references(servers: Servers, asked: Sequence[Tokens]) -> list[Tokens]:
     return found
 
 
+def blocks_are_free_within(server: Server, seconds: float) -> None:
+    """Wait until no block is in use; fail if that takes longer."""
+    limit = time.monotonic() + seconds
+    while server.metric("vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < limit, f"{server.name} still keeps blocks"
+        time.sleep(0.05)
+
+
 def _main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=200)

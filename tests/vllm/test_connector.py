@@ -24,6 +24,7 @@ from five_cases import BLOCKS, NEW, answer, five_cases, offer_of, prompts
 from model import build
 from servers import CONNECTORS, Connector, Server, Servers
 from tests.vllm.odd import odd_params
+from tests.vllm.restarts import blocks_are_free_within, references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,23 +60,12 @@ class Scene:
         return status, choice.get("token_ids") or [], choice.get("finish_reason")
 
 
-def blocks_are_free_within(server: Server, seconds: float) -> float:
-    """Return the seconds until no block is in use; fail if that takes longer."""
-    began = time.monotonic()
-    while server.metric("vllm:kv_cache_usage_perc"):
-        assert time.monotonic() - began < seconds, f"{server.name} still keeps blocks"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("vllm")
     asked = [prompts(1, length)[0] for length in LENGTHS] + prompts(32, 300)
     with Servers(folder, build(folder / "model")) as servers:
-        ordinary = servers.start("ordinary", options=ALONE).wait()
-        expected = [answer(ordinary, prompt)[2]["token_ids"] for prompt in asked]
-        ordinary.stop()
+        expected = references(servers, asked)
         started = [
             servers.start("prefill", KEEPING, cores="0", blocks=BLOCKS, options=ALONE),
             servers.start("decode", OURS, name="failing", cores="1", blocks=128, options=ALONE),

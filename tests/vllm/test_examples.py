@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from tests.vllm.conftest import EXAMPLES
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from servers import Servers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -56,3 +59,37 @@ def test_five_cases_find_the_wrong_answers_of_nixl(tmp_path: Path) -> None:
     assert verdicts == ["ok", "ok", "WRONG ANSWER", "WRONG ANSWER", "clean error"]
     assert [row["status"] for row in rows] == [200, 200, 200, 200, 500]
     assert max(row["right"] for row in rows[2:]) <= 4
+
+
+# --- the launcher: what it starts answers, what it ends is gone -------------------------------------------------------
+
+
+def _group_lives(group: int) -> bool:
+    """Return True while a process of the group runs; one that has only to be reaped by its parent has ended."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            return True
+    return False
+
+
+def test_a_killed_server_is_gone_with_all_its_processes_and_another_takes_its_port(servers: Servers) -> None:
+    first = servers.start("ordinary").wait()
+    assert _group_lives(first.process.pid)
+    first.kill()
+    assert not first.healthy()
+    assert not _group_lives(first.process.pid)
+    second = servers.start("ordinary", name="second", port=first.port).wait()
+    assert second.get("/v1/models")[0] == 200
+    second.stop()
+    assert not _group_lives(second.process.pid)
+
+
+def test_a_server_that_cannot_start_says_why(servers: Servers) -> None:
+    server = servers.start("ordinary", options=["--max-model-len", "nonsense"])
+    with pytest.raises(RuntimeError, match=r"(?s)ordinary ended with \d+:.*nonsense"):
+        server.wait()

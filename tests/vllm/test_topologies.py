@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import NEW, answer, offer_of, prompts
 from model import build
 from servers import CONNECTORS, MODEL, Connector, Role, Server, Servers
-from tests.vllm.restarts import Restarts, references
+from tests.vllm.restarts import Restarts, blocks_are_free_within, references
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +33,7 @@ ALONE = ("--no-enable-prefix-caching",)
 LENGTHS = (1, 127, 128, 129, 500, 2000)
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
+NONE: dict[str, Any] = {}
 Tokens = list[int]
 
 
@@ -89,6 +90,21 @@ def started(tmp_path: Path, asked: Asked) -> Iterator[Servers]:
         yield servers
 
 
+def two(servers: Servers, there: dict[str, Any] = NONE, here: dict[str, Any] = NONE) -> tuple[Server, Server]:
+    """Return a prefill and a decode server, each on a core of its own, with our connector but for these settings."""
+    ours: dict[str, Any] = {"connector": OURS, "options": ALONE}
+    prefill = servers.start("prefill", **(ours | {"cores": "0"} | there))
+    decode = servers.start("decode", **(ours | {"cores": "1"} | here))
+    return prefill.wait(300), decode.wait(300)
+
+
+def fetch_all(prefill: Server, decode: Server, asked: Asked, count: int) -> None:
+    """The first prompts fetched have the right tokens, and no block is kept."""
+    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
+    assert found == [(200, tokens) for tokens in asked.expected[:count]]
+    wait_until_blocks_are_free(prefill, decode, seconds=30)
+
+
 def fetched(prefill: Server, decode: Server, prompt: Tokens) -> tuple[int, Tokens]:
     """Prefill at one server, decode at the other; return status and tokens."""
     status, _, choice = answer(decode, prompt, kv_transfer_params=offer_of(prefill, prompt))
@@ -96,10 +112,8 @@ def fetched(prefill: Server, decode: Server, prompt: Tokens) -> tuple[int, Token
 
 
 def wait_until_blocks_are_free(*servers: Server, seconds: float = 10) -> None:
-    limit = time.monotonic() + seconds
-    while any(each.metric("vllm:kv_cache_usage_perc") for each in servers):
-        assert time.monotonic() < limit, "blocks are kept"
-        time.sleep(0.05)
+    for each in servers:
+        blocks_are_free_within(each, seconds)
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
@@ -108,24 +122,16 @@ def test_ranks_fetch_the_heads_that_are_theirs(started: Servers, asked: Asked, t
         1: {"cores": "0", "options": ALONE},
         2: {"cores": "0|1", "options": (*ALONE, "--tensor-parallel-size", "2")},
     }
-    prefill = started.start("prefill", OURS, **options[there])
-    decode = started.start("decode", OURS, **options[here])
-    prefill.wait(300)
-    decode.wait(300)
+    prefill, decode = two(started, options[there], options[here])
     count = len(LENGTHS)
-    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
-    assert found == [(200, tokens) for tokens in asked.expected[:count]]
-    wait_until_blocks_are_free(prefill, decode, seconds=30)
+    fetch_all(prefill, decode, asked, count)
     assert decode.metric("vllm:datadist_fetched_requests_total") == here * count
     assert prefill.metric("vllm:datadist_released_grants_total") == there * count
 
 
 def test_another_block_size_is_refused_readably(started: Servers, asked: Asked) -> None:
     prompt, expected = asked.prompts[4], asked.expected[4]
-    prefill = started.start("prefill", OURS, cores="0", options=(*ALONE, "--block-size", "64"))
-    failing = started.start("decode", OURS, cores="1", name="failing", options=ALONE)
-    prefill.wait(300)
-    failing.wait(300)
+    prefill, failing = two(started, {"options": (*ALONE, "--block-size", "64")}, {"name": "failing"})
     assert fetched(prefill, failing, prompt) == (500, [])
     assert "block_tokens: 64 there, 128 here" in failing.log.read_text()
     failing.stop()
@@ -141,10 +147,8 @@ def test_prefix_caching_and_chunked_prefill_change_no_token(
 ) -> None:
     options = ["--enable-prefix-caching" if caching else "--no-enable-prefix-caching"]
     options += ["--max-num-batched-tokens", "256"] if chunks else ["--no-enable-chunked-prefill"]
-    prefill = started.start("prefill", replace(OURS, extra={"max_unclaimed_blocks": 64}), cores="0", options=options)
-    decode = started.start("decode", OURS, cores="1", options=options)
-    prefill.wait(300)
-    decode.wait(300)
+    keeping = replace(OURS, extra={"max_unclaimed_blocks": 64})
+    prefill, decode = two(started, {"connector": keeping, "options": options}, {"options": options})
     for _ in range(2):  # the second time both may have all of it already
         found = [fetched(prefill, decode, asked.prompts[place]) for place in SHARING]
         assert found == [(200, asked.expected[place]) for place in SHARING]
@@ -191,10 +195,7 @@ def test_a_silent_prefill_server_keeps_only_its_own_requests_waiting(started: Se
 
 def test_a_client_that_goes_away_before_its_request_was_scheduled(started: Servers, asked: Asked) -> None:
     prompt, expected = asked.prompts[4], asked.expected[4]
-    prefill = started.start("prefill", OURS, cores="0", options=ALONE)
-    decode = started.start("decode", OURS, cores="1", options=(*ALONE, "--max-num-seqs", "1"))
-    prefill.wait(300)
-    decode.wait(300)
+    prefill, decode = two(started, here={"options": (*ALONE, "--max-num-seqs", "1")})
     body = {"model": MODEL, "prompt": prompt, "max_tokens": NEW, "kv_transfer_params": offer_of(prefill, prompt)}
     with ThreadPoolExecutor(1) as other:
         long = other.submit(answer, decode, asked.prompts[0], max_tokens=2000)
@@ -219,14 +220,9 @@ def test_two_restarts_of_the_prefill_server(started: Servers, asked: Asked) -> N
 
 def test_beside_another_connector_in_a_multi_connector(started: Servers, asked: Asked, tmp_path: Path) -> None:
     both = Beside("MultiConnector", folder=str(tmp_path))
-    prefill = started.start("prefill", both, cores="0", options=ALONE)
-    decode = started.start("decode", both, cores="1", options=ALONE)
-    prefill.wait(300)
-    decode.wait(300)
+    prefill, decode = two(started, {"connector": both}, {"connector": both})
     count = len(LENGTHS)
-    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
-    assert found == [(200, tokens) for tokens in asked.expected[:count]]
-    wait_until_blocks_are_free(prefill, decode)
+    fetch_all(prefill, decode, asked, count)
     assert decode.metric("vllm:datadist_fetched_requests_total") == count
     assert prefill.metric("vllm:datadist_released_grants_total") == count
     assert list((tmp_path / "prefill").rglob("*.safetensors")), "the other connector was not used"
@@ -236,11 +232,6 @@ def test_windows_of_every_other_layer(tmp_path: Path) -> None:
     lengths = (1, 127, 129, 500, 2000)
     windowed = Asked.of(tmp_path, [prompts(1, length)[0] for length in lengths], **WINDOWED)
     with Servers(tmp_path, windowed.model) as servers:
-        prefill = servers.start("prefill", OURS, cores="0", options=ALONE)
-        decode = servers.start("decode", OURS, cores="1", options=ALONE)
-        prefill.wait(300)
-        decode.wait(300)
-        found = [fetched(prefill, decode, prompt) for prompt in windowed.prompts]
-        assert found == [(200, tokens) for tokens in windowed.expected]
-        wait_until_blocks_are_free(prefill, decode)
+        prefill, decode = two(servers)
+        fetch_all(prefill, decode, windowed, len(lengths))
         assert decode.metric("vllm:datadist_fetched_requests_total") == len(lengths)

@@ -1,7 +1,9 @@
-"""Registered memory that is a file's mapping, and the file is truncated: which path of the bytes ends the process.
+"""Memory that is not there any more when bytes are moved: the file behind it was truncated, or its process has become
+another program.
 
-Where the kernel moves the bytes it says EFAULT and the call fails; where this library touches them by itself the
-process dies by SIGBUS, as at any other instruction that does. docs/extensions.md has the table.
+A file that is registered by its mapping is truncated: where the kernel moves the bytes it says EFAULT and the call
+fails; where this library touches them by itself the process dies by SIGBUS, as at any other instruction that does.
+docs/extensions.md has the table.
 """
 
 from __future__ import annotations
@@ -9,23 +11,27 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from contextlib import suppress
+import subprocess
+import sys
+from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from faults.gates import Gate, shut
+from faults.gated import stopped
 from llm_datadist import BlocksCacheKey
 from llm_datadist.errors import LLMException, PeerLost, TransferFailed
+from tests.native.drivers import Unsupported, compiler
 from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, start_both
+from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links, start_both
+from tests.support.memory import map_at
 from tests.support.moves import Spec, Use, call, make, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.support.world import World
 
@@ -51,12 +57,6 @@ def register_file(world: World, path: Path) -> None:
 def drop_file(world: World) -> None:
     world.cm.unregister_cache(world.caches.pop("file").cache_id)
     world.memory.pop("mapping").close()
-
-
-def pull_and_stop(world: World, folder: Path) -> None:
-    """Pull, and stop between the last byte and the checksum."""
-    with shut(world.dd, "after copy", folder, peer=1):
-        call(world, "pull_blocks", KEY, Use("target"), ALL, ALL)
 
 
 def _failure(end: ChildEnd, *args: Any) -> LLMException | None:
@@ -126,11 +126,87 @@ def test_a_checksum_of_a_truncated_file_ends_the_process_that_registered_it(
     prompt.do(register_file, tmp_path / "memory")
     decoder.do(make, "target", SPEC, 2)
     (folder := tmp_path / "gate").mkdir()
-    gate = Gate(folder)
-    decoder.begin(pull_and_stop, folder)
-    gate.wait()
-    os.truncate(tmp_path / "memory", 0)
-    gate.open()
-    with pytest.raises(PeerLost):
-        decoder.finish()
+    # It stands between the last byte and the checksum.
+    with stopped(decoder, "after copy", folder, "pull_blocks", KEY, Use("target"), ALL, ALL) as pull:
+        os.truncate(tmp_path / "memory", 0)
+        with pytest.raises(PeerLost):
+            pull.finish()
     wait_until(lambda: prompt.code == -signal.SIGBUS)
+
+
+# --- another program --------------------------------------------------------------------------------------------------
+
+
+FIXED = Spec(tensors=1, rows=16, stride=65536, blocks=True)
+PLACE, NBYTES, ROWS = 3 << 44, FIXED.rows * FIXED.stride, list(range(FIXED.rows))
+
+STOP_ONCE = r"""
+#include <csignal>
+#include <cstdlib>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+extern "C" ssize_t process_vm_writev(pid_t pid, const iovec* near, unsigned long count, const iovec* far,
+                                     unsigned long far_count, unsigned long flags) {
+    if (unlink(getenv("STOP_ONCE")) == 0) kill(getpid(), SIGSTOP);
+    return syscall(SYS_process_vm_writev, pid, near, count, far, far_count, flags);
+}
+"""
+OTHER_PROGRAM = """
+import ctypes, sys
+from tests.support.memory import map_at
+place, nbytes, begin, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+memory = (ctypes.c_ubyte * nbytes).from_address(map_at(place, nbytes))
+ctypes.memset(memory, 17, nbytes)
+open(begin, "w").close()
+open(begin).close()
+with open(end, "w") as answer:
+    answer.write(str(nbytes - bytes(memory).count(17)))
+"""
+
+
+def register_at(world: World) -> None:
+    world.caches["fixed"] = world.cm.register_blocks_cache(FIXED.desc, [map_at(PLACE, NBYTES)], KEY)
+
+
+def become_another_program(world: World, folder: Path) -> None:
+    command = [sys.executable, "-c", OTHER_PROGRAM, str(PLACE), str(NBYTES), str(folder / "begin"), str(folder / "end")]
+    os.execv(sys.executable, command)
+
+
+def test_a_push_that_comes_late_writes_nothing_of_the_program_that_has_the_pid_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, library, stop = tmp_path / "stop.cpp", tmp_path / "stop.so", tmp_path / "stop"
+    source.write_text(STOP_ONCE)
+    try:
+        subprocess.run([compiler(), "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    except Unsupported as error:
+        pytest.skip(str(error))
+    for name in ("begin", "end"):
+        os.mkfifo(tmp_path / name)
+    with closing(ChildEnd("owner", fresh=True)) as owner:
+        with monkeypatch.context() as patch:
+            patch.setenv("LD_PRELOAD", str(library))
+            patch.setenv("STOP_ONCE", str(stop))
+            writer = ChildEnd("writer", fresh=True)
+        owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
+        writer.start("DECODER", 2, enable_remote_cache_accessible=True)
+        owner.do(register_at)
+        assert writer.do(link, [info(1, owner.port)]) == SUCCESS
+        if writer.do(explain, 1).private_transport != "cma":
+            pytest.skip(f"no cma here: {writer.do(explain, 1).reason}")
+        writer.do(make, "source", FIXED, 1)
+        stop.touch()
+        writer.begin(call, "push_blocks", KEY, Use("source"), ROWS, ROWS)
+        wait_until(lambda: Path(f"/proc/{writer.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        owner.begin(become_another_program, tmp_path)
+        (tmp_path / "begin").read_bytes()  # until the other program has that memory
+        writer.signal(signal.SIGCONT)
+        with pytest.raises(PeerLost):
+            writer.finish()
+        (tmp_path / "begin").write_bytes(b"")
+        assert (tmp_path / "end").read_text() == "0"
+        writer.stop()
+        writer.close()
+        assert owner._process.wait(10) == 0
