@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
     from tests.support.world import World
 
-__all__ = ["STEPS"]  # as if it were made here
-
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
     """Make a call that stops at ``step``."""

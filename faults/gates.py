@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.datadist import LLMDataDist
 
-__all__ = ["STEPS", "Gate", "Step", "count_arrivals", "shut", "watched"]
-
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
 _CALLS: Final = ("pull_cache", "pull_blocks", "push_cache", "push_blocks")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from llm_datadist.types.grant import Grant
     from tests.support.world import World
 
-__all__ = ["HEAD", "TRANSPORTS", "run"]
-
 TRANSPORTS: Final = ("shm", "tcp")
 HEAD: Final = "transport     steps  seconds  wrong  what came of the owner's steps and the readers'"
 

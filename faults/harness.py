@@ -35,20 +35,6 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.uint64]
 
-__all__ = [
-    "Outcome",
-    "Processes",
-    "Report",
-    "Threads",
-    "command",
-    "differing",
-    "holds_within",
-    "numbered",
-    "outcome_of",
-    "say",
-    "words_of",
-]
-
 _SHOWN_FAULTS: Final = 20
 
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist._transport.lanes import LaneGroup, LaneRequest
 
-__all__ = ["LanePeerProcess", "MemoryHandler", "RegionConnection"]
-
 
 class RegionConnection(TcpConnection):
     """A tcp connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""

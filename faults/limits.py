@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from tests.support.world import World
 
-__all__ = ["few_descriptors", "few_threads", "give", "little_memory", "take"]
-
 
 @contextmanager
 def few_descriptors(free: int) -> Iterator[None]:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["frozen", "peek", "stop_inside_copy"]
-
 
 def stop_inside_copy(pid: int, begun: Callable[[], bool], ended: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Stop a process as soon as a copy of it has begun; return True when that was before its end.

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._transport.connection import RemoteTensors
 
-__all__ = ["NixlPeerProcess", "SocketConnection"]
-
 _HEAD: Final = struct.Struct(">IQ?")  # bytes of data, number, True for a question
 
 
@@ -103,13 +101,7 @@ class SocketConnection(NixlConnection):
     """A connection whose handles say where the tensors are, and which owns its wire."""
 
     def map(
-        self,
-        regions: NDArray[Any],
-        offsets: NDArray[Any],
-        extent: int,
-        *,
-        writable: bool,
-        located: bool = False,
+        self, regions: NDArray[Any], offsets: NDArray[Any], extent: int, *, writable: bool, located: bool = False
     ) -> RemoteTensors:
         """Return where the peer's tensors are, with a handle that says so too."""
         handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.pool import Allocation
     from tests.support.world import World
 
-__all__ = ["KINDS", "Binding", "Pull", "begin_binding", "end_binding", "prepare_owner", "prepare_puller", "pull_many"]
-
 KINDS: Final = ("row", "blocks")
 TENSORS: Final = 2
 ROWS, STRIDE = 8, 64 << 10

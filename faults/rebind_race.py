@@ -22,8 +22,6 @@ from faults.rebind_ends import KINDS, Binding, Pull
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Race", "main", "run"]
-
 TRANSPORTS: Final = ("inproc", "shm", "tcp")
 THREADS: Final = 2
 #: Pulls between two looks at what came of them.

@@ -33,8 +33,6 @@ from llm_datadist._transport.lanes import LANE_PREAMBLE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FAULTS", "Carried", "Fault", "Relay"]
-
 Direction = Literal["up", "down"]
 Kind = Literal["control", "lane"]
 

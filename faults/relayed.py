@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tests.support.ends import LocalEnd
     from tests.support.pairs import Pair
 
-__all__ = ["BIG", "DEADLINE_MS", "HARM", "KEY", "Relayed"]
-
 KEY: Final = CacheKey(1, 10)
 BIG: Final = Spec(tensors=4, rows=2, stride=1 << 20, keys=(KEY,))
 DEADLINE_MS: Final = 1_500

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from llm_datadist.datadist import LLMDataDist
     from tests.support.world import World
 
-__all__ = ["STALLS", "stall"]
-
 _PATIENCE_SECONDS: Final = 30.0
 
 

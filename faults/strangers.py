@@ -55,11 +55,7 @@ class Stranger:
     """
 
     def __init__(
-        self,
-        port: int | None,
-        cluster_id: int = 66,
-        incarnation: bytes | None = None,
-        known: PeerSecrets | None = None,
+        self, port: int | None, cluster_id: int = 66, incarnation: bytes | None = None, known: PeerSecrets | None = None
     ) -> None:
         assert port is not None
         self.known = PeerSecrets() if known is None else known

@@ -6,8 +6,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FAULTS", "Fault", "Stream"]
-
 #: What a fault can do, at the byte numbered ``at`` of its direction.
 FAULTS: Final = {
     "drop": "``count`` bytes vanish, all that follow if it is 0",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from faults.harness import Words
     from tests.support.world import World
 
-__all__ = ["Crowd", "clogged", "crowd", "disperse", "flags", "offer", "pull_healthy", "start_pulling", "stop_pulling"]
-
 KEY: Final = BlocksCacheKey(1, 0)
 BLOCK: Final = 256 << 10
 #: What a stuck reader asks for, and what the healthy one does.

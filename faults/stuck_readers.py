@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from tests.support.ends import ChildEnd
 
-__all__ = ["Scene", "main", "scene_of"]
-
 TRIES: Final = 200
 _POOL_BYTES: Final = 80 << 20
 

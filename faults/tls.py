@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
-__all__ = ["ALERT", "DATA", "HANDSHAKE", "HEADER", "RecordWriter", "logged_secret", "meaning", "records_of"]
-
 HEADER: Final = struct.Struct(">BHH")
 CHANGE_CIPHER, ALERT, HANDSHAKE, DATA = 20, 21, 22, 23
 _VERSION: Final = 0x0303

@@ -23,26 +23,6 @@ if TYPE_CHECKING:
     from faults.harness import Words
     from tests.support.world import World
 
-__all__ = [
-    "READER_WAYS",
-    "TENSORS",
-    "WRITER_WAYS",
-    "Ended",
-    "Shape",
-    "Taken",
-    "arena",
-    "begin_write",
-    "give_way",
-    "look_back",
-    "offer",
-    "poison",
-    "pull",
-    "push",
-    "take_back",
-    "use_again",
-    "word",
-]
-
 TENSORS: Final = 4
 BLOCK: Final = 64 << 10
 KEY: Final = BlocksCacheKey(1, 0)

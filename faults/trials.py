@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from tests.support.ends import ChildEnd
 
-__all__ = ["TrialReport", "Trials", "main", "run"]
-
 TRANSPORTS: Final = ("shm", "cma", "tcp")
 #: MiB a copy: so long that a signal finds it in the middle, also where all share one CPU. Of cma the kernel moves 4 MiB
 #: before it looks at signals; of tcp what the sockets hold arrives although its sender is stopped.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from faults.campaign.epochs import Epoch
 
-__all__ = ["EXPECTED", "Arrivals"]
-
 _EVERY_KIND: Final = (
     *("hold", "link", "ask", "asked", "target asked", "target answered"),
     *("answer", "resolved", "plan", "before copy", "after copy"),

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.uint64]
 
-__all__ = ["GENERATIONS", "Shape", "Stamp", "pattern", "stamp_of", "tell"]
-
 WORD_BYTES: Final = 8
 #: Generations and incarnations wrap there.
 GENERATIONS: Final = 1 << 20

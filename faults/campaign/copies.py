@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from faults.campaign.memory import Destination
     from faults.campaign.scene import Scene
 
-__all__ = ["copy_inside"]
-
 
 def copy_inside(scene: Scene, rng: Random, blocks: Destination, rows: Destination, host: Destination) -> None:
     """Make one copy of any kind between caches of one thread."""

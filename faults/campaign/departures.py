@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from faults.campaign.journal import Journal
 
-__all__ = ["CHILDREN", "Child", "leave"]
-
 #: What a forked child does: it ends at once, ends as an interpreter does, or becomes another program.
 CHILDREN: Final = ("os._exit", "sys.exit", "exec")
 _SECONDS: Final = 20.0

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-__all__ = ["Directory", "Found", "Kind"]
-
 SLOTS: Final = 24
 WORKERS: Final = 8
 _REMEMBERED: Final = 32

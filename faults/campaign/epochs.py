@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from faults.campaign.contents import Shape
 
-__all__ = ["TRANSPORTS", "Epoch", "plan_epoch"]
-
 #: Two prompts and two decoders.
 WORKERS: Final = 4
 #: One of them is the main thread.

@@ -14,8 +14,6 @@ from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 
-__all__ = ["Rubbish"]
-
 _HELD_SECONDS: Final = 4.0
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from faults.campaign.directory import Directory
     from faults.campaign.epochs import Epoch
 
-__all__ = ["Hand", "Lost"]
-
 _ANSWER_SECONDS: Final = 90.0
 _LEAVE_SECONDS: Final = 30.0
 

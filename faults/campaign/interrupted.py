@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from faults.campaign.linker import Linker
     from faults.campaign.mover import Mover
 
-__all__ = ["Awaiting", "Bell", "Cancelled", "Interrupted", "Roamer", "RungScene"]
-
 #: What a caller loses by an interrupt is the handle of what was made, or of the task: these are left alone.
 _QUIET: Final = frozenset(
     {"allocate", "register", "deallocate", "unregister", "statistics", "explain", "transfer_cache_async"}

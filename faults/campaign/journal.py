@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from faults.campaign.states import Doing
 
-__all__ = ["SLACK_SECONDS", "Journal"]
-
 #: A call may return this much after its deadline, plus the time for which its whole process did not run.
 SLACK_SECONDS: Final = 5.0
 _TICK_SECONDS: Final = 0.02

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from faults.campaign.directory import Directory, Found
     from faults.campaign.epochs import Epoch
 
-__all__ = ["Liars", "Victim"]
-
 _HEADER: Final = Struct("<IBBHQQQQ")  # of a lane's frame, as native/wire.hpp has it
 _MAGIC, _READ, _WRITE = 0x31444C44, 1, 3
 _PATIENCE_SECONDS: Final = 2.0

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from faults.campaign.scene import Scene
 
-__all__ = ["Linker"]
-
 
 class Linker:
     """Both ends of every pair have one, so that they dial at once; some dial through a relay."""

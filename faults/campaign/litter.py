@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.types.grant import Grant
 
-__all__ = ["drop"]
-
 
 class _Litter:
     """A grant and a cache, in a cycle, so that the collector frees them."""

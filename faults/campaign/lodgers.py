@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from faults.campaign.scene import Scene
     from llm_datadist import Cache
 
-__all__ = ["Lodgers"]
-
 _SHAPE: Final = Shape(4, 8, 64)
 _BUDGET_MS: Final = 2000
 _PREPARE_SECONDS: Final = 3.0

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from faults.campaign.journal import Journal
     from llm_datadist.cache_manager import CacheManager
 
-__all__ = ["Destination", "Memory", "same"]
-
 
 class Memory:
     """Memory to register, reused again and again: a pool's or the process's own. One thread."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from faults.campaign.contents import Words
     from faults.campaign.scene import Scene
 
-__all__ = ["Mover"]
-
 _OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48
 #: How many of the calls, out of those that could, go where something was a while ago.

@@ -16,8 +16,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Growth", "Recoveries", "class_of", "overruns"]
-
 _CLASSES: Final = 20
 _QUANTILES: Final = {"p50": 0.5, "p99.9": 0.999, "max": 1.0}
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from faults.campaign.scene import Scene
     from llm_datadist.types.grant import Grant
 
-__all__ = ["Producer", "blocks_key", "prefix_of", "pusher_of", "request_of"]
-
 _BACK_TO_BACK_SECONDS = 0.6
 _HELD_SECONDS = 0.3
 #: Of every three rows of an inbox the first is nobody's: it sees what misses its place.

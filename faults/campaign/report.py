@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from faults.campaign.epochs import Epoch
     from faults.campaign.schedule import Event
 
-__all__ = ["VIOLATIONS", "Report"]
-
 #: What makes a campaign fail, each with its line in the table.
 VIOLATIONS: Final = (
     "wrong bytes",
@@ -185,10 +183,7 @@ class Report:
         """Add what was going on."""
         when = violation["at"] - self._epoch_start
         before = [event for event in self._events if float(event.split(" s")[0]) <= when]
-        return violation | {
-            "epoch": f"{when:.2f} s into {self._epoch}",
-            "events": before[-_SHOWN_EVENTS:],
-        }
+        return violation | {"epoch": f"{when:.2f} s into {self._epoch}", "events": before[-_SHOWN_EVENTS:]}
 
     def _listen(self, path: Path) -> None:
         """What a worker writes to its standard error is a complaint of Python's, or of the C library."""

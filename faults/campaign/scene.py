@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
     from llm_datadist.cache_manager import CacheManager
 
-__all__ = ["Scene"]
-
 
 @dataclass
 class Scene:

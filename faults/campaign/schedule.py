@@ -15,8 +15,6 @@ from faults.streams import Fault
 if TYPE_CHECKING:
     from faults.campaign.epochs import Epoch
 
-__all__ = ["GARBAGE", "Event", "schedule"]
-
 GARBAGE: Final = ("noise", "half a greeting", "huge frame", "frames", "lane", "rendezvous", "silence")
 #: How often each comes, in comparison.
 _WEIGHTS: Final = {

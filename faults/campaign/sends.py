@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from faults.campaign.memory import Destination
     from faults.campaign.scene import Scene
 
-__all__ = ["LAYERS", "send"]
-
 #: Of one transfer: each has ``sync_kv_timeout`` for itself.
 LAYERS: Final = 2
 _SLACK_SECONDS: Final = 15.0

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["STATES", "Cells", "Doing", "states_in"]
-
 STATES: Final = ("idle", "linking", "linked idle", "calls running", "draining", "redialling")
 _BIT: Final = {state: 1 << number for number, state in enumerate(STATES)}
 _CALLS: Final = {"link": "linking", "unlink": "draining", "pull": "calls running", "push": "calls running"}

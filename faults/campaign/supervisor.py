@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from faults.campaign.schedule import Event
     from llm_datadist.bench.progress import Progress
 
-__all__ = ["Supervisor"]
-
 _STEP_SECONDS: Final = 0.02
 _ROAM_SECONDS: Final = 0.4
 _PROGRESS_SECONDS: Final = 30.0

@@ -46,25 +46,6 @@ if TYPE_CHECKING:
     from faults.campaign.epochs import Epoch
     from tests.support.world import World
 
-__all__ = [
-    "begin",
-    "depart",
-    "exhaust",
-    "finish",
-    "fork",
-    "go",
-    "halt",
-    "limit",
-    "link_to",
-    "prepare",
-    "prove",
-    "publish_proof",
-    "roam",
-    "stop_at",
-    "stop_for",
-    "storm",
-]
-
 _TIDY_SECONDS: Final = 15.0
 _PROOF_SLOT: Final = 20
 _IDS: Final = 1_000_000
@@ -219,11 +200,7 @@ def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) ->
     folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
 
     def run() -> None:
-        with (
-            life.stalls,
-            suppress(LLMException, TimeoutError),
-            shut(world.dd, step, folder, peer=peer + 1) as gate,
-        ):
+        with life.stalls, suppress(LLMException, TimeoutError), shut(world.dd, step, folder, peer=peer + 1) as gate:
             try:
                 gate.wait(_PATIENCE_SECONDS)
                 life.scene.journal.note("calls stopped at a gate")

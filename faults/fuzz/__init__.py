@@ -22,8 +22,6 @@ from llm_datadist._log import logger
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Finding", "Target", "Verdicts", "trial"]
-
 #: What the library logs when it is itself to blame; an alert is the peer's word.
 _FAULT: Final = re.compile(r"unexpected error|(?<!alert )internal error|a handler failed|never retrieved|Traceback")
 

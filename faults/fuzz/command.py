@@ -13,8 +13,6 @@ from llm_datadist.bench.progress import Progress
 if TYPE_CHECKING:
     from faults.fuzz import Target
 
-__all__ = ["SHARES", "TARGETS", "main"]
-
 TARGETS: Final[dict[str, Target]] = {
     **readers.TARGETS,
     **links.TARGETS,

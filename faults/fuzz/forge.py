@@ -20,8 +20,6 @@ import msgspec
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
 from llm_datadist._links.seal import Seal
 
-__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SEALED_HANDSHAKE", "SPOILS", "Forge", "mutated", "wild"]
-
 _SHARE: Final = 10  # where a greeting has it
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]

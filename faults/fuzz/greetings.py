@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.peer_memory import PeerMemory
 
-__all__ = ["fuzz_dials", "fuzz_greetings", "fuzz_rendezvous", "good_welcome"]
-
 
 def fuzz_greetings(frames: int, seed: int) -> Verdicts:
     """Connect to the listener of the victim with bad greetings: the target role of the handshake. Counts greetings."""
@@ -197,8 +195,4 @@ def _send(name: str, data: bytes, descriptors: list[int]) -> None:
             sock.recv(1 << 16)
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "greetings": fuzz_greetings,
-    "dials": fuzz_dials,
-    "rendezvous": fuzz_rendezvous,
-}
+TARGETS: Final[dict[str, Target]] = {"greetings": fuzz_greetings, "dials": fuzz_dials, "rendezvous": fuzz_rendezvous}

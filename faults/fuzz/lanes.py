@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["fuzz_lane_greetings", "fuzz_lane_handles", "fuzz_lanes"]
-
 _MAGIC: Final = 0x31444C44
 _READ, _DATA, _WRITE, _RESULT = 1, 2, 3, 4
 _HEADER: Final = struct.Struct("<IBBHQQQQ")

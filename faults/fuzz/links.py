@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.datadist import LLMDataDist
 
-__all__ = ["Session", "fuzz_answers", "fuzz_handlers", "join", "judge", "say"]
-
 _STRANGER: Final = 666
 
 

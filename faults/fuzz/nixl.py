@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
 
-__all__ = ["EXTENT", "HANDLE", "TAG", "TARGETS", "StillAgent", "answer_of", "ask", "fuzz_nixl_requests", "serving"]
-
 HANDLE: Final = b"mine"
 TAG: Final = 7
 EXTENT: Final = 4096

@@ -21,8 +21,6 @@ from llm_datadist.errors import ParamError, ProtocolError
 if TYPE_CHECKING:
     import random
 
-__all__ = ["TARGETS", "fuzz_lane_requests", "fuzz_packets", "fuzz_parser", "packet"]
-
 
 def fuzz_parser(frames: int, seed: int) -> Verdicts:
     """Feed :class:`~llm_datadist._links.channel.FrameParser` and ``decode`` in pieces of any size."""

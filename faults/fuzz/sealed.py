@@ -41,16 +41,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.messages import Message
 
-__all__ = [
-    "Hostile",
-    "Sessions",
-    "check_bounded",
-    "fuzz_sealed_dials",
-    "fuzz_sealed_greetings",
-    "fuzz_sealed_handlers",
-    "secured",
-]
-
 #: What a seal may keep of what it was given, or has to send: a record, and a few answers.
 _MOST_PENDING: Final = 1 << 16
 #: What a connection is, and how many of a hundred: in a session of before, after a handshake, with odd records, by one

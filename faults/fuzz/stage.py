@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.types.descriptors import Cache
 
-__all__ = ["FRIEND", "PATIENCE_SECONDS", "VICTIM", "Stage", "drain"]
-
 VICTIM: Final = 1
 FRIEND: Final = 2
 PATIENCE_SECONDS: Final = 20.0
