@@ -17,9 +17,8 @@ PROGRAMS: Final = {
     "grants": "faults.grant_churn",
     "interrupts": "faults.interrupts",
     "rebind": "faults.rebind_race",
-    "sealed-control": "faults.sealed_control",
-    "sealed-lanes": "faults.sealed_relay",
     "stuck-readers": "faults.stuck_readers",
+    "tamper": "faults.tamper",
     "trials": "faults.trials",
     "unmapping": "faults.unmapping",
 }

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from faults.gates import STEPS, Gate, shut, watched
+from faults.gates import Gate, shut, watched
 from llm_datadist._links.messages import Release, Resolve
 from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd

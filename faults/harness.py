@@ -6,6 +6,7 @@ differ, waiting in bounds, and a command that prints one line for each report.
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import threading
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.background import Call
@@ -25,8 +25,7 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, info, link
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -168,9 +167,15 @@ def holds_within(condition: Callable[[], object], seconds: float, every: float =
 
 @dataclass
 class Report:
-    """What came of one run over one transport. Subclasses count and judge more, and say it in :meth:`line`."""
+    """What came of one run. Subclasses count and judge more, and say it in :meth:`line`.
 
-    transport: str
+    Attributes:
+        name: Its transport, as a rule.
+        asked: How many were asked for, or its seed.
+        faults: What must not be, a text each.
+    """
+
+    name: str
     asked: int
     seconds: float = 0.0
     wrong_bytes: int = 0
@@ -186,23 +191,46 @@ class Report:
         """Return one row of the table."""
         return ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
 
+    def told(self) -> tuple[str, bool]:
+        """Return what :func:`command` prints, and whether all was good."""
+        return "\n    ".join([self.line(), *self.faults[:_SHOWN_FAULTS]]), self.good
+
+
+def options_of(doc: str | None, arguments: Sequence[str] | None, **options: tuple[Any, str]) -> argparse.Namespace:
+    """Parse a command line.
+
+    Args:
+        doc: What the program does.
+        arguments: Those of the process if None.
+        options: Name -> default and help. A tuple are choices, all of them unless told; None stands for no number.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, text) in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", help=text)
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, nargs="+", choices=default, default=default, help=text)
+        else:
+            parser.add_argument(flag, type=int if default is None else type(default), default=default, help=text)
+    return parser.parse_args(arguments)
+
 
 def command(
-    parser: argparse.ArgumentParser,
-    transports: Sequence[str],
-    head: str,
-    run: Callable[[str, argparse.Namespace], Iterator[Report]],
+    doc: str | None,
+    run: Callable[[argparse.Namespace], Iterable[tuple[str, bool]]],
     arguments: Sequence[str] | None,
+    head: str = "",
+    **options: tuple[Any, str],
 ) -> int:
-    """Run over the transports asked for, print a row for each report; return 1 when one of them is not good."""
-    parser.add_argument("--transport", choices=(*transports, "all"), default="all")
-    options = parser.parse_args(arguments)
+    """Run a program and print what it yields, a text each and whether that is good; return 1 when one is not."""
     good = True
-    say(head)
-    for transport in steps(transports if options.transport == "all" else (options.transport,)):
-        for report in run(transport, options):
-            good &= report.good
-            say("\n    ".join([report.line(), *report.faults[:_SHOWN_FAULTS]]))
+    parsed = options_of(doc, arguments, **options)
+    if head:
+        say(head)
+    for text, right in run(parsed):
+        good &= right
+        say(text)
     return int(not good)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from faults.campaign.departures import CHILDREN
 from faults.campaign.epochs import WORKERS
 from faults.gates import STEPS
+from faults.relay import Fault
 from faults.stalls import STALLS
-from faults.streams import Fault
 
 if TYPE_CHECKING:
     from faults.campaign.epochs import Epoch

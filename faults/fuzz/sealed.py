@@ -25,7 +25,7 @@ from faults.fuzz.forge import SEALED_HANDSHAKE, Forge, mutated
 from faults.fuzz.greetings import good_welcome
 from faults.fuzz.links import Session, fuzz_handlers, join, judge, say
 from faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
-from faults.tls import HANDSHAKE, HEADER, RecordWriter, logged_secret, meaning
+from faults.sealing import HANDSHAKE, HEADER, RecordWriter, logged_secret, meaning
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from faults.relay import FAULTS, Fault, Relay
-from faults.streams import Stream
+from faults.relay import FAULTS, Fault, Relay, Stream
 from llm_datadist._links.messages import CONTROL_PREAMBLE, SEALED_PREAMBLE
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.support.moves import wait_until

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from faults.relay import Relay
-from faults.relayed import DEADLINE_MS, Relayed
+from faults.relay import DEADLINE_MS, Relay, Relayed
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
 from tests.support.moves import picture, wait_until

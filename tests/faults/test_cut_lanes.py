@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from faults.relayed import BIG, HARM, Relayed
-from faults.streams import Fault
+from faults.relay import BIG, HARM, Fault, Relayed
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, PeerLost, TransferFailed
 from tests.support.linking import SUCCESS, begin_there, links, result_there

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from faults.relayed import BIG, HARM, KEY, Relayed
-from faults.streams import Fault
+from faults.relay import BIG, HARM, KEY, Fault, Relayed
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, LLMException, NotLinked, PeerLost
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, links, result_there

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from faults.gated import stopped
-from faults.relay import Relay
-from faults.streams import Fault
+from faults.relay import Fault, Relay
 from llm_datadist.errors import TransferFailed
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show, wait_until
