@@ -10,7 +10,6 @@ strangers, in turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import select
@@ -18,11 +17,12 @@ import socket
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from faults.harness import say
+from faults.harness import command
 from faults.strangers import hello_of
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist._links import messages as wire
@@ -33,6 +33,7 @@ from tests.support.moves import Spec, make, moved, same_bytes, show
 from tests.support.world import anonymous_bytes
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
 
     from tests.support.world import World
@@ -46,6 +47,7 @@ BLOCKS_KEY: Final = BlocksCacheKey(1, 0)
 _COMING: Final = 100
 _KINDS: Final = ("blocks", "key")
 _RATIO: Final = 2.0
+REALTIME: Final = "both ends go first, where others use the machine too"
 _BUSY: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
 
 
@@ -221,49 +223,44 @@ def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd,
         yield prompt, decoder
 
 
-def measure(transport: str, options: argparse.Namespace) -> bool:
-    """Measure over one transport and print; return True if all is within bounds."""
-    good = True
-    with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
-        sources = prompt.do(prepare)
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        assert prompt.port is not None
-        for manner in options.manners:
-            for kind in _KINDS:
-                decoder.do(pull, kind, sources, 1.0)
-                quiet: list[float] = []
-                beside: list[float] = []
-                before, came = prompt.do(footprint), Counter[str]()
-                for _ in range(options.rounds):
-                    quiet += decoder.do(pull, kind, sources, options.seconds)
-                    with Crowd(prompt.port, [manner]) as crowd:
-                        call = kind, sources, options.seconds
-                        beside += _beside(decoder, crowd, options.strangers, options.rate, *call)
-                        came += crowd.counts
-                        after = prompt.do(footprint)
-                    time.sleep(0.3)
-                ratio = quantile(beside, 0.99) / quantile(quiet, 0.99)
-                good &= ratio <= _RATIO
-                say(
-                    f"{transport:4} by {kind:6} {manner:6}: quiet p50 {quantile(quiet, 0.5):.3f} p99 "
-                    f"{quantile(quiet, 0.99):.3f} ms; beside p50 {quantile(beside, 0.5):.3f} p99 "
-                    f"{quantile(beside, 0.99):.3f} max {max(beside):.3f} ms ({len(beside)} pulls); p99 {ratio:.2f} "
-                    f"times; {came['said']} came, {came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, "
-                    f"{(after[1] - before[1]) / 2**20:+.1f} MiB"
-                )
-    return good
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Measure pulls quiet and beside strangers."""
+    for transport, manner, kind in product(options.transport, options.manners, _KINDS):
+        with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
+            sources = prompt.do(prepare)
+            assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+            assert prompt.port is not None
+            decoder.do(pull, kind, sources, 1.0)
+            quiet: list[float] = []
+            beside: list[float] = []
+            before, came = prompt.do(footprint), Counter[str]()
+            call = kind, sources, options.seconds
+            for _ in range(options.rounds):
+                quiet += decoder.do(pull, *call)
+                with Crowd(prompt.port, [manner]) as crowd:
+                    beside += _beside(decoder, crowd, options.strangers, options.rate, *call)
+                    came += crowd.counts
+                    after = prompt.do(footprint)
+                time.sleep(0.3)
+        ratio = quantile(beside, 0.99) / quantile(quiet, 0.99)
+        text = f"quiet p50 {quantile(quiet, 0.5):.3f} p99 {quantile(quiet, 0.99):.3f} ms; beside p50 "
+        text += f"{quantile(beside, 0.5):.3f} p99 {quantile(beside, 0.99):.3f} max {max(beside):.3f} ms "
+        text += f"({len(beside)} pulls); p99 {ratio:.2f} times; {came['said']} came, {came['welcomed']} welcomed"
+        text += f"; +{after[0] - before[0]} descriptors, {(after[1] - before[1]) / 2**20:+.1f} MiB"
+        yield f"{transport:4} by {kind:6} {manner:6}: {text}", ratio <= _RATIO
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when the p99 of a linked peer's pulls beside strangers is more than twice the quiet one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strangers", type=int, default=CROWD, help="connections at a time")
-    parser.add_argument("--rate", type=float, default=1_000.0, help="connections in a second")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each part of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--transport", choices=("tcp", "shm"), nargs="+", default=["tcp", "shm"])
-    parser.add_argument("--manners", choices=MANNERS, nargs="+", default=list(MANNERS))
-    parser.add_argument("--realtime", action="store_true", help="both ends go first, where others use the machine too")
-    options = parser.parse_args(arguments)
-    good = [measure(transport, options) for transport in options.transport]
-    return 0 if all(good) else 1
+    return command(
+        __doc__,
+        measure,
+        arguments,
+        strangers=(CROWD, "connections at a time"),
+        rate=(1_000.0, "connections in a second"),
+        seconds=(2.0, "of each part of a round"),
+        rounds=(3, ""),
+        transport=(("tcp", "shm"), ""),
+        manners=(MANNERS, ""),
+        realtime=(False, REALTIME),
+    )

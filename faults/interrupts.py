@@ -6,7 +6,6 @@ process, because handlers run in the main thread of a process; its peer in anoth
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import random
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import llm_datadist
-from faults.harness import say
+from faults.harness import command
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -45,6 +44,7 @@ from tests.support.moves import Spec, make, picture, show, wait_until
 from tests.support.world import make_config, small_pool
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
@@ -500,31 +500,40 @@ def _silence() -> None:
         raise
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Interrupt every verb at each instruction, then at random; print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="only each n-th instruction")
-    parser.add_argument("--random", type=int, default=20_000, help="interrupts at random moments, in all")
-    parser.add_argument("--verb", choices=sorted(VERBS), action="append", help="only this one; may be repeated")
-    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    options = parser.parse_args(arguments)
-    say(f"seed {options.seed}")
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Interrupt every verb at each instruction, then at random."""
+    seed = options.seed or int(time.time())
+    yield f"seed {seed}", True
     logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
-    source = random.Random(options.seed)
+    source = random.Random(seed)
     rows = [
-        (transport, name, verb)
-        for transport in options.transport or TRANSPORTS
-        for name, verb in VERBS.items()
-        if transport in verb.transports and name in (options.verb or VERBS)
+        (transport, name)
+        for transport in options.transport
+        for name in options.verb
+        if transport in VERBS[name].transports
     ]
-    for transport, name, verb in rows:
+    for transport, name in rows:
+        verb = VERBS[name]
         with interrupted_end(transport, rca=verb.rca) as scene:
             count = instructions(scene, verb)
             points = range(1 + source.randrange(options.every), count + 1, options.every)
             at_each_instruction(scene, verb, points)
             if verb.at_random:
                 at_random(scene, verb, options.random // len(rows), source)
-            say(f"{transport:4} {name:24} {count:5} instructions, {dict(scene.counts)}, slowest {scene.slowest:.3f} s")
-    say("0 late bytes, 0 hangs, nothing left behind")
-    return 0
+            counts = f"{dict(scene.counts)}, slowest {scene.slowest:.3f} s"
+            yield f"{transport:4} {name:24} {count:5} instructions, {counts}", True
+    yield "0 late bytes, 0 hangs, nothing left behind", True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Interrupt every verb at each instruction, then at random; print one line each."""
+    return command(
+        __doc__,
+        measure,
+        arguments,
+        every=(1, "only each n-th instruction"),
+        random=(20_000, "interrupts at random moments, in all"),
+        verb=(tuple(VERBS), "only these"),
+        transport=(TRANSPORTS, ""),
+        seed=(None, "any, if left out"),
+    )

@@ -8,13 +8,12 @@ thread. A linked peer asks it where a row is, again and again; printed is its lo
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from faults.crowd import measured_ends
-from faults.harness import say
+from faults.crowd import REALTIME, measured_ends
+from faults.harness import command
 from llm_datadist import CacheKeyByIdAndIndex
 from llm_datadist._memory.host import available_memory
 from llm_datadist._memory.segment import SharedSegment
@@ -22,7 +21,8 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Iterator, Sequence
 
     from tests.support.world import World
 
@@ -64,15 +64,16 @@ def row(world: World) -> int:
     return world.caches["row"].cache_id
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the control thread was held up for more than 5 ms."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--realtime", action="store_true", help="both ends go first, where others use the machine too")
-    options = parser.parse_args(arguments)
+def drop_here(world: World) -> None:
+    """Drop the memory on a thread that may wait."""
+    dropped = threading.Thread(target=world.memory.pop("large")[0].close)
+    dropped.start()
+    dropped.join()
+
+
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Drop the memory on the control thread, then on another one, in rounds."""
     nbytes = min(int(options.gib * 2**30), available_memory()[0] // 2)
-    worst = 0.0
     with measured_ends("shm", realtime=options.realtime) as (prompt, decoder):
         cache_id = prompt.do(row)
         decoder.do(row)
@@ -85,20 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(0.3)
             held_up = prompt.do(drop)
             beside = decoder.finish()
-            worst = max(worst, held_up)
             prompt.do(hold, nbytes)
             since = time.perf_counter()
             prompt.do(drop_here)
             here = (time.perf_counter() - since) * 1e3
-            say(
-                f"{nbytes / 2**30:.2f} GiB: the control thread was held up for {held_up:.3f} ms (another thread needs "
-                f"{here:.0f} ms); longest wait of the peer {quiet:.2f} ms before, {beside:.2f} ms meanwhile"
-            )
-    return 0 if worst <= BOUND_MS else 1
+            text = f"the control thread was held up for {held_up:.3f} ms (another thread needs {here:.0f} ms)"
+            text += f"; longest wait of the peer {quiet:.2f} ms before, {beside:.2f} ms meanwhile"
+            yield f"{nbytes / 2**30:.2f} GiB: {text}", held_up <= BOUND_MS
 
 
-def drop_here(world: World) -> None:
-    """Drop the memory on a thread that may wait."""
-    dropped = threading.Thread(target=world.memory.pop("large")[0].close)
-    dropped.start()
-    dropped.join()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when the control thread was held up for more than 5 ms."""
+    return command(__doc__, measure, arguments, gib=(4.0, ""), rounds=(3, ""), realtime=(False, REALTIME))

@@ -11,7 +11,6 @@ one reader is killed at times and born again. At the end nothing may be left at 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import random
 import time
@@ -24,11 +23,13 @@ import numpy as np
 
 from faults.harness import Processes, Report, Threads, command, differing, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException, StateError
 from tests.support.linking import SUCCESS, info, link, unlink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import argparse
+    from collections.abc import Iterator, Sequence
 
     from faults.harness import Words
     from llm_datadist.types.grant import Grant
@@ -263,15 +264,15 @@ class Churn(Report):
         self.outcomes.update({f"{who} {name}": count for name, count in found.steps.items()})
 
     def line(self) -> str:
-        return f"{self.transport:9}  {self.steps:8}  {self.seconds:7.1f}  {self.wrong_bytes:5}  {super().line()}"
+        return f"{self.name:9}  {self.steps:8}  {self.seconds:7.1f}  {self.wrong_bytes:5}  {super().line()}"
 
 
-def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> Churn:
+def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> Churn:
     """Run until all ends together have done so many steps.
 
     Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes.
     """
-    report, began = Churn(transport, steps), time.monotonic()
+    report, began = Churn(transport, asked), time.monotonic()
     pool = 2 * _TENSORS * _ROWS * _BLOCK_WORDS * 8
     with Processes(transport, pool, sync_kv_timeout=_PATIENCE_MS) as processes:
         owner = processes.owner()
@@ -279,7 +280,7 @@ def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> C
         first = (seed, owner.port, guarded)
         readers = {number: _born(processes, transport, number, *first) for number in _READERS}
         killed = time.monotonic()
-        while report.steps + sum(each.do(counts).steps.total() for each in (owner, *readers.values())) < steps:
+        while report.steps + sum(each.do(counts).steps.total() for each in (owner, *readers.values())) < asked:
             time.sleep(0.05)
             if time.monotonic() - killed > _KILL_EVERY_S:
                 victim = _READERS[-1]
@@ -311,13 +312,11 @@ def _born(processes: Processes, transport: str, number: int, seed: int, port: in
     return reader
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100_000, help="of all ends together")
-    parser.add_argument("--seed", type=int, default=1)
 
-    def runs(transport: str, options: argparse.Namespace) -> Iterator[Report]:
-        yield run(transport, options.steps, options.seed)
+    def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+        return (run(each, options.steps, options.seed).told() for each in steps(options.transport))
 
-    return command(parser, TRANSPORTS, HEAD, runs, arguments)
+    steps_ = (100_000, "of all ends together")
+    return command(__doc__, runs, arguments, HEAD, steps=steps_, seed=(1, ""), transport=(TRANSPORTS, ""))

@@ -1,26 +1,37 @@
-"""What the two ends of the rebind race do (`faults/rebind_race.py`).
+"""The rebind race: a key is bound to a new cache while a pull of the old one runs, again and again.
+
+    python -m faults rebind --races 10000
 
 The owner binds one key of each kind to one cache after the other; the other end pulls by these keys from several
 threads all the while. Every word of a cache says of which binding it is, so that each pull knows what it got.
+
+Every pull that succeeds must have brought the bytes of exactly one binding, one that was there while it ran; and a
+binding may only have been consumed by a pull that brought its bytes. A pull counts as a race when the key left its
+binding, for certain, after the pull had begun and before it ended, and the pull had found the key.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from faults.harness import Outcome, Threads, differing, numbered, outcome_of, words_of
+from faults.harness import Outcome, Processes, Report, Threads, command, differing, numbered, outcome_of, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist._cache.registry import key_of
 from llm_datadist._memory.segment import AddressRange
+from llm_datadist.bench.progress import steps
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Iterator, Sequence
+
     from llm_datadist._memory.pool import Allocation
     from tests.support.world import World
 
@@ -232,3 +243,119 @@ def _pull(world: World, kind: str, name: str) -> Pull:
     number = int(found[0][0]) // _NUMBER
     expected = (places + np.uint64(number * _NUMBER) for places in _PLACES)
     return Pull(kind, began, ended, outcome, number, differing(found, expected))
+
+
+# --- the race ---------------------------------------------------------------------------------------------------------
+
+TRANSPORTS: Final = ("inproc", "shm", "tcp")
+THREADS: Final = 2
+#: Pulls between two looks at what came of them.
+BATCH: Final = 1000
+#: A pull that was no race is made again, but not for ever.
+TRIES: Final = 50
+_POOL_BYTES: Final = 16 << 20
+
+
+@dataclass
+class Race(Report):
+    """What came of the pulls over one transport."""
+
+    pulls: int = 0
+    races: int = 0
+    torn: int = 0
+    bindings: int = 0
+    consumed: int = 0
+
+    @property
+    def good(self) -> bool:
+        """True when there were as many races as asked for, and nothing went wrong."""
+        return super().good and self.races >= self.asked
+
+    def add(self, bindings: list[Binding], pulls: list[Pull]) -> None:
+        """Judge one batch."""
+        self.bindings += len(bindings)
+        self.pulls += len(pulls)
+        self.consumed += sum(binding.consumed for binding in bindings)
+        self.wrong_bytes += sum(pull.wrong for pull in pulls)
+        self.outcomes.update(f"{pull.kind} {pull.outcome.name}" for pull in pulls)
+        left = list(races(bindings, pulls))
+        self.races += sum(number > 0 for number in left)
+        # It had the old one in its hands: it failed for that, or brought it and ended just in time.
+        self.torn += sum(
+            number > 0 and (pull.outcome.name == "TransferFailed" or pull.number == number)
+            for number, pull in zip(left, pulls, strict=True)
+        )
+        self.faults += judged(bindings, pulls)
+
+    def line(self) -> str:
+        """Return one row of the table."""
+        numbers = (self.asked, self.pulls, self.races, self.torn, self.bindings, self.consumed, self.wrong_bytes)
+        cells = "".join(f"{number:>10}" for number in (*numbers, len(self.faults)))
+        return f"{self.name:<7}{cells}{self.seconds:>8.0f}  {super().line()}"
+
+
+HEAD: Final = (
+    "            asked     pulls     races    of old  bindings  consumed     wrong    faults       s  outcomes of pulls"
+)
+
+
+def races(bindings: Iterable[Binding], pulls: Iterable[Pull]) -> Iterator[int]:
+    """Yield for every pull which binding its key left while it ran, if it had found the key; else 0."""
+    changes = {kind: sorted((b.leaving, b.gone, b.number) for b in bindings if b.kind == kind) for kind in KINDS}
+    for pull in pulls:
+        of_kind = changes[pull.kind]
+        at = bisect_right(of_kind, (pull.began,))
+        inside = (
+            at < len(of_kind) and of_kind[at][1] < pull.ended and pull.outcome.name in ("success", "TransferFailed")
+        )
+        yield of_kind[at][2] if inside else 0
+
+
+def judged(bindings: Sequence[Binding], pulls: Sequence[Pull]) -> Iterator[str]:
+    """Yield what must not be."""
+    of_number = {binding.number: binding for binding in bindings}
+    brought = {pull.number for pull in pulls if pull.outcome.good}
+    for pull in pulls:
+        if not pull.outcome.typed:
+            yield f"a pull ended with {pull.outcome}, which is no error of the library"
+        if pull.outcome.good:
+            yield from _one_binding(pull, of_number.get(pull.number))
+    for binding in bindings:
+        if binding.consumed and binding.number not in brought:
+            yield f"binding {binding.number} was consumed, and no pull brought its bytes"
+
+
+def _one_binding(pull: Pull, binding: Binding | None) -> Iterator[str]:
+    if pull.wrong:
+        yield f"a pull brought {pull.wrong} bytes beside those of binding {pull.number}"
+    if binding is None or binding.kind != pull.kind:
+        yield f"a pull of a {pull.kind} brought bytes of {pull.number}, which is no such binding of its time"
+    elif pull.began > binding.gone:
+        yield f"a pull brought the bytes of binding {pull.number}, which had gone before it began"
+
+
+def run(transport: str, asked: int, seed: int = 1) -> Race:
+    """Make pulls until so many of them were races."""
+    race = Race(transport, asked)
+    since = time.monotonic()
+    with Processes(transport, _POOL_BYTES) as processes:
+        owner = processes.owner()
+        puller = processes.reader(owner)
+        owner.do(prepare_owner, transport)
+        puller.do(prepare_puller, THREADS)
+        while race.races < asked and race.pulls < asked * TRIES:
+            owner.do(begin_binding, seed + race.pulls)
+            pulls = puller.do(pull_many, min(BATCH, asked), THREADS)
+            race.add(owner.do(end_binding), pulls)
+    race.seconds = time.monotonic() - since
+    return race
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the race over the transports asked for and print the table; 1 when anything went wrong."""
+
+    def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+        return (run(each, options.races, options.seed).told() for each in steps(options.transport))
+
+    races = (10_000, "over each transport")
+    return command(__doc__, runs, arguments, HEAD, races=races, seed=(1, ""), transport=(TRANSPORTS, ""))
