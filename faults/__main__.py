@@ -25,7 +25,6 @@ PROGRAMS: Final = {
 
 
 def main() -> int:
-    """Return the program's exit status: 0 if nothing was found, 2 for wrong usage."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
         for each, module in PROGRAMS.items():

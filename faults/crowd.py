@@ -78,7 +78,6 @@ class Crowd:
         return len(self._here)
 
     def dial(self) -> None:
-        """Begin one more connection."""
         sock = socket.socket()
         sock.setblocking(False)
         with suppress(BlockingIOError):
@@ -101,7 +100,6 @@ class Crowd:
                 sock.close()
 
     def _serve(self, sock: socket.socket, manner: str, events: int) -> bool:
-        """Return True when the connection has ended."""
         if events & select.EPOLLOUT and sock.fileno() not in self._said:
             data = b"" if manner == "silent" else greeting(1_000 + self._made)
             sock.sendall(data[: len(data) // 2] if manner == "stops" else data)
@@ -126,7 +124,6 @@ class Crowd:
             self.serve(0.1)
 
     def _coming(self) -> int:
-        """Return how many are there and have not said anything yet."""
         return len(self._here) - len(self._said)
 
     def __enter__(self) -> Self:
@@ -175,18 +172,15 @@ def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
 
 
 def views_of(world: World, name: str) -> list[Any]:
-    """Return the memory of a cache itself, one (rows, stride) array per tensor."""
     cache = world.caches[name]
     return [view.reshape(cache.cache_desc.shape[0], -1).view(np.uint8) for view in tensor_views(cache)]
 
 
 def footprint(world: World) -> tuple[int, int]:
-    """Return how many descriptors a process has, and its anonymous memory in bytes."""
     return len(os.listdir("/proc/self/fd")), anonymous_bytes()
 
 
 def quantile(times: Sequence[float], share: float) -> float:
-    """Return the time that this share of the pulls did not exceed."""
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
@@ -224,7 +218,6 @@ def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd,
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """Measure pulls quiet and beside strangers."""
     for transport, manner, kind in product(options.transport, options.manners, _KINDS):
         with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
             sources = prompt.do(prepare)
@@ -251,7 +244,6 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the p99 of a linked peer's pulls beside strangers is more than twice the quiet one."""
     return command(
         __doc__,
         measure,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Make a call that stops at ``step``."""
     with shut(world.dd, step, folder, peer=cluster_id):
         return call(world, method, *args, **kwargs)
 
@@ -42,7 +41,6 @@ class Stopped:
         self.finished = False
 
     def finish(self) -> Any:
-        """Let the call go on; return its result or raise what it raised."""
         assert not self.finished
         self.finished = True
         self.gate.open()

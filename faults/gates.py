@@ -133,7 +133,6 @@ class Gate:
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
     def open(self) -> None:
-        """Let it go on, also when it has not come yet. Idempotent."""
         self._go.touch()
 
     def pass_through(self, seconds: float = _PATIENCE_SECONDS) -> None:

@@ -76,15 +76,11 @@ def make_cache(world: World, key: BlocksCacheKey | None) -> None:
 
 @dataclass
 class _Counts:
-    """What one end did; ``wrong`` are bytes."""
-
     steps: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
 
 
 class _Owner(Threads):
-    """Gives grants, one after the other in each place, until it is told to stop."""
-
     def __init__(self, world: World, seed: int) -> None:
         super().__init__()
         self.counts = _Counts()
@@ -254,8 +250,6 @@ def _live_guards(world: World) -> int:
 
 @dataclass
 class Churn(Report):
-    """One run over one transport."""
-
     steps: int = 0
 
     def add(self, found: _Counts, who: str) -> None:
@@ -313,8 +307,6 @@ def _born(processes: Processes, transport: str, number: int, seed: int, port: in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print."""
-
     def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         return (run(each, options.steps, options.seed).told() for each in steps(options.transport))
 

@@ -79,7 +79,6 @@ class Processes(ExitStack):
 
 
 def _end(end: LocalEnd | ChildEnd) -> None:
-    """End one, whether a signal has stopped it or killed it."""
     if isinstance(end, LocalEnd):
         end.stop()
         return
@@ -95,7 +94,6 @@ class Threads:
         self._calls: list[Call] = []
 
     def start(self, function: Callable[..., object], *args: Any) -> None:
-        """Start one."""
         self._calls.append(Call(function, *args))
 
     def join(self) -> None:
@@ -123,12 +121,10 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """True for a success."""
         return self.name == "success"
 
 
 def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
-    """Call, and return what it came to."""
     try:
         function(*args)
     except Exception as error:  # noqa: BLE001 (all of them are judged)
@@ -137,7 +133,6 @@ def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
 
 
 def words_of(cache: Cache) -> list[Words]:
-    """Return every tensor of a cache as 64-bit words."""
     return [view.reshape(-1).view(np.uint64) for view in tensor_views(cache)]
 
 
@@ -156,7 +151,6 @@ def differing(found: Iterable[Words], expected: Iterable[Words]) -> int:
 
 
 def holds_within(condition: Callable[[], object], seconds: float, every: float = 0.01) -> bool:
-    """Return True as soon as the condition holds, False when it does not in time."""
     limit = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > limit:
@@ -184,15 +178,12 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """True when nothing went wrong."""
         return not self.wrong_bytes and not self.faults
 
     def line(self) -> str:
-        """Return one row of the table."""
         return ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
 
     def told(self) -> tuple[str, bool]:
-        """Return what :func:`command` prints, and whether all was good."""
         return "\n    ".join([self.line(), *self.faults[:_SHOWN_FAULTS]]), self.good
 
 
@@ -235,6 +226,5 @@ def command(
 
 
 def say(text: str) -> None:
-    """Print at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -322,7 +322,6 @@ class Walk:
         self._written: list[list[int]] = []  # windows that were written over after an interrupt
 
     def begin(self) -> None:
-        """Call once, and note what an idle end looks like."""
         self._prepare()
         self.verb.call(self.scene)
         self._tidy()
@@ -339,7 +338,6 @@ class Walk:
         self.verb.after(self.scene)
 
     def run(self, interrupt: Callable[[Callable[[], None]], None]) -> None:
-        """Make one call that ``interrupt`` interrupts."""
         scene = self.scene
         self._prepare()
         since = time.monotonic()
@@ -373,7 +371,6 @@ class Walk:
         self._written.clear()
 
     def check(self) -> None:
-        """Compare tables, counts and bytes, then use the end."""
         scene = self.scene
         self.check_bytes()
         self.verb.before(scene)
@@ -445,7 +442,6 @@ class AtInstruction:
 
 
 def instructions(scene: Scene, verb: Verb) -> int:
-    """Return how many instructions of the library one call of a verb runs in its caller's thread."""
     walk, counted = Walk(scene, verb), AtInstruction(0)
     walk.begin()
     walk.run(counted)
@@ -501,7 +497,6 @@ def _silence() -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """Interrupt every verb at each instruction, then at random."""
     seed = options.seed or int(time.time())
     yield f"seed {seed}", True
     logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
@@ -526,7 +521,6 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Interrupt every verb at each instruction, then at random; print one line each."""
     return command(
         __doc__,
         measure,

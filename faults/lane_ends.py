@@ -53,7 +53,6 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def one_row(nbytes: int) -> Plan:
-    """Return a plan of one run, from the beginning to the beginning."""
     return twin.make_plan(plan_row(0, 0, nbytes))
 
 
@@ -128,7 +127,6 @@ class Ends:
     far_lanes: list[int] = field(default_factory=list)
 
     def join(self, make: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair) -> int:
-        """Add a lane and return its number at the near end."""
         near, far = make()
         self.lanes.append(self.near.add_lane(near.detach(), NEAR_KEYS if Kind.sealed else None))
         self.far_lanes.append(self.far.add_lane(far.detach(), FAR_KEYS if Kind.sealed else None))
@@ -178,11 +176,9 @@ class Wire:
         self.sendall(HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload)
 
     def sendall(self, data: bytes | bytearray) -> None:
-        """Send bytes as they are, or sealed."""
         self.sock.sendall(data if self._seal is None else self._seal.seal(data))
 
     def receive(self, nbytes: int) -> bytes:
-        """Return exactly so many bytes."""
         data = bytearray()
         while len(data) < nbytes:
             more = self._receive_some(nbytes - len(data))

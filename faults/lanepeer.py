@@ -66,7 +66,6 @@ class MemoryHandler:
         self._peer = peer
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return the tensors that the handle names."""
         regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
         bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
         return LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
@@ -102,13 +101,11 @@ class LanePeerProcess(PeerProcess):
 
     @contextmanager
     def serving(self, *, writable: bool) -> Iterator[Self]:
-        """Let the child serve fresh, zeroed memory for the length of the block."""
         self._writable = writable
         with super().serving(writable=writable):
             yield self
 
     def connect(self) -> RegionConnection:
-        """Dial the child and return the connection under test, which can dial again."""
         token = secrets.token_bytes(16)
         address = ("127.0.0.1", self._ask(int, "listen", token))
 
@@ -121,15 +118,12 @@ class LanePeerProcess(PeerProcess):
         return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
 
     def hold(self, slot: int, generation: int) -> None:
-        """Let every grant from now on depend on a guard of the child."""
         self._tell("hold", slot, generation)
 
     def quiesce(self) -> None:
-        """Let the child stop all use of its memory."""
         self._tell("quiesce")
 
     def close(self) -> None:
-        """End the child and our own side. Idempotent."""
         self.lanes.close()
         super().close()
 

@@ -50,7 +50,6 @@ class SocketWire:
         self._reader = threading.Thread(target=self._read, name="nixl-wire")
 
     def start(self) -> None:
-        """Answer questions from now on."""
         self._reader.start()
 
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
@@ -98,8 +97,6 @@ class SocketWire:
 
 
 class SocketConnection(NixlConnection):
-    """A connection whose handles say where the tensors are, and which owns its wire."""
-
     def map(
         self, regions: NDArray[Any], offsets: NDArray[Any], extent: int, *, writable: bool, located: bool = False
     ) -> RemoteTensors:
@@ -137,8 +134,6 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
 
 
 class NixlPeerProcess(PeerProcess):
-    """A peer in a child process, reached over NIXL with the fabric that this host has."""
-
     module = __name__
 
     def __init__(self) -> None:
@@ -150,13 +145,11 @@ class NixlPeerProcess(PeerProcess):
 
     @contextmanager
     def serving(self, *, writable: bool) -> Iterator[Self]:
-        """Let the child serve fresh, zeroed memory for the length of the block."""
         self._writable = writable
         with super().serving(writable=writable):
             yield self
 
     def connect(self) -> SocketConnection:
-        """Connect to the child and return the connection under test."""
         port = self._ask(int, "port")
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
         sock.settimeout(None)
@@ -164,15 +157,12 @@ class NixlPeerProcess(PeerProcess):
         return open_over(sock, self._mine, self._handler, writable=self._writable)
 
     def hold(self, slot: int, generation: int) -> None:
-        """Let every grant from now on depend on a guard of the child."""
         self._tell("hold", slot, generation)
 
     def quiesce(self) -> None:
-        """Let the child stop all use of its memory."""
         self._tell("quiesce")
 
     def close(self) -> None:
-        """End the child and our own side. Idempotent."""
         super().close()
         self._mine.close()
 
@@ -182,8 +172,6 @@ def _no_rendezvous(_: object) -> Any:
 
 
 class _NixlChild(Child):
-    """The child's side: also listens for wires."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         usable(fabric())

@@ -205,7 +205,6 @@ def end_binding(world: World) -> list[Binding]:
 
 
 def prepare_puller(world: World, threads: int) -> None:
-    """Make one cache for each thread and kind."""
     desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
     for thread in range(threads):
         for kind in KINDS:
@@ -258,8 +257,6 @@ _POOL_BYTES: Final = 16 << 20
 
 @dataclass
 class Race(Report):
-    """What came of the pulls over one transport."""
-
     pulls: int = 0
     races: int = 0
     torn: int = 0
@@ -268,11 +265,9 @@ class Race(Report):
 
     @property
     def good(self) -> bool:
-        """True when there were as many races as asked for, and nothing went wrong."""
         return super().good and self.races >= self.asked
 
     def add(self, bindings: list[Binding], pulls: list[Pull]) -> None:
-        """Judge one batch."""
         self.bindings += len(bindings)
         self.pulls += len(pulls)
         self.consumed += sum(binding.consumed for binding in bindings)
@@ -288,7 +283,6 @@ class Race(Report):
         self.faults += judged(bindings, pulls)
 
     def line(self) -> str:
-        """Return one row of the table."""
         numbers = (self.asked, self.pulls, self.races, self.torn, self.bindings, self.consumed, self.wrong_bytes)
         cells = "".join(f"{number:>10}" for number in (*numbers, len(self.faults)))
         return f"{self.name:<7}{cells}{self.seconds:>8.0f}  {super().line()}"
@@ -312,7 +306,6 @@ def races(bindings: Iterable[Binding], pulls: Iterable[Pull]) -> Iterator[int]:
 
 
 def judged(bindings: Sequence[Binding], pulls: Sequence[Pull]) -> Iterator[str]:
-    """Yield what must not be."""
     of_number = {binding.number: binding for binding in bindings}
     brought = {pull.number for pull in pulls if pull.outcome.good}
     for pull in pulls:
@@ -335,7 +328,6 @@ def _one_binding(pull: Pull, binding: Binding | None) -> Iterator[str]:
 
 
 def run(transport: str, asked: int, seed: int = 1) -> Race:
-    """Make pulls until so many of them were races."""
     race = Race(transport, asked)
     since = time.monotonic()
     with Processes(transport, _POOL_BYTES) as processes:
@@ -352,8 +344,6 @@ def run(transport: str, asked: int, seed: int = 1) -> Race:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the race over the transports asked for and print the table; 1 when anything went wrong."""
-
     def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         return (run(each, options.races, options.seed).told() for each in steps(options.transport))
 

@@ -138,7 +138,6 @@ class Stream:
             self.end = "truncate"
 
     def due(self, now: float) -> bytes:
-        """Take out what may leave now."""
         out = bytearray()
         while self._out and not self.stalled and self._out[0][0] <= now:
             out += self._out.popleft()[1]
@@ -224,7 +223,6 @@ class Way:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return what goes on instead of these bytes."""
         self.came += data
         out = self._feed_records(data) if self._fault in RECORD_HARM else self._feed_bytes(data)
         self.went += out
@@ -294,7 +292,6 @@ class Way:
 
 
 def both_ways(fault: str, at: int, rng: random.Random, framing: Framing, *, backwards: bool) -> tuple[Way, Way]:
-    """Return both directions, of which one has the fault."""
     faulty, honest = Way(fault, at, rng, framing), Way(fault, NEVER, rng, framing)
     faulty.other = honest
     return (honest, faulty) if backwards else (faulty, honest)
@@ -354,7 +351,6 @@ class Half:
         return data
 
     def write(self, now: float) -> None:
-        """Give the sink what is due."""
         if not self.pending:
             self.pending = self.stream.due(now)
         if self.pending:
@@ -392,7 +388,6 @@ class Carried:
         self._first: bytes | None = b""  # None once the kind is known
 
     def taken(self, direction: Direction) -> int:
-        """Return how many bytes have come in from the sender of a direction."""
         return self.halves[direction].stream.taken
 
     def waits_in_vain(self) -> bool:
@@ -438,7 +433,6 @@ class Relay:
 
     @property
     def port(self) -> int:
-        """The port of :attr:`address`."""
         return self.address[1]
 
     def plan(self, kind: Kind | None, direction: Direction, *faults: Fault) -> None:
@@ -464,8 +458,6 @@ class Relay:
         return self._ask(apply)
 
     def resume(self) -> None:
-        """End every stall."""
-
         def apply() -> int:
             for carried in self._carried:
                 for half in carried.halves.values():
@@ -498,7 +490,6 @@ class Relay:
         self.close()
 
     def _ask(self, function: Callable[[], int]) -> int:
-        """Run a function on the relay's thread and return its result."""
         done: Future[int] = Future()
         with self._lock:
             self._commands.append(lambda: done.set_result(function()))
@@ -662,7 +653,6 @@ class Relayed:
         self.relay = relay
 
     def link(self, timeout: int = 10_000) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link the decoder to the prompt through the relay."""
         return self.decoder.do(link, [info(1, self.relay.port)], timeout)
 
     def others_are_served(self) -> None:

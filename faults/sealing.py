@@ -68,8 +68,6 @@ class BadRecord(Exception):
 
 
 class _Direction:
-    """The cipher of one direction of a sealed lane."""
-
     def __init__(self, key: bytes) -> None:
         self._cipher, self._next = AESGCM(key), 0
 

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -28,24 +28,20 @@ _SECONDS = 20.0
 
 
 def hello_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Hello:
-    """Return a Hello without fault, but for the changes."""
-    good = wire.Hello(
-        version=wire.PROTOCOL_VERSION,
-        cluster_id=cluster_id,
-        incarnation=incarnation,
-        remote_accessible=False,
-        pid=os.getpid(),
-        host="stranger",
-        wanted=None,
-        reconnects=False,
-        token=secrets.token_bytes(16),
-        cookie=cookie,
-        transport=None,
-        nonce=bytes(16),
-        lane_share=b"",
-        fabric="",
-    )
+    who = _greeting(cluster_id, incarnation, cookie)
+    good = wire.Hello(**who, wanted=None, reconnects=False, token=secrets.token_bytes(16))
     return msgspec.structs.replace(good, **changes)
+
+
+def welcome_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Welcome:
+    good = wire.Welcome(**_greeting(cluster_id, incarnation, cookie), rendezvous="@x", lane_token=bytes(16), proof=b"")
+    return msgspec.structs.replace(good, **changes)
+
+
+def _greeting(cluster_id: int, incarnation: bytes, cookie: bytes) -> dict[str, Any]:
+    who = {"version": wire.PROTOCOL_VERSION, "cluster_id": cluster_id, "incarnation": incarnation, "cookie": cookie}
+    where = {"pid": os.getpid(), "host": "stranger", "remote_accessible": False, "fabric": "", "transport": None}
+    return who | where | {"nonce": bytes(16), "lane_share": b""}
 
 
 class Stranger:
@@ -93,7 +89,6 @@ class Stranger:
             pass
 
     def hello(self, **changes: object) -> wire.Hello:
-        """:func:`hello_of` this one."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
         return hello_of(self.cluster_id, self.incarnation, self._guards.cookie, **changes)

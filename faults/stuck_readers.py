@@ -91,7 +91,6 @@ class Crowd(Threads):
             assert reader.link_clusters([info(1, port)], 10_000) == SUCCESS
 
     def start_pulling(self) -> None:
-        """Have all of them pull, again and again."""
         self.stop.clear()
         self.counts[:] = 0
         for number, reader in enumerate(self._readers):
@@ -114,7 +113,6 @@ class Crowd(Threads):
         np.testing.assert_array_equal(self._into, _words(0, ASKED))
 
     def finalize(self) -> None:
-        """End all links."""
         for reader in self._readers:
             reader.finalize()
 
@@ -207,13 +205,11 @@ class Scene:
         self.crowd.do(stop_pulling)
 
     def pull(self, count: int) -> float:
-        """Have the healthy reader pull; return the median in milliseconds."""
         return statistics.median(self.healthy.do(pull_healthy, count))
 
 
 @contextmanager
 def scene_of(transport: str, readers: int) -> Iterator[Scene]:
-    """Make the three processes; end them afterwards."""
     with Processes(transport, _POOL_BYTES, extra={"llm.PeerTimeout": "600"}) as processes:
         yield Scene(processes, transport, readers)
 
@@ -249,7 +245,6 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the healthy reader takes more than twice as long beside the stuck ones."""
     parts = {"rounds": (5, ""), "pulls": (200, "in each part of a round")}
     transports = ("tcp", "shm", "cma")
     return command(__doc__, measure, arguments, readers=(100, ""), transport=(transports, ""), **parts)

@@ -218,8 +218,6 @@ def ways(rng: random.Random, nbytes: int, most: int) -> tuple[str, tuple[Way, Wa
 
 
 class _End:
-    """One channel, and what it took."""
-
     def __init__(self, control: ControlLoop, sock: socket.socket, seal: Seal) -> None:
         self.taken: list[Message] = []
         self.lost = threading.Event()
@@ -367,7 +365,6 @@ class Links:
         self._undo.close()
 
     def trial(self) -> None:
-        """Link through the relay, and pull and push until the link has ended."""
         fault, (up, down) = ways(self._rng, 1500, 1850)
         name = f"link {self.report.trials}, {self._transport}: {fault}"
         with Relay(("127.0.0.1", self._stage.port), (up, down)) as relay:
@@ -409,7 +406,6 @@ class Links:
 
 
 def run(scene: Lanes | Channels | Links, trials: int) -> Tampered:
-    """Do so many trials."""
     with scene:
         for _ in range(trials):
             scene.trial()
@@ -417,8 +413,6 @@ def run(scene: Lanes | Channels | Links, trials: int) -> Tampered:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; 1 when something was found."""
-
     def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         sealed = not options.plain
         scenes: list[tuple[Lanes | Channels | Links, int]] = [

@@ -360,8 +360,6 @@ TRIES: Final = 40
 
 @dataclass
 class TrialReport(Report):
-    """What came of the trials of one kind."""
-
     what: str = ""
     tried: int = 0
     caught: int = 0
@@ -378,7 +376,6 @@ class TrialReport(Report):
         return super().good and self.caught >= self.asked and not self.foreign_bytes
 
     def line(self) -> str:
-        """Return one row of the table."""
         numbers = (self.asked, self.tried, self.caught, self.reused, self.quarantines, self.killed)
         cells = "".join(f"{number:>8}" for number in numbers)
         return (
@@ -394,8 +391,6 @@ HEAD: Final = (
 
 
 class Trials:
-    """The two ends of all trials of one kind."""
-
     def __init__(self, processes: Processes, transport: str, what: str, shape: Shape) -> None:
         self.transport, self.what = transport, what
         self.reading = what == "reader"
@@ -414,7 +409,6 @@ class Trials:
         return READER_WAYS if self.transport == "tcp" else READER_WAYS[:-1]
 
     def run(self, count: int) -> TrialReport:
-        """Make trials until so many were caught."""
         report = TrialReport(self.transport, count, what=self.what)
         since = time.monotonic()
         ways = cycle(self.ways)
@@ -425,7 +419,6 @@ class Trials:
         return report
 
     def trial(self, report: TrialReport, way: str, *, kill: bool) -> None:
-        """Make one trial and judge it."""
         self.number += 1
         report.tried += 1
         inside = self._stopped_inside(way)
@@ -532,11 +525,9 @@ class Watch:
         ]
 
     def begun(self) -> bool:
-        """Return True once the first word has arrived."""
         return self._there(self._first)
 
     def ended(self) -> bool:
-        """Return True when the last words have."""
         return all(map(self._there, self._lasts))
 
     def _there(self, expected: tuple[int, int]) -> bool:
@@ -565,8 +556,6 @@ def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trials asked for and print the table; 1 when anything went wrong."""
-
     def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         for transport in steps(options.transport):
             for what in options.what:

@@ -30,7 +30,6 @@ BOUND_MS: Final = 5.0
 
 
 def hold(world: World, nbytes: int) -> None:
-    """Map memory and touch all of it."""
     world.memory["large"] = [SharedSegment.create("large", nbytes, peers_may_write=True, prefault=True)]
 
 
@@ -96,5 +95,4 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the control thread was held up for more than 5 ms."""
     return command(__doc__, measure, arguments, gib=(4.0, ""), rounds=(3, ""), realtime=(False, REALTIME))

@@ -43,7 +43,6 @@ class Arrivals:
         self._of_epoch: Counter[str] = Counter()
 
     def add(self, arrivals: Mapping[str, int]) -> None:
-        """Take in what one worker counted in this epoch."""
         for key, number in arrivals.items():
             step, _, transport = key.partition(", ")
             self.counts[step, transport] += number
@@ -56,14 +55,12 @@ class Arrivals:
         return sorted(missing) if finished else []
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the counts by transport, then by step."""
         return {
             transport: {step: number for (step, of), number in self.counts.items() if of == transport}
             for transport in self._transports()
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a table with a row for each step and a column for each transport."""
         transports = self._transports()
         yield f"{'arrivals at steps':<26}" + "".join(f"{transport or 'no link':>12}" for transport in transports)
         for step in STEPS:

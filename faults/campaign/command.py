@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign; return the exit status."""
     parser = argparse.ArgumentParser(description="The long campaign of faults, see docs/faults.md.")
     parser.add_argument("--seconds", type=float, default=600.0, help="how long, about")
     parser.add_argument("--epoch", type=float, default=20.0, help="seconds of faults between two looks at what is left")

@@ -82,13 +82,11 @@ def whole(stamp: Stamp, shape: Shape) -> Words:
 
 
 def stamp_of(word: int) -> Stamp:
-    """Return which cache a word comes from."""
     word = int(word) >> _PLACE_BITS
     return Stamp(word >> 32, (word >> 26) % INCARNATIONS, (word >> 20) % 64, word % GENERATIONS)
 
 
 def tell(word: int) -> str:
-    """Describe a word."""
     stamp, place = stamp_of(word), int(word) % (1 << _PLACE_BITS)
     return (
         f"{int(word):#018x} (worker {stamp.owner} life {stamp.incarnation} slot {stamp.slot} generation "
@@ -97,7 +95,6 @@ def tell(word: int) -> str:
 
 
 def difference(found: Words, wanted: Words) -> str:
-    """Describe how two arrays of shape (tensors, rows, words) differ."""
     wrong = np.argwhere(found != wanted)
     places = {(int(t), int(r)) for t, r, _ in wrong}
     first, last = tuple(wrong[0]), tuple(wrong[-1])

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def copy_inside(scene: Scene, rng: Random, blocks: Destination, rows: Destination, host: Destination) -> None:
-    """Make one copy of any kind between caches of one thread."""
     match rng.randrange(3):
         case 0:
             _copy_blocks(scene, rng, blocks)

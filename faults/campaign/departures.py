@@ -60,7 +60,6 @@ class Child:
             os._exit(0)
 
     def wait(self, journal: Journal) -> None:
-        """Judge how it ends."""
         limit = time.monotonic() + _SECONDS
         while not (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
             if time.monotonic() > limit:

@@ -92,7 +92,6 @@ class Directory:
         self._rest = np.memmap(path.with_suffix(".rest"), np.uint64, mode, shape=(2,))
 
     def life(self, worker: int) -> int:
-        """Return which incarnation of a worker there is."""
         return int(self._lives[worker])
 
     def reborn(self, worker: int) -> None:
@@ -106,11 +105,9 @@ class Directory:
         self._doing[worker] = mask
 
     def doing(self, worker: int) -> int:
-        """Return what a worker is doing."""
         return int(self._doing[worker])
 
     def pulled(self, puller: int, owner: int, began_ns: int) -> None:
-        """A pull was good."""
         self._good[puller, owner] = began_ns
 
     def has_pulled(self, puller: int, owner: int, since_ns: int) -> bool:
@@ -123,22 +120,18 @@ class Directory:
         return int(self._rest[0])
 
     def resting(self) -> bool:
-        """Return True while nobody shall call."""
         return int(self._rest[0]) > time.monotonic_ns()
 
     def apart(self) -> bool:
-        """Return True while nobody shall be linked."""
         return bool(self._rest[1]) and self.resting()
 
     def clear(self) -> None:
-        """Nothing is there any more."""
         self._table[:] = np.zeros((), _RECORD)
         self._rest[:] = 0
 
     # The owner
 
     def publish(self, found: Found) -> None:
-        """Let others find a cache."""
         record = self._table[found.worker, found.slot]
         record["turn"] += 1
         # First: who sees the new generation must not take the end of one long ago for its own.
@@ -152,7 +145,6 @@ class Directory:
         record["turn"] += 1
 
     def withdraw(self, worker: int, slot: int) -> None:
-        """Let nobody find a slot."""
         record = self._table[worker, slot]
         record["turn"] += 1
         record["kind"] = Kind.NOTHING
@@ -170,7 +162,6 @@ class Directory:
     # Everybody
 
     def look(self, worker: int, slot: int) -> Found | None:
-        """Return what is in a slot."""
         record = self._table[worker, slot]
         before = int(record["turn"])
         copy = record.copy()
@@ -182,7 +173,6 @@ class Directory:
         return Found(worker, slot, Kind(int(copy["kind"])), incarnation, generation, cache_id, shape, extra)
 
     def pick(self, rng: Random, workers: list[int], *kinds: Kind) -> Found | None:
-        """Return any one of these kinds."""
         found = [self.look(worker, slot) for worker in workers for slot in range(SLOTS)]
         fit = [each for each in found if each is not None and each.kind in kinds]
         return rng.choice(fit) if fit else None
@@ -203,11 +193,9 @@ class Directory:
         return int(self._table[found.worker, found.slot][what][generation % _REMEMBERED])
 
     def newest(self, found: Found) -> int:
-        """Return the newest generation of a slot."""
         return int(self._table[found.worker, found.slot]["generation"])
 
     def close(self) -> None:
-        """Let go of the files."""
         files: tuple[Any, ...] = (self._table, self._lives, self._doing, self._good, self._rest)
         for each in files:
             each._mmap.close()

@@ -43,11 +43,9 @@ class Epoch:
     relayed: frozenset[tuple[int, int]]
 
     def peers(self, worker: int) -> list[int]:
-        """Return who a worker links to: everybody of the other role."""
         return [each for each in range(WORKERS) if each // 2 != worker // 2]
 
     def settings(self, worker: int) -> dict[str, Any]:
-        """Return what a worker's LLMDataDist is initialised with."""
         transport = self.transport
         if transport == "mixed":
             transport = "tcp" if worker == 0 else "auto"
@@ -75,7 +73,6 @@ class Epoch:
 
 
 def plan_epoch(seed: int, number: int, transports: tuple[str, ...]) -> Epoch:
-    """Return the epoch of that number."""
     rng = Random(f"{seed} epoch {number}")
     # In turn, so that a short campaign sees different ones too.
     transport = transports[number % len(transports)]

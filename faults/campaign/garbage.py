@@ -24,7 +24,6 @@ class Rubbish:
         self._held: list[tuple[float, socket.socket]] = []
 
     def throw(self, kind: str, seed: int, port: int, pid: int, folder: Path) -> None:
-        """Say it; whether anybody listens does not matter."""
         rng = Random(seed)
         with suppress(OSError):
             sock = self._rendezvous(pid, folder) if kind == "rendezvous" else self._listener(port)
@@ -33,7 +32,6 @@ class Rubbish:
                 _say(sock, kind, rng)
 
     def tidy(self, *, all_of_it: bool = False) -> None:
-        """Close what was held for long enough."""
         now = time.monotonic()
         over = [sock for until, sock in self._held if all_of_it or until < now]
         self._held = [(until, sock) for until, sock in self._held if sock not in over]

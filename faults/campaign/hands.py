@@ -49,7 +49,6 @@ class Hand:
         return self._child.pid
 
     def bear(self) -> None:
-        """Start the process, without an end yet."""
         self._child = ChildEnd(f"campaign {self.number}")
         self.do(work.prepare, str(self._folder), self.number)
         self.state = "up"
@@ -75,13 +74,11 @@ class Hand:
         self.busy = True
 
     def rest(self) -> None:
-        """Wait until its main thread is done with that."""
         if self.busy:
             self.busy = False
             self.collect()
 
     def kill(self) -> None:
-        """``kill -9``, stopped or not."""
         assert self._child is not None
         self._child.kill()
         self.state, self.busy = "dead", False
@@ -95,7 +92,6 @@ class Hand:
         self._until = time.monotonic() + _LEAVE_SECONDS
 
     def departed(self) -> bool:
-        """Return True once it has gone."""
         assert self._child is not None
         if self._child.code is None and time.monotonic() < self._until:
             return False
@@ -109,13 +105,11 @@ class Hand:
         return True
 
     def stop(self) -> None:
-        """SIGSTOP."""
         assert self._child is not None
         self._child.signal(signal.SIGSTOP)
         self.state = "stopped"
 
     def go_on(self) -> None:
-        """SIGCONT, if it is stopped."""
         if self.state == "stopped" and self._child is not None:
             self._child.signal(signal.SIGCONT)
             self.state = "up"
@@ -125,7 +119,6 @@ class Hand:
         return None if self._child is None or self.state in {"dead", "leaving"} else self._child.code
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the worker and wait for its result."""
         self.send(function, *args)
         return self.collect()
 
@@ -137,7 +130,6 @@ class Hand:
             raise Lost(f"worker {self.number} is gone (exit {self._exit()}) before {function.__name__}") from error
 
     def collect(self) -> Any:
-        """Wait for the result of what was sent."""
         assert self._child is not None
         try:
             return self._child.finish(_ANSWER_SECONDS)
@@ -147,7 +139,6 @@ class Hand:
             raise Lost(f"worker {self.number} has not answered for {_ANSWER_SECONDS:g} s") from error
 
     def close(self) -> None:
-        """End the process."""
         if self._child is not None:
             self.go_on()
             self._child.kill()

@@ -94,7 +94,6 @@ class Roamer:
         self._rng = rng
 
     def run(self, seconds: float, stop: Callable[[], bool]) -> None:
-        """Go on for so long."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not stop():
             if self._rng.random() < 0.02:
@@ -121,7 +120,6 @@ class Awaiting:
         )
 
     def close(self) -> None:
-        """End the loop."""
         self._loop.close()
 
 

@@ -102,7 +102,6 @@ class Journal:
     # What is written
 
     def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call and count; return the result, or the exception."""
         mine = _Running(kind, time.monotonic(), budget, self._lost, threading.get_ident())
         self._running[mine.thread] = mine
         self.doing.change(kind, 1)
@@ -127,12 +126,10 @@ class Journal:
             self._slowest = max(self._slowest, seconds)
 
     def verified(self, nbytes: int) -> None:
-        """Bytes were compared and are right."""
         with self._lock:
             self.counts["verified bytes"] += nbytes
 
     def note(self, what: str, number: int = 1) -> None:
-        """Count something that is neither a call nor a violation."""
         with self._lock:
             self.counts[what] += number
 
@@ -147,7 +144,6 @@ class Journal:
             self._violations.write(line + "\n")
 
     def flush(self) -> None:
-        """Write the counts."""
         with self._lock:
             seen = {"calls": self.calls, "counts": self.counts, "arrivals": dict(self._arrivals), "worst": self._worst}
             seen |= {"slowest": self._slowest, "overruns": list(self._overruns.items())}
@@ -226,7 +222,6 @@ class _Alarm(logging.Handler):
 
 
 def stack(thread: int) -> str:
-    """Return where a thread is."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "gone"
 

@@ -50,8 +50,6 @@ _FOREVER_MS: Final = 2**62
 
 @dataclass(frozen=True)
 class Victim:
-    """The worker that is lied to."""
-
     number: int
     port: int
     epoch: Epoch
@@ -60,7 +58,6 @@ class Victim:
 
     @property
     def transport(self) -> str:
-        """The one to ask for."""
         forced: str = self.epoch.settings(self.number)["extra"]["llm.Transport"]
         return "shm" if forced == "auto" else forced
 
@@ -81,13 +78,11 @@ class Liars:
         self.linked = 0
 
     def send(self, seed: int, victim: Victim, seconds: float) -> None:
-        """Let one more go to a worker."""
         self._stop.clear()
         self._threads.append(threading.Thread(target=self._run, args=(Random(seed), victim, seconds), daemon=True))
         self._threads[-1].start()
 
     def join(self) -> None:
-        """Wait until all are gone."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -120,7 +115,6 @@ class _Liar(Stranger):
         self._number = 0
 
     def join(self) -> bool:
-        """Become linked, unless that is refused."""
         rca, transport = self._victim.epoch.rca, self._victim.transport
         deadline = Deadline(int(_PATIENCE_SECONDS * 1e3))
         hello = self.hello(remote_accessible=rca, transport=transport)
@@ -141,7 +135,6 @@ class _Liar(Stranger):
         return isinstance(self.hear(wire.Message), wire.Linked)
 
     def lie(self) -> None:
-        """Say something."""
         self._number += 1
         lies = [self._resolve, self._release, self._consumed, self._verify, self._locate, self._unlink, self._forged]
         self._rng.choices([*lies, self._ask_lane], (6, 6, 3, 3, 2, 0.3, 3, 6 if self._lanes else 0))[0]()

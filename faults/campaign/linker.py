@@ -24,7 +24,6 @@ class Linker:
         self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
-        """The thread."""
         scene, rng, self._awaiting = self._scene, self._rng, Awaiting(self._rng)
         while not scene.stop.is_set():
             for peer in scene.epoch.peers(scene.worker):
@@ -35,7 +34,6 @@ class Linker:
         self._awaiting.close()
 
     def any_peer(self) -> int:
-        """Return one of the peers."""
         return self._rng.choice(self._scene.epoch.peers(self._scene.worker))
 
     def look_after(self, peer: int) -> None:
@@ -52,13 +50,11 @@ class Linker:
             self.unlink(peer, rng.choice((300, 1000)), force=rng.random() < 0.5)
 
     def link(self, peer: int, timeout: int) -> Any:
-        """Link to a worker, or to the relay before it."""
         scene = self._scene
         cluster = info(peer + 1, scene.ports[peer])
         return self._call("link_clusters", timeout, partial(scene.dd.link_clusters, [cluster], timeout))
 
     def unlink(self, peer: int, timeout: int, *, force: bool) -> Any:
-        """Let go of a worker."""
         scene = self._scene
         what = "unlink_clusters by force" if force else "unlink_clusters"
         cluster = info(peer + 1, scene.ports[peer])

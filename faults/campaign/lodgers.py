@@ -44,7 +44,6 @@ class Lodgers:
         self._rng = rng
 
     def run(self) -> None:
-        """The thread."""
         while not self._scene.stop.is_set():
             how = self._rng.choice(("clusters", "roles", "ranks", "v1"))
             prompt, decoder = LLMDataDist(LLMRole.PROMPT, 1), LLMDataDist(LLMRole.DECODER, 2)

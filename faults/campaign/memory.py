@@ -60,14 +60,12 @@ class Memory:
 
 
 def fill(views: Sequence[NDArray[np.uint64]], stamp: Stamp) -> None:
-    """Write what a cache of that stamp holds."""
     for tensor, view in enumerate(views):
         rows, words = view.shape
         view[...] = pattern(stamp, (tensor,), range(rows), words)[0]
 
 
 def same(journal: Journal, what: str, views: Sequence[NDArray[np.uint64]], stamp: Stamp, rows: Sequence[int]) -> bool:
-    """Compare these rows of every tensor with what they must hold."""
     right = True
     for tensor, view in enumerate(views):
         wanted = pattern(stamp, (tensor,), rows, view.shape[1])
@@ -157,7 +155,6 @@ class Destination:
 
 
 def close_all(destinations: Sequence[Destination]) -> bool:
-    """Give all back."""
     done = [each.close() for each in destinations]
     for each in destinations:
         each.views.clear()

@@ -75,7 +75,6 @@ class Mover:
         self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
-        """The thread."""
         scene, self._awaiting = self._scene, Awaiting(self._rng)
         while not scene.stop.is_set():
             self.step()
@@ -84,7 +83,6 @@ class Mover:
         self._awaiting.close()
 
     def step(self) -> None:
-        """Do one thing."""
         if self._scene.resting:
             self._scene.stop.wait(0.01)
             return
@@ -111,14 +109,12 @@ class Mover:
         return jobs
 
     def free(self) -> bool:
-        """Give all memory back; False: something is still in use."""
         own, self._own = self._own, None
         return own is None or close_all([own.blocks, own.rows, own.host, own.letters, own.long_letters])
 
     # --- destinations ----------------------------------------------------------------------------------------------
 
     def _made(self) -> _Own | None:
-        """Return new caches, or None: the pool is full, or is not given back in time."""
         shape = self._scene.epoch.shape
         self._turn += 1
         made: list[Destination] = []
@@ -239,7 +235,6 @@ class Mover:
         return outcome
 
     def _call(self, what: str, call: partial[Any]) -> Any:
-        """Call in this form or that."""
         form = (what, call) if self._awaiting is None else self._awaiting.form(what, call)
         return self._scene.call(form[0], self._scene.budget, form[1])
 

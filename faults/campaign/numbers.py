@@ -21,12 +21,10 @@ _QUANTILES: Final = {"p50": 0.5, "p99.9": 0.999, "max": 1.0}
 
 
 def class_of(seconds: float) -> int:
-    """Return the class of a time."""
     return round(_CLASSES * math.log10(max(seconds * 1e3, 1e-3)))
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the p50, p99.9 and maximum."""
     ordered = sorted(values)
     return {name: ordered[math.ceil(part * len(ordered)) - 1] for name, part in _QUANTILES.items()} if ordered else {}
 
@@ -57,7 +55,6 @@ class Recoveries:
         self._waiting.append(_Waiting(kind, since_ns or time.monotonic_ns(), moved))
 
     def look(self) -> None:
-        """Note what has recovered."""
         now = time.monotonic_ns()
         for each in [each for each in self._waiting if each.since_ns < now and each.moved(each.since_ns)]:
             self.times[each.kind].append((now - each.since_ns) / 1e9)
@@ -69,7 +66,6 @@ class Recoveries:
         self._waiting.clear()
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        """Return quantiles in seconds, and counts."""
         kinds = sorted({*self.times, *self.unseen})
         return {
             kind: _quantiles(self.times[kind]) | {"seen": len(self.times[kind]), "unseen": self.unseen[kind]}
@@ -77,7 +73,6 @@ class Recoveries:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a table."""
         yield f"{'s to a good pull after':<26}{'p50':>9}{'p99.9':>9}{'max':>9}{'seen':>9}{'epoch over':>12}"
         for kind, row in self.as_dict().items():
             times = "".join(f"{row.get(name, math.nan):>9.3f}" for name in _QUANTILES)
@@ -92,7 +87,6 @@ class Growth:
         self._samples: defaultdict[int, list[tuple[float, dict[str, float]]]] = defaultdict(list)
 
     def add(self, pid: int, sample: dict[str, float]) -> None:
-        """Take in what a process holds now."""
         self._samples[pid].append((time.monotonic() / 3600, sample))
 
     def as_dict(self) -> dict[str, float]:
@@ -102,7 +96,6 @@ class Growth:
         return {name: self._slope(series, name) for name in names}
 
     def lines(self) -> Iterator[str]:
-        """Yield a table."""
         count = sum(len(each) for each in self._samples.values() if len(each) > 1)
         yield f"{'growth in an hour':<26}{'slope':>12}   ({count} samples of processes seen twice or more)"
         for name, slope in self.as_dict().items():

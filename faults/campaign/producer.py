@@ -43,13 +43,11 @@ def blocks_key(found: Found) -> BlocksCacheKey:
 
 
 def request_of(found: Found, row: int) -> CacheKey:
-    """Return the key of a row."""
     number = ((found.incarnation * 64 + found.slot) << 28) + (found.generation << 8) + row
     return CacheKey(found.cluster_id, number)
 
 
 def prefix_of(found: Found, row: int) -> CacheKey:
-    """Return the prefix key of a row."""
     return CacheKey(found.cluster_id, INVALID_ID, prefix_id=request_of(found, row).req_id)
 
 
@@ -105,7 +103,6 @@ class Slot:
         raise NotImplementedError
 
     def take_back(self) -> bool:
-        """Give the cache back; False: it stays."""
         raise NotImplementedError
 
     def free(self) -> bool:
@@ -132,7 +129,6 @@ class Slot:
         same(self.scene.journal, f"owner's {self.kind.name} slot {self.number}", self.views, self.found.stamp, rows)
 
     def unregistered(self, cache: Cache | None) -> bool:
-        """Unregister a cache; False: it stays."""
         assert cache is not None
         scene = self.scene
         return scene.call("unregister", scene.budget, scene.cm.unregister_cache, cache.cache_id) is None
@@ -283,7 +279,6 @@ class Granted(Allocated):
         return made
 
     def give(self) -> None:
-        """Grant all blocks."""
         assert self.cache is not None
         # Longer than the campaign, or over at once by itself.
         ttl = 600.0 if self.generation % 3 else 0.05
@@ -291,7 +286,6 @@ class Granted(Allocated):
         self._grant, self.extra = (None, b"") if isinstance(made, Exception) else (made, made.to_bytes())
 
     def end(self) -> bool:
-        """Revoke what was granted, and say so."""
         self.check()
         scene = self.scene
         scene.directory.mark(scene.worker, self.number, self.generation, "ending")
@@ -313,7 +307,6 @@ class Producer:
         self.exhaust = threading.Event()
 
     def run(self) -> None:
-        """The thread."""
         while not self._slots and not self._scene.stop.is_set():
             self._begin()
         while not self._scene.stop.is_set():
@@ -380,7 +373,6 @@ class Producer:
         self._memories.clear()
 
     def _back_to_back(self) -> None:
-        """Deallocate and reuse as fast as can be."""
         until = time.monotonic() + _BACK_TO_BACK_SECONDS
         while time.monotonic() < until and not self._scene.stop.is_set():
             for slot in self._slots:

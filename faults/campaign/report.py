@@ -61,7 +61,6 @@ class Report:
         self._complained: dict[str, int] = {}
 
     def begin(self, epoch: Epoch) -> None:
-        """An epoch begins."""
         self._epoch = epoch
         self._epoch_start = time.monotonic()
         self._events.clear()
@@ -75,7 +74,6 @@ class Report:
         self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {event}")
 
     def phase(self, what: str) -> None:
-        """The faults are over, and this comes next."""
         self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {what}")
 
     def violation(self, what: str, text: str) -> None:
@@ -97,7 +95,6 @@ class Report:
             self.violation("steps not reached", f"no call came to: {', '.join(missing)}")
 
     def line(self) -> str:
-        """Return where it stands, in one line."""
         calls, verified = sum(self.calls.values()), self.counts["verified bytes"]
         for path in self._folder.glob("journal-*.json"):
             now = json.loads(path.read_text())
@@ -114,7 +111,6 @@ class Report:
         return bool(self.violations) or not self.counts["verified bytes"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, for --json."""
         return {
             "calls": dict(self.calls),
             "counts": dict(self.counts),
@@ -130,7 +126,6 @@ class Report:
         }
 
     def table(self) -> str:
-        """Return the table, and the first violations in detail."""
         kinds = sorted({call.split("|")[0] for call in self.calls})
         lines = [f"{'operation':<26}{'calls':>10}{'ok':>10}{'errors':>10}"]
         for kind in kinds:
@@ -180,7 +175,6 @@ class Report:
         self.worst = max(self.worst, journal["worst"])
 
     def _placed(self, violation: dict[str, Any]) -> dict[str, Any]:
-        """Add what was going on."""
         when = violation["at"] - self._epoch_start
         before = [event for event in self._events if float(event.split(" s")[0]) <= when]
         return violation | {"epoch": f"{when:.2f} s into {self._epoch}", "events": before[-_SHOWN_EVENTS:]}

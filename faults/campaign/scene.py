@@ -37,7 +37,6 @@ class Scene:
 
     @property
     def resting(self) -> bool:
-        """True while nobody shall call."""
         return self.directory.resting()
 
     @property
@@ -50,5 +49,4 @@ class Scene:
         return f"{self.epoch.seed} worker {self.worker} life {self.life}"
 
     def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call, count and judge; return the result or the exception."""
         return self.journal.call(kind, budget, function, *args, **kwargs)

@@ -58,7 +58,6 @@ class Event:
 
 
 def schedule(epoch: Epoch, seconds: float) -> list[Event]:
-    """Return the events of an epoch, in order."""
     rng = Random(f"{epoch.seed} schedule")
     events: list[Event] = []
     at = rng.expovariate(1 / _MEAN_SECONDS)

@@ -16,7 +16,6 @@ _CALLS_TOO: Final = {"copy": "calls running", "swap": "calls running", "transfer
 
 
 def states_in(mask: int) -> list[str]:
-    """Return the states of a worker that has published this mask."""
     return [state for state, bit in _BIT.items() if mask & bit] or ["idle"]
 
 
@@ -64,16 +63,13 @@ class Cells:
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, fault: str, states: Sequence[str], number: int = 1) -> None:
-        """A fault has come while a worker was in these states."""
         for state in states:
             self.counts[fault, state] += number
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the counts by fault, then by state."""
         return {fault: {state: self.counts[fault, state] for state in STATES} for fault in self._faults()}
 
     def lines(self) -> Iterator[str]:
-        """Yield a table with a row for each fault, and the empty cells."""
         yield f"{'faults by state':<18}" + "".join(f"{state:>15}" for state in STATES)
         for fault in self._faults():
             yield f"{fault:<18}" + "".join(f"{self.counts[fault, state]:>15,}" for state in STATES)

@@ -69,7 +69,6 @@ class Supervisor:
         self._rested_ns = 0
 
     def run(self, seconds: float, epoch_seconds: float) -> None:
-        """Run epochs until the time is over; the last one is finished."""
         end = time.monotonic() + seconds
         self._progress.begin(round(seconds))
         try:
@@ -272,7 +271,6 @@ class Supervisor:
                 relay.cut(details["kind"], reset=details["reset"])
 
     def _ports(self, epoch: Epoch, number: int) -> dict[int, int]:
-        """Return where a worker dials its peers."""
         return {
             peer: self._relays[number, peer].port if (number, peer) in self._relays else self._hands[peer].port
             for peer in epoch.peers(number)

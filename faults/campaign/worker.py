@@ -58,8 +58,6 @@ _JOIN_SECONDS: Final = 12.0
 
 @dataclass
 class _Life:
-    """What a worker has in one epoch."""
-
     scene: Scene
     producer: Producer
     movers: list[Mover]
@@ -120,7 +118,6 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
 
 
 def go(world: World, ports: dict[int, int]) -> None:
-    """Start the threads."""
     life: _Life = world.memory["life"]
     life.scene.ports.update(ports)
     life.scene.journal.__enter__()
@@ -132,7 +129,6 @@ def go(world: World, ports: dict[int, int]) -> None:
 
 
 def roam(world: World, seconds: float) -> None:
-    """Make calls in this thread, and interrupt them."""
     life: _Life = world.memory["life"]
     life.roamer.run(seconds, life.scene.stop.is_set)
 
@@ -141,12 +137,10 @@ def roam(world: World, seconds: float) -> None:
 
 
 def storm(world: World) -> None:
-    """Deallocate and reuse as fast as can be for a while."""
     world.memory["life"].producer.storm.set()
 
 
 def exhaust(world: World) -> None:
-    """Take all of the pool for a while."""
     world.memory["life"].producer.exhaust.set()
 
 
@@ -173,7 +167,6 @@ def fork(world: World, how: str) -> None:
 
 
 def depart(world: World, finalize: bool) -> None:
-    """End the process in good order, in the middle of all calls."""
     world.memory["life"].scene.journal.leaving = True
     if finalize:
         world.dd.finalize()
@@ -252,7 +245,6 @@ def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
 
 
 def publish_proof(world: World) -> None:
-    """Let the peers find a fresh cache."""
     life: _Life = world.memory["life"]
     if not _freed(life):
         return
@@ -325,7 +317,6 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
 
 
 def _freed(life: _Life) -> bool:
-    """Give back what the threads had; a peer may still be at it for a while."""
     freed = holds_within(
         lambda: all([life.producer.free(), *(mover.free() for mover in (*life.movers, life.roamer.mover))]),
         _TIDY_SECONDS,
@@ -337,7 +328,6 @@ def _freed(life: _Life) -> bool:
 
 
 def _remains(world: World) -> dict[str, Any]:
-    """Return what the tables hold that they should not."""
     statistics = world.dd.statistics()
     caches = statistics.caches
     counts: dict[str, Any] = {
@@ -373,7 +363,6 @@ def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _descriptors() -> str:
-    """Return what every descriptor is."""
     names = []
     for entry in sorted(os.listdir("/proc/self/fd"), key=int):
         with suppress(OSError):

@@ -50,15 +50,12 @@ class Verdicts:
 
     @property
     def judged(self) -> int:
-        """Frames that were read to their verdict."""
         return self.accepted.total() + self.refused.total()
 
     def take(self, what: object) -> None:
-        """Count a frame that was taken."""
         self.accepted[type(what).__name__] += 1
 
     def refuse(self, error: BaseException | str) -> None:
-        """Count a frame that was refused."""
         self.refused[error if isinstance(error, str) else type(error).__name__] += 1
 
     def __str__(self) -> str:
@@ -98,7 +95,6 @@ class _Watch(logging.Handler):
         self.faults: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look at one record."""
         text = record.getMessage()
         if record.levelno >= logging.ERROR or record.exc_info or _FAULT.search(text):
             self.faults.append(f"{record.levelname}: {text} {record.exc_info[1]!r}" if record.exc_info else text)

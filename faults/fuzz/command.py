@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from faults.fuzz import greetings, lanes, links, nixl, readers, sealed
+from faults.fuzz import greetings, lanes, links, nixl, readers
 from llm_datadist.bench.progress import Progress
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ TARGETS: Final[dict[str, Target]] = {
     **greetings.TARGETS,
     **lanes.TARGETS,
     **nixl.TARGETS,
-    **sealed.TARGETS,
 }
 #: Part of all frames that each target gets, so that all take about as long on one machine.
 SHARES: Final = {
@@ -44,7 +43,6 @@ SHARES: Final = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every target; print one line each. A finding ends the run with its traceback."""
     parser = argparse.ArgumentParser(description="Fuzz all that reads from peers.")
     parser.add_argument("--frames", type=int, default=1_000_000, help="in all; each target gets its share")
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -104,7 +104,6 @@ class _Scene:
         self._control.stop()
 
     def look(self) -> None:
-        """Read all of the victim's memory over the honest lane, and compare every byte."""
         self._into[:] = 0
         plan = Plan(0, 0, 4, plan_row(0, 0, _EXTENT), False, 4 * _EXTENT)
         meta = encode_request(b"mine", _EXTENT, plan, False)

@@ -16,9 +16,11 @@ import msgspec
 
 from faults.fuzz import Finding, Target, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
+from faults.fuzz.greetings import SealedHostile, check_bounded, secured
 from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.handshake import NewLink
 from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
@@ -219,7 +221,6 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
 
 
 def _answer(forge: Forge, number: int) -> bytes:
-    """Return an answer to ``number``, most often one that decodes."""
     rng = forge.rng
     fields = resolved(rng, number)
     if rng.random() < 0.5:
@@ -301,8 +302,45 @@ def _quick(end: LLMDataDist) -> Iterator[None]:
         del manager._deadline
 
 
+# --- a hostile peer of a sealed link ---------------------------------------------------------------------------------
+
+
+def fuzz_sealed_handlers(frames: int, seed: int) -> Verdicts:
+    """Be many linked peers behind TLS: wrong frames, odd records, or records that somebody changes on their way."""
+    forge = Forge(seed, LINK)
+    rng = forge.rng
+    with secured() as sessions:
+
+        def speak(session: Session, said: list[bytes]) -> None:
+            odd = rng.random() < 0.05
+            ours, theirs = socket.socketpair()
+            seal, victim, *writer = sessions.odd_pair(server_side=False) if odd else sessions.fresh_pair()
+            peer = SealedHostile(forge, seal, *writer)
+            with ours:
+                link = join(session.stage, theirs, session.number, victim, sessions.foreign)
+                say(ours, peer.put(said))
+                peer.heard(drain(ours))
+            judge(link, session.verdicts)
+            check_bounded(victim)
+            if not odd:
+                _check_taken(session.taken, said)
+
+        return fuzz_handlers(frames, seed, speak=speak)
+
+
+def _check_taken(taken: list[Message], said: list[bytes]) -> None:
+    """Raise Finding where the victim took a message that was not said, or not in its turn."""
+    parser = FrameParser()
+    parser.feed(b"".join(said))
+    for message in taken:
+        payload = parser.take()
+        if payload is None or decode(payload) != message:
+            raise Finding(f"{message} was taken, and was not said")
+
+
 TARGETS: Final[dict[str, Target]] = {
     "handlers": fuzz_handlers,
     "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
     "answers": fuzz_answers,
+    "sealed handlers": fuzz_sealed_handlers,
 }

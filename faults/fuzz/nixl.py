@@ -49,11 +49,9 @@ class StillAgent:
         """Take tensors as registered."""
 
     def covers_any(self, bases: list[int]) -> bool:
-        """Know none of them."""
         return False
 
     def address(self, known: str) -> Address:
-        """Return an address with metadata."""
         return Address(self.name, 1, b"" if known else b"metadata", "1")
 
     def load(self, address: Address) -> bool:
@@ -71,7 +69,6 @@ class StillAgent:
         turn: Callable[[], object],
         progress: Progress,
     ) -> None:
-        """Move nothing."""
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes
         if len(here) and (int(here[:, 0].min()) < first or int((here[:, 0] + here[:, 1]).max()) > last):
             raise Finding("bytes outside the owner's memory would be moved")
@@ -84,7 +81,6 @@ class StillAgent:
         """Do nothing."""
 
     def cpu_seconds(self) -> float:
-        """Return what no thread uses."""
         return 0.0
 
 
@@ -136,13 +132,11 @@ def ask(move: int = 1, *, write: bool = False, budget_ms: int = 60_000, nbytes: 
 
 
 def answer_of(data: bytes) -> Granted | Moved | Refused:
-    """Return what the owner has said."""
     answer: Granted | Moved | Refused = _decode(data)
     return answer
 
 
 def fuzz_nixl_requests(frames: int, seed: int) -> Verdicts:
-    """Ask one owner for anything, hear each answer."""
     rng = Forge(seed, LINK).rng
     with trial("nixl requests", seed) as verdicts:
         while verdicts.judged < frames:

@@ -100,14 +100,12 @@ class Stage:
 
     @property
     def engine(self) -> Engine:
-        """The victim's."""
         engine = self.victim._engine
         assert engine is not None
         return engine
 
     @property
     def port(self) -> int:
-        """Where the victim listens."""
         port = self.victim.listen_port
         assert port is not None
         return port

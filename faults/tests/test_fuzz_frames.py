@@ -17,7 +17,7 @@ import pytest
 
 from faults import fuzz
 from faults.fuzz import forge as forges
-from faults.fuzz import links, readers, sealed
+from faults.fuzz import greetings, links, readers
 from faults.fuzz.command import SHARES, TARGETS, main
 from llm_datadist._links import messages
 from llm_datadist._links.channel import FrameParser
@@ -220,16 +220,16 @@ def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = sealed.Sessions.session
+    session = greetings.Sessions.session
 
-    def gullible(self: sealed.Sessions, *, server_side: bool) -> Seal:
+    def gullible(self: greetings.Sessions, *, server_side: bool) -> Seal:
         context = self._current()[server_side]
         context.verify_mode = ssl.CERT_NONE
         return session(self, server_side=server_side)
 
-    monkeypatch.setattr(sealed.Sessions, "session", gullible)
+    monkeypatch.setattr(greetings.Sessions, "session", gullible)
     with pytest.raises(fuzz.Finding, match="a stranger was authenticated"):
-        sealed.fuzz_sealed_greetings(2_000, 1)
+        greetings.fuzz_greetings(2_000, 1, sealed=True)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -246,7 +246,7 @@ def test_a_seal_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Seal, "open", patient)
     with pytest.raises(fuzz.Finding, match=r"a seal keeps \d+ bytes unopened"):
-        sealed.fuzz_sealed_handlers(10_000, 1)
+        links.fuzz_sealed_handlers(10_000, 1)
 
 
 def test_what_the_library_logs_against_itself_is_found() -> None:
