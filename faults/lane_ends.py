@@ -153,6 +153,12 @@ def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
         yield ends
 
 
+def frame_of(kind: int, id: int, meta: bytes = b"", payload: bytes = b"", declared: int | None = None) -> bytes:
+    """Return a frame; ``declared``: the payload's size in the header, if it is not that of ``payload``."""
+    nbytes = len(payload) if declared is None else declared
+    return HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload
+
+
 class Wire:
     """The far end of one lane, by hand: sends and receives frames, right or wrong ones."""
 
@@ -171,9 +177,8 @@ class Wire:
             self._seal, self._open = Sealer(FAR_KEYS[0]), Opener(FAR_KEYS[1])
 
     def send(self, kind: int, id: int, meta: bytes = b"", payload: bytes = b"", *, declared: int | None = None) -> None:
-        """Send a frame; ``declared``: the payload's size in the header, if it is not that of ``payload``."""
-        nbytes = len(payload) if declared is None else declared
-        self.sendall(HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload)
+        """Send a frame, as :func:`frame_of`."""
+        self.sendall(frame_of(kind, id, meta, payload, declared))
 
     def sendall(self, data: bytes | bytearray) -> None:
         self.sock.sendall(data if self._seal is None else self._seal.seal(data))

@@ -33,7 +33,7 @@ from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -41,21 +41,17 @@ if TYPE_CHECKING:
     from llm_datadist._transport.lanes import LaneGroup, LaneRequest
 
 
-class RegionConnection(TcpConnection):
-    """A tcp connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""
+class Handles:
+    """A connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""
 
-    def map(
-        self,
-        regions: NDArray[np.uint32],
-        offsets: NDArray[np.uint64],
-        extent: int,
-        *,
-        writable: bool,
-        located: bool = False,
-    ) -> RemoteTensors:
-        """Return where the peer's tensors are, with a handle that says so too."""
+    def map(self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], extent: int, **how: bool) -> RemoteTensors:
         handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        return replace(super().map(regions, offsets, extent, writable=writable, located=located), handle=handle)
+        mapped: RemoteTensors = super().map(regions, offsets, extent, **how)  # type: ignore[misc]
+        return replace(mapped, handle=handle)
+
+
+class RegionConnection(Handles, TcpConnection):
+    """Over data lanes."""
 
 
 class MemoryHandler:
@@ -88,15 +84,11 @@ class MemoryHandler:
         return start + offset
 
 
-class LanePeerProcess(PeerProcess):
-    """A peer in a child process, reached over ``lanes`` loopback connections. Owns also the lanes of this process."""
+class OwnerProcess(PeerProcess):
+    """A peer in a child process that an :class:`OwnerChild` serves."""
 
-    module = __name__
-
-    def __init__(self, lanes: int = 2, threads: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__(lambda memory: _no_rendezvous())
-        self.lanes = Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
-        self._count = lanes
         self._writable = False
 
     @contextmanager
@@ -104,6 +96,24 @@ class LanePeerProcess(PeerProcess):
         self._writable = writable
         with super().serving(writable=writable):
             yield self
+
+    def hold(self, slot: int, generation: int) -> None:
+        """Let every grant from now on depend on a guard of the child."""
+        self._tell("hold", slot, generation)
+
+    def quiesce(self) -> None:
+        self._tell("quiesce")
+
+
+class LanePeerProcess(OwnerProcess):
+    """Reached over ``lanes`` loopback connections. Owns also the lanes of this process."""
+
+    module = __name__
+
+    def __init__(self, lanes: int = 2, threads: int = 1) -> None:
+        super().__init__()
+        self.lanes = Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
+        self._count = lanes
 
     def connect(self) -> RegionConnection:
         token = secrets.token_bytes(16)
@@ -117,12 +127,6 @@ class LanePeerProcess(PeerProcess):
         regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
         return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
 
-    def hold(self, slot: int, generation: int) -> None:
-        self._tell("hold", slot, generation)
-
-    def quiesce(self) -> None:
-        self._tell("quiesce")
-
     def close(self) -> None:
         self.lanes.close()
         super().close()
@@ -132,16 +136,29 @@ def _no_rendezvous() -> Any:
     raise AssertionError("lanes need no rendezvous")
 
 
-class _LaneChild(Child):
-    """The child's side: also listens for lanes."""
+class OwnerChild(Child):
+    """The child's side: grants its memory by handles."""
+
+    own: tuple[str, ...] = ("hold", "quiesce")
 
     def obey(self, verb: str, arguments: list[Any]) -> object:
-        own: dict[str, Callable[..., object]] = {"listen": self._listen, "hold": self._hold, "quiesce": self._quiesce}
-        return own[verb](*arguments) if verb in own else super().obey(verb, arguments)
+        return getattr(self, f"_{verb}")(*arguments) if verb in self.own else super().obey(verb, arguments)
 
     def _serve(self, writable: bool, private: bool) -> None:
         super()._serve(writable, private)
         self._handler = MemoryHandler(self._peer)
+
+    def _hold(self, slot: int, generation: int) -> None:
+        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
+
+
+class _LaneChild(OwnerChild):
+    """Also listens for lanes."""
+
+    own = ("hold", "quiesce", "listen")
+
+    def _serve(self, writable: bool, private: bool) -> None:
+        super()._serve(writable, private)
         self._lanes = Lanes(1, self._handler)
         self._groups: dict[bytes, LaneGroup] = {}
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -166,9 +183,6 @@ class _LaneChild(Child):
         self._groups[token] = group = self._lanes.open()
         self._lanes.begin(group, token)
         return int(self._server.getsockname()[1])
-
-    def _hold(self, slot: int, generation: int) -> None:
-        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
 
     def _quiesce(self) -> None:
         self._lanes.quiesce(0)

@@ -313,7 +313,8 @@ def carry(
     for sock in routes:
         sock.setblocking(False)
     while not (turn() or ways[0].cut or ways[1].cut):
-        ready, room, _ = select.select([*routes, *beside], [sock for sock in out if out[sock]], [], _QUIET_SECONDS)
+        waited: list[socket.socket | int] = [*routes, *beside]
+        ready, room, _ = select.select(waited, [sock for sock in out if out[sock]], [], _QUIET_SECONDS)
         if not (ready or room):
             return
         try:
@@ -322,9 +323,9 @@ def carry(
                     if not (data := sock.recv(1 << 20)):
                         return
                     out[to] += way.feed(data)
-            for sock, data in out.items():
+            for sock, rest in out.items():
                 with suppress(BlockingIOError):
-                    del data[: sock.send(data) if data else 0]
+                    del rest[: sock.send(rest) if rest else 0]
         except ConnectionError:
             return
 

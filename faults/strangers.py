@@ -17,7 +17,7 @@ from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._transport.lanes import LANE_PREAMBLE
+from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
 from llm_datadist._transport.samehost import exchange_memory
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Stranger:
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
         self._parser = FrameParser()
+        self.lanes: list[socket.socket] = []
         self._guards: GuardTable | None = None
 
     def say(self, *what: bytes | wire.Message) -> None:
@@ -93,27 +94,32 @@ class Stranger:
             self._guards = GuardTable(slots=2)
         return hello_of(self.cluster_id, self.incarnation, self._guards.cookie, **changes)
 
-    def link(self, sequence: int = 1) -> None:
-        """Become linked over shm, properly."""
-        hello = self.hello()
-        self.say(wire.CONTROL_PREAMBLE, hello)
+    def link(self, sequence: int = 1, over: str = "shm", choice: dict[str, Any] | None = None, **hello: Any) -> None:
+        """Become linked, properly but for the changes of its choice and its Hello; over tcp with two ``lanes``."""
+        said, deadline = self.hello(**hello), Deadline(int((self.sock.gettimeout() or _SECONDS) * 1e3))
+        self.say(wire.CONTROL_PREAMBLE, said)
         welcome = self.hear(wire.Welcome)
-        assert self._guards is not None
-        exports = Exports(self.incarnation, {}, self._guards, writable=False)
-        exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
-        transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
+        if over == "tcp":
+            self.lanes = [each.socket for each in dial_lanes(self.sock.getpeername(), welcome.lane_token, 2, deadline)]
+        else:
+            assert self._guards is not None
+            exports = Exports(self.incarnation, {}, self._guards, writable=said.remote_accessible)
+            exchange_memory(welcome.rendezvous, said.token, exports, deadline).close()
+        transcript = Transcript(said.incarnation, welcome.incarnation, said.nonce, welcome.nonce)
         proof = self.known.prove(welcome.incarnation, b"initiator", transcript)
         share = b"" if proof else new_share()
-        self.say(wire.TransportChoice("shm", "a stranger's reason", sequence, proof=proof, share=share))
+        chosen = wire.TransportChoice(over, "a stranger's reason", sequence, proof=proof, share=share)
+        self.say(msgspec.structs.replace(chosen, **(choice or {})))
         linked = self.hear(wire.Linked)
-        if share:
+        if share and linked.share:
             self.known.agree(welcome.incarnation, share, linked.share, transcript)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.sock.close()
+        for sock in (self.sock, *self.lanes):
+            sock.close()
         if self._guards is not None:
             self._guards.close()
 

@@ -245,6 +245,12 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parts = {"rounds": (5, ""), "pulls": (200, "in each part of a round")}
-    transports = ("tcp", "shm", "cma")
-    return command(__doc__, measure, arguments, readers=(100, ""), transport=(transports, ""), **parts)
+    return command(
+        __doc__,
+        measure,
+        arguments,
+        readers=(100, ""),
+        transport=(("tcp", "shm", "cma"), ""),
+        rounds=(5, ""),
+        pulls=(200, "in each part of a round"),
+    )

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from faults.campaign.epochs import TRANSPORTS
+from faults.campaign.schedule import TRANSPORTS
 from faults.campaign.supervisor import Supervisor
 from faults.harness import say
 from llm_datadist._links.credentials import new_secret

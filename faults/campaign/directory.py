@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from faults.campaign.contents import GENERATIONS, Shape, Stamp
+from faults.campaign.memory import GENERATIONS, Shape, Stamp
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,8 @@
-"""What one worker has seen: calls by kind and result, verified bytes, arrivals at steps, and what must not be.
+"""What all threads of one worker work with in an epoch, and what they have seen.
 
-The counts are written to a file every second and each violation at once, so that a kill loses little.
+Calls are counted by kind and result, by what the worker was doing, and judged; so are verified bytes, arrivals at
+steps, and what must not be. The counts are written to a file every second and each violation at once, so that a kill
+loses little.
 """
 
 from __future__ import annotations
@@ -8,18 +10,16 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from faults.campaign.interrupted import Cancelled, Interrupted
-from faults.campaign.numbers import class_of
-from faults.campaign.states import states_in
 from faults.gates import count_arrivals
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
 
@@ -27,12 +27,74 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from faults.campaign.states import Doing
+    from faults.campaign.directory import Directory
+    from faults.campaign.schedule import Epoch
+    from llm_datadist import LLMDataDist
+    from llm_datadist.cache_manager import CacheManager
+
 
 #: A call may return this much after its deadline, plus the time for which its whole process did not run.
 SLACK_SECONDS: Final = 5.0
 _TICK_SECONDS: Final = 0.02
 _FLUSH_SECONDS: Final = 1.0
+
+
+#: Of times, in a decade.
+CLASSES: Final = 20
+STATES: Final = ("idle", "linking", "linked idle", "calls running", "draining", "redialling")
+_BIT: Final = {state: 1 << number for number, state in enumerate(STATES)}
+_CALLS = {"link": "linking", "unlink": "draining"}
+_CALLS |= dict.fromkeys(("pull", "push", "copy", "swap", "transfer"), "calls running")
+
+
+def states_in(mask: int) -> list[str]:
+    return [state for state, bit in _BIT.items() if mask & bit] or ["idle"]
+
+
+class Doing:
+    """What one worker does; several things at once. Any thread. ``publish`` takes the mask whenever it changes."""
+
+    def __init__(self, publish: Callable[[int], None]) -> None:
+        self._publish = publish
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
+        self._linked = self._redialling = False
+        self.mask = 0
+
+    def change(self, kind: str, number: int) -> None:
+        """A call of that kind begins (1), or has ended (-1)."""
+        state = _CALLS.get(kind.partition("_")[0])
+        if state is not None:
+            with self._lock:
+                self._running[state] += number
+                self._tell()
+
+    def look(self, links: int, redials: int) -> None:
+        """So many links there are, and so many are being dialled again."""
+        with self._lock:
+            self._linked, self._redialling = links > 0, redials > 0
+            self._tell()
+
+    def _tell(self) -> None:
+        mask = sum(_BIT[state] for state, number in self._running.items() if number)
+        mask |= _BIT["redialling"] * self._redialling
+        # With a link, and nothing runs on any.
+        mask |= _BIT["linked idle"] * (self._linked and not mask)
+        self.mask = mask
+        self._publish(mask)
+
+
+def class_of(seconds: float) -> int:
+    """Return the class of a time, by which it is counted."""
+    return round(CLASSES * math.log10(max(seconds * 1e3, 1e-3)))
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises inside of a call."""
+
+
+class Cancelled(Exception):
+    """The task of an awaited call was cancelled."""
 
 
 @dataclass
@@ -235,3 +297,39 @@ def _result(outcome: Any) -> str:
     if isinstance(outcome, tuple) and outcome and isinstance(outcome[0], LLMStatusCode):
         return "ok" if outcome[0] is LLMStatusCode.LLM_SUCCESS else f"returned {outcome[0].name}"
     return "ok"
+
+
+@dataclass
+class Scene:
+    """One worker in one epoch; its cluster id is its number plus 1.
+
+    Attributes:
+        life: How many times it has been killed so far.
+        ports: Where to dial each peer: its listener, or a relay before it.
+    """
+
+    dd: LLMDataDist
+    cm: CacheManager
+    epoch: Epoch
+    worker: int
+    life: int
+    directory: Directory
+    journal: Journal
+    ports: dict[int, int]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def resting(self) -> bool:
+        return self.directory.resting()
+
+    @property
+    def budget(self) -> float:
+        """Seconds that a call of the cache manager may take."""
+        return self.epoch.sync_ms / 1e3
+
+    @property
+    def seed(self) -> str:
+        return f"{self.epoch.seed} worker {self.worker} life {self.life}"
+
+    def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.journal.call(kind, budget, function, *args, **kwargs)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from faults.campaign.contents import Shape, Stamp, difference, whole
-from faults.campaign.memory import fill
+from faults.campaign.memory import Shape, Stamp, difference, fill, whole
 from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole, RegisterMemStatus
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
@@ -25,7 +24,7 @@ from tests.support.world import make_config
 if TYPE_CHECKING:
     from random import Random
 
-    from faults.campaign.scene import Scene
+    from faults.campaign.journal import Scene
     from llm_datadist import Cache
 
 _SHAPE: Final = Shape(4, 8, 64)

@@ -7,33 +7,46 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
-from faults.campaign.copies import copy_inside
+import numpy as np
+
 from faults.campaign.directory import Found, Kind
-from faults.campaign.epochs import MOVERS
-from faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
-from faults.campaign.litter import drop
-from faults.campaign.memory import Destination, close_all
+from faults.campaign.interrupted import Awaiting
+from faults.campaign.journal import Cancelled, Interrupted
+from faults.campaign.memory import Destination, Shape, Stamp, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
-from faults.campaign.sends import LAYERS, send
-from llm_datadist import CacheKeyByIdAndIndex, Placement
+from faults.campaign.schedule import MOVERS
+from llm_datadist import (
+    CacheDesc,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMStatusCode,
+    Placement,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from llm_datadist.types.grant import Grant
+from tests.support.layers import Always
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from random import Random
 
-    from faults.campaign.contents import Words
-    from faults.campaign.scene import Scene
+    from faults.campaign.journal import Scene
+    from faults.campaign.memory import Words
+    from llm_datadist import Cache
+    from llm_datadist.cache_manager import CacheManager
 
 _OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48
 #: How many of the calls, out of those that could, go where something was a while ago.
 _OLD = 0.25
 _REMEMBERED = 24
+#: Of one transfer: each has ``sync_kv_timeout`` for itself.
+LAYERS: Final = 2
+_SLACK_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class Mover:
             (3, self._copy_inside),
             (1, self._begin_anew),
             (2, self._pull_granted),
-            (2, lambda own: drop(self._scene, own.blocks.cache)),
+            (2, lambda own: _drop(self._scene, own.blocks.cache)),
         ]
         jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
         jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]
@@ -152,7 +165,25 @@ class Mover:
         return found
 
     def _copy_inside(self, own: _Own) -> None:
-        copy_inside(self._scene, self._rng, own.blocks, own.rows, own.host)
+        """Make one copy of any kind between caches of this thread."""
+        scene, rng = self._scene, self._rng
+        what = rng.choice(("copy_blocks", "swap_blocks", "copy_cache"))
+        source = target = own.rows if what == "copy_cache" else own.blocks
+        if what == "swap_blocks":
+            source, target = rng.sample((own.blocks, own.host), 2)
+            from_, to = (rng.sample(range(each.shape.rows), 3) for each in (source, target))
+            pairs = dict(zip(from_, to, strict=True))
+            outcome = scene.call(what, 0.0, scene.cm.swap_blocks, source.cache, target.cache, pairs)
+        elif what == "copy_blocks":
+            one, *to = rng.sample(range(source.shape.rows), 3)
+            from_ = [one, one]
+            outcome = scene.call(what, scene.budget, scene.cm.copy_blocks, source.cache, {one: to})
+        else:
+            row, *to = rng.sample(range(source.shape.rows), 2)
+            from_ = [row]
+            outcome = scene.call(what, scene.budget, scene.cm.copy_cache, source.cache, source.cache, to[0], row)
+        new = source.expected[:, from_] if outcome is None else None
+        target.settle(what, range(target.shape.tensors), to, new)
 
     # --- pulls -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +380,7 @@ class Mover:
         sources = self._rng.sample(range(own.letters.shape.rows), len(rows))
         first = self._rng.randrange(found.shape.tensors // 2)
         layers = range(first, min(first + LAYERS, found.shape.tensors // 2))
-        call = partial(send, self._scene, found, own.letters, sources, rows, layers)
+        call = partial(_send, self._scene, found, own.letters, sources, rows, layers)
         if self._push("transfer_cache_async", call, found, own.letters):
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
             tensors = range(2 * layers.start, 2 * layers.stop)
@@ -415,3 +446,45 @@ class Mover:
             return False
         self._judge_time(f"{what} into {found}", found, found.generation, started)
         return not scene.directory.moment(found, found.generation, "ending")
+
+
+def _send(scene: Scene, found: Found, letters: Destination, sources: list[int], rows: list[int], layers: range) -> None:
+    """Send layers, and wait until the transfer has ended; raise what came of it."""
+    config: Any
+    if scene.epoch.rca:
+        config = TransferWithCacheKeyConfig(blocks_key(found), layers, layers)
+    else:
+        addresses = np.frombuffer(found.extra, "<u8")[2 * layers.start : 2 * layers.stop]
+        config = TransferConfig(found.cluster_id, addresses.tolist(), layers)
+    task = scene.cm.transfer_cache_async(letters.cache, Always(), [config], sources, rows)
+    # Nothing of it may go on: what is sent is written anew afterwards.
+    code = task.synchronize(int((LAYERS * scene.budget + _SLACK_SECONDS) * 1e3))
+    if code is not LLMStatusCode.LLM_SUCCESS:
+        raise task.errors[0] or LLMException("a transfer that failed has no error", status_code=code)
+
+
+class _Litter:
+    """A grant and a cache, in a cycle, so that the collector frees them."""
+
+    def __init__(self, cm: CacheManager, grant: Grant, cache: Cache) -> None:
+        self._me = self
+        self._cm, self._grant, self._cache = cm, grant, cache
+
+    def __del__(self) -> None:
+        with suppress(LLMException):  # finalized before
+            self._grant.revoke()
+            self._cm.deallocate_blocks_cache(self._cache)
+
+
+def _drop(scene: Scene, granted: Cache) -> None:
+    """Make a grant of ``granted`` and a cache, and forget them."""
+    grant = scene.call("grant", 0.0, granted.grant, [0], 60.0)
+    if isinstance(grant, BaseException):
+        return
+    desc = CacheDesc(1, [1, 64], DataType.DT_INT8)
+    cache = scene.call("allocate", scene.budget, scene.cm.allocate_blocks_cache, desc)
+    if isinstance(cache, BaseException):
+        grant.revoke()
+        return
+    _Litter(scene.cm, grant, cache)
+    scene.journal.note("left to finalizers")

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from faults.campaign.contents import GENERATIONS, Shape, Stamp
 from faults.campaign.directory import Found, Kind
-from faults.campaign.epochs import MOVERS
-from faults.campaign.memory import Memory, fill, same
+from faults.campaign.memory import GENERATIONS, Memory, Shape, Stamp, fill, same
+from faults.campaign.schedule import MOVERS
 from llm_datadist import BlocksCacheKey, Cache, CacheKey
 from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import LLMException
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from faults.campaign.scene import Scene
+    from faults.campaign.journal import Scene
     from llm_datadist.types.grant import Grant
 
 _BACK_TO_BACK_SECONDS = 0.6

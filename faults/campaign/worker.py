@@ -1,15 +1,21 @@
-"""What the supervisor sends to a worker: functions that run in the worker's main thread, each bounded in time."""
+"""What the supervisor sends to a worker: functions that run in the worker's main thread, each bounded in time.
+
+Among them: processes that fork under load, and that leave as any interpreter does, in the middle of their calls.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import mmap
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,33 +24,81 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from faults.campaign.contents import Stamp, whole
-from faults.campaign.departures import Child, leave
 from faults.campaign.directory import Directory, Kind
-from faults.campaign.epochs import MOVERS
-from faults.campaign.interrupted import Bell, Roamer, RungScene
-from faults.campaign.journal import SLACK_SECONDS, Journal, stack
-from faults.campaign.linker import Linker
+from faults.campaign.interrupted import Bell, Linker, Roamer, RungScene
+from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
-from faults.campaign.memory import Destination
+from faults.campaign.memory import Destination, Stamp, whole
 from faults.campaign.mover import Mover
 from faults.campaign.producer import Allocated, Producer, blocks_key
-from faults.campaign.scene import Scene
-from faults.campaign.states import Doing
+from faults.campaign.schedule import MOVERS
 from faults.gates import shut
 from faults.harness import holds_within
 from faults.limits import few_descriptors, few_threads
 from faults.stalls import stall
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import LLMException
+from llm_datadist.errors import LLMException, StateError
 from tests.support.linking import info
 from tests.support.world import make_config, residue, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from faults.campaign.epochs import Epoch
+    from faults.campaign.schedule import Epoch
     from tests.support.world import World
+
+_SECONDS: Final = 20.0
+#: Exit status of a child whose call was not refused.
+_NOT_REFUSED: Final = 70
+
+
+def leave() -> None:
+    """End this process as ``sys.exit`` does in a main program: exit functions, destructors, then the process."""
+    warnings.simplefilter("ignore", ResourceWarning)  # threads of the campaign stop where they are
+    sys.unraisablehook = sys.__unraisablehook__
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def _refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except StateError:
+        return True
+    return False
+
+
+class Child:
+    """A forked child of the main thread. Owns the process until :meth:`wait`.
+
+    First it makes ``calls``, with what it has a copy of: each has to be refused.
+    """
+
+    def __init__(self, how: str, calls: Sequence[Callable[[], object]]) -> None:
+        self._how = how
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
+            self._pid = os.fork()
+        if self._pid == 0:
+            if not all(map(_refused, calls)):
+                os._exit(_NOT_REFUSED)
+            if how == "sys.exit":
+                leave()
+            if how == "exec":
+                os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", ""])
+            os._exit(0)
+
+    def wait(self, journal: Journal) -> None:
+        limit = time.monotonic() + _SECONDS
+        while not (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
+            if time.monotonic() > limit:
+                journal.violation("hangs", f"a forked child that leaves by {self._how} has not ended")
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                return
+            time.sleep(0.01)
+        if code := os.waitstatus_to_exitcode(ended[1]):
+            journal.violation("crashes", f"a forked child that leaves by {self._how} ended with {code}")
+
 
 _TIDY_SECONDS: Final = 15.0
 _PROOF_SLOT: Final = 20
@@ -156,7 +210,7 @@ def limit(world: World, what: str, free: int, seconds: float) -> None:
 
 
 def fork(world: World, how: str) -> None:
-    """Fork a child that leaves, see faults.campaign.departures. Returns at once."""
+    """Fork a child that leaves, see faults.campaign.worker. Returns at once."""
     life: _Life = world.memory["life"]
     if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
         try:

@@ -145,16 +145,18 @@ class SealedHostile(Hostile):
 class Plain:
     """The peers of ends without authentication."""
 
-    options: Final[dict[str, str]] = {}
-    credentials: Credentials | None = None
     share = b""
     sealed = False
+
+    def __init__(self) -> None:
+        self.options: dict[str, str] = {}
+        self.credentials: Credentials | None = None
 
     def hostile(self, forge: Forge, *, server_side: bool) -> Hostile | None:
         """Return the peer of the next connection; None is one that is not believed."""
         return Hostile(forge)
 
-    def check(self, peer: Hostile | None) -> None:
+    def judge(self, peer: Hostile | None) -> None:
         """Raise Finding for what the victim has made of that peer."""
 
 
@@ -199,7 +201,7 @@ class Sessions(Plain, Credentials):
         seal, self.planned = self.kept_pair(server_side=server_side)
         return SealedHostile(forge, seal)
 
-    def check(self, peer: Hostile | None) -> None:
+    def judge(self, peer: Hostile | None) -> None:
         if self.given is None:
             return
         if peer is not None:
@@ -297,7 +299,7 @@ def _greet(port: int, peers: Plain, forge: Forge, verdicts: Verdicts) -> None:
                 sock.sendall(peer.lie())
                 sock.shutdown(socket.SHUT_WR)
             messages = peer.heard(drain(sock))
-    peers.check(peer)
+    peers.judge(peer)
     if not messages:
         verdicts.refuse("hung up")
     elif isinstance(messages[0], Refused):
@@ -377,7 +379,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
                 except LLMException as error:
                     verdicts.refuse(error)
                 nonsense.answered()
-                peers.check(peer)
+                peers.judge(peer)
         stage.settled()
     return verdicts
 

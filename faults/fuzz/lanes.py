@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,6 +19,7 @@ from faults.fuzz import Finding, Target, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
 from faults.fuzz.links import join
 from faults.fuzz.stage import Stage
+from faults.lane_ends import DATA, HEADER, MAGIC, READ, RESULT, WRITE
 from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Keys, Sealer
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_MAGIC: Final = 0x31444C44
-_READ, _DATA, _WRITE, _RESULT = 1, 2, 3, 4
-_HEADER: Final = struct.Struct("<IBBHQQQQ")
 _EXTENT: Final = 4096
 _SECONDS: Final = 20.0
 
@@ -161,21 +158,19 @@ def _sealed(said: bytes, rng: random.Random) -> tuple[bytes, Keys]:
 
 
 def _lane_frame(rng: random.Random, number: int) -> bytes:
-    kind = (
-        rng.choice((_READ, _READ, _READ, _WRITE, _WRITE, _DATA, _RESULT)) if rng.random() < 0.1 else rng.choice((1, 3))
-    )
+    kind = rng.choice((READ, READ, READ, WRITE, WRITE, DATA, RESULT) if rng.random() < 0.1 else (READ, WRITE))
     meta, payload = b"", b""
-    if kind in (_READ, _WRITE):
+    if kind in (READ, WRITE):
         start, nbytes, count = rng.randrange(_EXTENT), rng.randrange(512), rng.randrange(1, 4)
         plan = Plan(0, 0, count, plan_row(start, start, nbytes), False, nbytes * count)
-        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, kind == _WRITE)
+        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, kind == WRITE)
         if rng.random() < 0.2:
             meta = mutated(meta, rng)
-        payload = bytes(plan.nbytes) if kind == _WRITE else b""
+        payload = bytes(plan.nbytes) if kind == WRITE else b""
     size = len(payload) if rng.random() < 0.97 else rng.choice((0, 1, 2**48, 2**48 + 1, 2**64 - 1))
     length = len(meta) if rng.random() < 0.97 else rng.choice((0, 1, 1 << 20, (1 << 20) + 1, 2**64 - 1))
     number = number if rng.random() < 0.97 else rng.choice((0, 1, 2, 2**64 - 1))
-    return _HEADER.pack(_MAGIC, kind, 0, 0, number, length, size, 0) + meta + payload
+    return HEADER.pack(MAGIC, kind, 0, 0, number, length, size, 0) + meta + payload
 
 
 def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
