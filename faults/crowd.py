@@ -59,11 +59,7 @@ def greeting(cluster_id: int) -> bytes:
 
 
 class Crowd:
-    """Connections of strangers to one port. A context manager: closes what is open.
-
-    Attributes:
-        counts: How many said what they say, and how many were welcomed.
-    """
+    """Connections of strangers to one port; ``counts`` says how many came. A context manager: closes what is open."""
 
     def __init__(self, port: int, manners: Sequence[str]) -> None:
         self._address = ("127.0.0.1", port)

@@ -51,23 +51,15 @@ _CALLS: Final = ("pull_cache", "pull_blocks", "push_cache", "push_blocks")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place where an end can be stopped.
+    """A place where an end can be stopped."""
 
-    Attributes:
-        number: Of the row of walk 1.
-        end: "initiator" or "target".
-        name: What the library calls it, see ``steps.watch``; "call": a public method is about to be called.
-        text: What is true there.
-        detail: The first detail of the step: a class of which it is an instance, or True for a push, False for a pull.
-        expire: Wait there until the call's own time has passed as well.
-    """
-
-    number: int
+    number: int  # of the row of walk 1
     end: str
-    name: str
-    text: str
+    name: str  # what the library calls it, see ``steps.watch``; "call": a public method is about to be called
+    text: str  # what is true there
+    # first detail of the step: a class it is an instance of, or True for a push
     detail: type[Message] | bool | None = None
-    expire: bool = False
+    expire: bool = False  # wait there until the call's own time has passed as well
 
     def meets(self, details: tuple[Any, ...]) -> bool:
         """Return True if an arrival with these details is one at this step."""
@@ -125,22 +117,14 @@ class Gate:
         return self._reached.exists()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Return when an end stands there.
-
-        Raises:
-            TimeoutError: None came.
-        """
+        """Return when an end stands there; TimeoutError if none comes."""
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
     def open(self) -> None:
         self._go.touch()
 
     def pass_through(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Stand at the gate: called in the process that is stopped.
-
-        Raises:
-            TimeoutError: The gate was not opened.
-        """
+        """Stand at the gate: called in the process that is stopped."""
         self._reached.touch()
         _poll(self._go.exists, seconds, f"nobody opened the gate {self._reached.parent}")
 
@@ -149,17 +133,7 @@ class Gate:
 def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = None) -> Iterator[Gate]:
     """Stop the first call that comes to ``step``, for the length of the block.
 
-    Args:
-        datadist: The end to be stopped, initialised, in this process.
-        step: A key of :data:`STEPS`.
-        folder: Where the two files of the gate are.
-        peer: Cluster id of the linked peer whose link is meant; the initiator's steps after "link" need it.
-
-    Raises:
-        KeyError: There is no such step.
-        StateError: Not initialised.
-        ValueError: The step needs ``peer``.
-        NotLinked: There is no link to ``peer``.
+    ``peer`` is the linked peer whose link is meant; the initiator's steps after "link" need it.
     """
     chosen, gate = STEPS[step], Gate(folder)
     stop = _Stop(chosen, gate, _subject(datadist, chosen, peer))
@@ -173,11 +147,7 @@ def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = N
 
 @contextmanager
 def count_arrivals() -> Iterator[Counter[str]]:
-    """Count for the length of the block how often a call of this process comes to each step.
-
-    Yields:
-        The counts, by "step, transport of the link"; a step that comes before there is a link has no transport.
-    """
+    """Count how often a call of this process comes to each step, by "step, transport of the link" if it has one."""
     counts: Counter[str] = Counter()
 
     def count(name: str, subject: object, details: tuple[Any, ...]) -> None:

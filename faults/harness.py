@@ -38,13 +38,7 @@ _SHOWN_FAULTS: Final = 20
 
 
 class Processes(ExitStack):
-    """An owner and its readers, each a process of its own but over inproc. A context manager: ends all of them.
-
-    Args:
-        transport: As in ``llm.Transport``.
-        pool_bytes: Size of each end's pool.
-        settings: More of every end's, as :func:`tests.support.world.make_config`.
-    """
+    """An owner and its readers, each a process of its own but over inproc. A context manager: ends all of them."""
 
     def __init__(self, transport: str, pool_bytes: int, *, page_shift: int = 12, **settings: Any) -> None:
         super().__init__()
@@ -107,13 +101,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to.
-
-    Attributes:
-        name: "success", or the name of the error's class.
-        typed: It succeeded, or failed with an error of the library.
-        text: The error's.
-    """
+    """What a call came to: "success", or the class of its error; typed if that is one of the library."""
 
     name: str = "success"
     typed: bool = True
@@ -161,20 +149,14 @@ def holds_within(condition: Callable[[], object], seconds: float, every: float =
 
 @dataclass
 class Report:
-    """What came of one run. Subclasses count and judge more, and say it in :meth:`line`.
+    """What came of one run. Subclasses count and judge more, and say it in :meth:`line`."""
 
-    Attributes:
-        name: Its transport, as a rule.
-        asked: How many were asked for, or its seed.
-        faults: What must not be, a text each.
-    """
-
-    name: str
-    asked: int
+    name: str  # its transport, as a rule
+    asked: int  # how many were asked for, or its seed
     seconds: float = 0.0
     wrong_bytes: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what must not be
 
     @property
     def good(self) -> bool:
@@ -188,13 +170,7 @@ class Report:
 
 
 def options_of(doc: str | None, arguments: Sequence[str] | None, **options: tuple[Any, str]) -> argparse.Namespace:
-    """Parse a command line.
-
-    Args:
-        doc: What the program does.
-        arguments: Those of the process if None.
-        options: Name -> default and help. A tuple are choices, all of them unless told; None stands for no number.
-    """
+    """Parse a command line: a tuple as default are choices, all of them unless told; None stands for no number."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, text) in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
+    from llm_datadist import Cache, CacheManager, CacheTask
     from tests.support.world import World
 
 TRANSPORTS: Final = ("shm", "cma", "tcp")
@@ -87,8 +88,26 @@ class Scene:
         return self.here.world
 
     @property
+    def cm(self) -> CacheManager:
+        return self.world.cm
+
+    @property
+    def caches(self) -> dict[str, Cache]:
+        return self.world.caches
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        return self.world.memory
+
+    @property
     def blocks(self) -> list[int]:
         return list(range(self.window * _BLOCKS, (self.window + 1) * _BLOCKS))
+
+    def dial(self) -> None:
+        assert self.world.dd.link_clusters([info(1, self.there.port)], 5000) == SUCCESS
+
+    def unlink(self, *, force: bool = False) -> None:
+        assert self.world.dd.unlink_clusters([info(1, self.there.port)], 5000, force=force) == SUCCESS
 
     def link(self) -> None:
         """Link, unless there is a link; a loss may be about to be noticed."""
@@ -96,35 +115,6 @@ class Scene:
         if not self.here.do(links):
             assert self.here.do(link, [info(1, self.there.port)]) == SUCCESS
         wait_until(lambda: list(self.there.do(links).values()) == ["ready"])
-
-
-def _pull(scene: Scene) -> None:
-    scene.world.cm.pull_blocks(_SERVED, scene.world.caches["kv"], scene.blocks, scene.blocks)
-
-
-def _pull_by_key(scene: Scene) -> None:
-    scene.world.cm.pull_cache(CacheKey(1, 9, 0), scene.world.caches["row"], 0)
-
-
-def _push(scene: Scene) -> None:
-    scene.world.cm.push_blocks(_SERVED, scene.world.caches["source"], scene.blocks, scene.blocks)
-
-
-def _copy(scene: Scene) -> None:
-    other = [(block + 2 * _BLOCKS) % (_WINDOWS * _BLOCKS) for block in scene.blocks]
-    scene.world.cm.copy_blocks(scene.world.caches["copied"], {a: [b] for a, b in zip(scene.blocks, other, strict=True)})
-
-
-def _swap(scene: Scene) -> None:
-    blocks = {block: block for block in scene.blocks}
-    scene.world.cm.swap_blocks(scene.world.caches["source"], scene.world.caches["host"], blocks)
-
-
-def _send_layers(scene: Scene) -> None:
-    to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
-    task = scene.world.cm.transfer_cache_async(scene.world.caches["source"], Always(), [to], scene.blocks, scene.blocks)
-    scene.world.memory["task"] = task
-    task.synchronize(int(BOUND_SECONDS * 1e3))
 
 
 class _Held(LayerSynchronizer):
@@ -137,17 +127,22 @@ class _Held(LayerSynchronizer):
         return self.gate.wait(BOUND_SECONDS)
 
 
-def _start_layers(scene: Scene) -> None:
+def _send_layers(scene: Scene, synchronizer: LayerSynchronizer) -> CacheTask:
     to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
-    scene.world.memory["held"] = held = _Held()
-    scene.world.memory["task"] = scene.world.cm.transfer_cache_async(
-        scene.world.caches["source"], held, [to], scene.blocks, scene.blocks
+    scene.memory["task"] = task = scene.cm.transfer_cache_async(
+        scene.caches["source"], synchronizer, [to], scene.blocks, scene.blocks
     )
+    return task
+
+
+def _start_layers(scene: Scene) -> None:
+    scene.memory["held"] = held = _Held()
+    _send_layers(scene, held)
 
 
 def _nothing_is_sent_late(scene: Scene) -> None:
     """Let the model go on: a transfer whose caller was interrupted sends nothing of what is written from now on."""
-    task, held = scene.world.memory.pop("task", None), scene.world.memory.pop("held", None)
+    task, held = scene.memory.pop("task", None), scene.memory.pop("held", None)
     sources = _tensors(scene.world, "source")
     mine = [tensor[scene.blocks].copy() for tensor in sources]
     if task is None:
@@ -168,59 +163,27 @@ def _nothing_is_sent_late(scene: Scene) -> None:
 def _init(scene: Scene) -> None:
     dd = LLMDataDist(LLMRole.PROMPT, 3)
     dd.init(make_config(listen_ip_info="127.0.0.1:0", **small_pool()))
-    scene.world.memory["other"] = dd
+    scene.memory["other"] = dd
 
 
 def _init_is_undone(scene: Scene) -> None:
-    other = scene.world.memory.pop("other", None)
+    other = scene.memory.pop("other", None)
     if other is not None:
         other.finalize()
     assert len(LLMDataDist._live) == 1, "an instance listens that nobody holds"
 
 
-def _link(scene: Scene) -> None:
-    assert scene.world.dd.link_clusters([info(1, scene.there.port)], 5000) == SUCCESS
-
-
-def _unlink(scene: Scene) -> None:
-    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000) == SUCCESS
-
-
-def _unlink_by_force(scene: Scene) -> None:
-    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000, force=True) == SUCCESS
-
-
-def _allocate(scene: Scene) -> None:
-    cache = scene.world.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1, 0), CacheKey(2, 2, 0)])
-    scene.world.memory["mine"] = cache
-
-
-def _register(scene: Scene) -> None:
-    scene.world.memory["mine"] = scene.world.cm.register_blocks_cache(
-        Spec(tensors=2, blocks=True).desc, list(scene.world.caches["host"].tensor_addrs), BlocksCacheKey(2, 5)
-    )
-
-
-def _nothing(_: Scene) -> None:
-    """Need nothing."""
-
-
 def _give_back(scene: Scene) -> None:
     """Give back what the last call has made, if it was not interrupted."""
-    cache = scene.world.memory.pop("mine", None)
+    cache = scene.memory.pop("mine", None)
     if cache is None:
         return
     if cache.is_blocks_cache:
-        scene.world.cm.unregister_cache(cache.cache_id)
+        scene.cm.unregister_cache(cache.cache_id)
         return
     for request in (1, 2):
-        scene.world.cm.remove_cache_key(CacheKey(2, request, 0))
-    scene.world.cm.deallocate_cache(cache)
-
-
-def _offer_key(scene: Scene) -> None:
-    """Let the peer have a row under the key, whether the last pull has consumed it or not."""
-    scene.there.do(_offer)
+        scene.cm.remove_cache_key(CacheKey(2, request, 0))
+    scene.cm.deallocate_cache(cache)
 
 
 def _offer(world: World) -> None:
@@ -239,7 +202,7 @@ def _apart(scene: Scene) -> None:
 
 def _join_task(scene: Scene) -> None:
     """Wait for the end of a transfer whose caller was interrupted while it waited."""
-    task = scene.world.memory.pop("task", None)
+    task = scene.memory.pop("task", None)
     if task is not None:
         assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
 
@@ -248,32 +211,61 @@ def _join_task(scene: Scene) -> None:
 class Verb:
     """One call. ``before`` and ``after`` are not interrupted."""
 
-    call: Callable[[Scene], None]
-    before: Callable[[Scene], None] = _nothing
-    after: Callable[[Scene], None] = _nothing
-    #: The cache that it writes here, by the blocks of the window.
-    writes: str | None = None
+    call: Callable[[Scene], object]
+    before: Callable[[Scene], object] = lambda _: None
+    after: Callable[[Scene], object] = lambda _: None
+    writes: str | None = None  # the cache that it writes here, by the blocks of the window
     transports: Sequence[str] = TRANSPORTS
-    #: With remote cache access.
     rca: bool = True
-    #: False where the caller loses a handle by an interrupt between the end of the call and its own next instruction.
+    # False where the caller loses a handle by an interrupt between the end of the call and its own next instruction.
     at_random: bool = True
 
 
+_ROWS: Final = Spec(rows=2).desc
+_TWO: Final = Spec(tensors=2, blocks=True).desc
+#: Verbs of one process need no other transport.
+_HERE: Final = ("shm",)
 VERBS: Final[dict[str, Verb]] = {
-    "pull_blocks": Verb(_pull, writes="kv"),
-    "pull_cache": Verb(_pull_by_key, before=_offer_key, rca=False),
-    "push_blocks": Verb(_push),
-    "transfer_cache_async": Verb(_send_layers, after=_join_task),
+    "pull_blocks": Verb(lambda s: s.cm.pull_blocks(_SERVED, s.caches["kv"], s.blocks, s.blocks), writes="kv"),
+    "pull_cache": Verb(
+        lambda s: s.cm.pull_cache(CacheKey(1, 9, 0), s.caches["row"], 0),
+        before=lambda s: s.there.do(_offer),  # whether the last pull has consumed the key or not
+        rca=False,
+    ),
+    "push_blocks": Verb(lambda s: s.cm.push_blocks(_SERVED, s.caches["source"], s.blocks, s.blocks)),
+    "transfer_cache_async": Verb(
+        lambda s: _send_layers(s, Always()).synchronize(int(BOUND_SECONDS * 1e3)), after=_join_task
+    ),
     "transfer_cache_async, begun": Verb(_start_layers, after=_nothing_is_sent_late, at_random=False),
-    "init": Verb(_init, after=_init_is_undone, transports=("shm",), at_random=False),
-    "copy_blocks": Verb(_copy, transports=("shm",)),
-    "swap_blocks": Verb(_swap, writes="host", transports=("shm",)),
-    "allocate_cache": Verb(_allocate, after=_give_back, transports=("shm",), at_random=False),
-    "register_blocks_cache": Verb(_register, after=_give_back, transports=("shm",), at_random=False),
-    "link_clusters": Verb(_link, before=_apart),
-    "unlink_clusters": Verb(_unlink, before=Scene.link),
-    "unlink_clusters, forced": Verb(_unlink_by_force, before=Scene.link),
+    "init": Verb(_init, after=_init_is_undone, transports=_HERE, at_random=False),
+    "copy_blocks": Verb(
+        lambda s: s.cm.copy_blocks(
+            s.caches["copied"], {block: [(block + 2 * _BLOCKS) % (_WINDOWS * _BLOCKS)] for block in s.blocks}
+        ),
+        transports=_HERE,
+    ),
+    "swap_blocks": Verb(
+        lambda s: s.cm.swap_blocks(s.caches["source"], s.caches["host"], {block: block for block in s.blocks}),
+        writes="host",
+        transports=_HERE,
+    ),
+    "allocate_cache": Verb(
+        lambda s: s.memory.update(mine=s.cm.allocate_cache(_ROWS, [CacheKey(2, 1, 0), CacheKey(2, 2, 0)])),
+        after=_give_back,
+        transports=_HERE,
+        at_random=False,
+    ),
+    "register_blocks_cache": Verb(
+        lambda s: s.memory.update(
+            mine=s.cm.register_blocks_cache(_TWO, list(s.caches["host"].tensor_addrs), BlocksCacheKey(2, 5))
+        ),
+        after=_give_back,
+        transports=_HERE,
+        at_random=False,
+    ),
+    "link_clusters": Verb(Scene.dial, before=_apart),
+    "unlink_clusters": Verb(Scene.unlink, before=Scene.link),
+    "unlink_clusters, forced": Verb(lambda s: s.unlink(force=True), before=Scene.link),
 }
 
 
@@ -324,7 +316,7 @@ class Walk:
     def begin(self) -> None:
         self._prepare()
         self.verb.call(self.scene)
-        self._tidy()
+        self.verb.after(self.scene)
         self.verb.before(self.scene)
         self._idle = self._picture()
 
@@ -333,9 +325,6 @@ class Walk:
         if self.scene.window == 0:
             self.check_bytes()
         self.verb.before(self.scene)
-
-    def _tidy(self) -> None:
-        self.verb.after(self.scene)
 
     def run(self, interrupt: Callable[[Callable[[], None]], None]) -> None:
         scene = self.scene
@@ -352,7 +341,7 @@ class Walk:
         took = time.monotonic() - since
         scene.slowest = max(scene.slowest, took)
         assert took < BOUND_SECONDS + PROMPT_SECONDS, f"a call took {took:.1f} s"
-        self._tidy()
+        self.verb.after(self.scene)
 
     def _write_over(self) -> None:
         """Use the memory of the interrupted call at once, as its caller may."""
@@ -380,8 +369,8 @@ class Walk:
         scene.link()
         wait_until(lambda: not _busy(scene.world))
         served = scene.there.do(show, "served")
-        cache = scene.world.caches["kv"]
-        scene.world.cm.pull_blocks(_SERVED, cache, list(range(_WINDOWS * _BLOCKS)), list(range(_WINDOWS * _BLOCKS)))
+        cache = scene.caches["kv"]
+        scene.cm.pull_blocks(_SERVED, cache, list(range(_WINDOWS * _BLOCKS)), list(range(_WINDOWS * _BLOCKS)))
         for got, given in zip(show(scene.world, "kv"), served, strict=True):
             assert np.array_equal(got, given)
 

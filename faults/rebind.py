@@ -50,37 +50,25 @@ _STAYS: Final = 0.0005
 
 @dataclass
 class Binding:
-    """One life of a key, as its owner knows it. Times are of ``time.monotonic_ns()``, one clock for all processes.
-
-    Attributes:
-        number: What its bytes say.
-        gone: It was not bound any more from then on, for certain; 0 while it is.
-        leaving: It was bound until then, for certain, unless it was consumed.
-        consumed: A pull took it away, not the owner.
-    """
+    """One life of a key, as its owner knows it. Times are of ``time.monotonic_ns()``, one clock for all processes."""
 
     kind: str
-    number: int
-    gone: int = 0
-    leaving: int = 0
-    consumed: bool = False
+    number: int  # what its bytes say
+    gone: int = 0  # not bound any more from then on, for certain; 0 while it is
+    leaving: int = 0  # bound until then, for certain, unless it was consumed
+    consumed: bool = False  # a pull took it away, not the owner
 
 
 @dataclass(frozen=True)
 class Pull:
-    """One pull, as its caller knows it.
-
-    Attributes:
-        number: By its first word, whose bytes came; 0 where it failed.
-        wrong: Bytes that are not that binding's.
-    """
+    """One pull, as its caller knows it."""
 
     kind: str
     began: int
     ended: int
     outcome: Outcome
-    number: int = 0
-    wrong: int = 0
+    number: int = 0  # by its first word, whose bytes came; 0 where it failed
+    wrong: int = 0  # bytes that are not that binding's
 
 
 _COUNT: Final = ROWS * STRIDE // 8

@@ -75,21 +75,13 @@ FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that happens to one direction of a connection. See :data:`FAULTS`.
+    """One thing that happens to one direction of a connection."""
 
-    Attributes:
-        what: A key of :data:`FAULTS`.
-        at: The byte, counted from 0 at the start of the connection, or from now for :meth:`Relay.now`.
-        count: Bytes, for those that need it.
-        seconds: For "delay".
-        rate: Bytes a second, for "throttle".
-    """
-
-    what: str
-    at: int = 0
+    what: str  # a key of FAULTS
+    at: int = 0  # the byte, from 0 at the start of the connection, or from now for Relay.now
     count: int = 0
     seconds: float = 0.0
-    rate: float = 0.0
+    rate: float = 0.0  # bytes a second
 
     def __post_init__(self) -> None:
         if self.what not in FAULTS:
@@ -99,14 +91,7 @@ class Fault:
 
 
 class Stream:
-    """One direction of one connection: bytes in, bytes out, and the faults in between. No I/O, no clock.
-
-    Attributes:
-        taken: Bytes that came in.
-        end: How it ended: "" not yet, else "truncate", "reset" or "half_close".
-        stalled: True while nothing may leave.
-        way: Does one thing more to what comes in.
-    """
+    """One direction of one connection: bytes in, bytes out, and the faults in between. No I/O, no clock."""
 
     def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
         self.taken = self.waiting = 0
@@ -203,14 +188,7 @@ NEVER: Final = 1 << 60
 
 
 class Way:
-    """One direction, and one wrong thing: to bytes ``at`` an offset, or to the record number ``at``.
-
-    Attributes:
-        hit: It has been done.
-        cut: Nothing more may go on.
-        came, went: What came, and what went on instead.
-        other: The other direction.
-    """
+    """One direction, and one wrong thing: to bytes ``at`` an offset, or to the record number ``at``."""
 
     def __init__(self, fault: str, at: int, rng: random.Random, framing: Framing) -> None:
         self.hit = self.cut = False
@@ -372,13 +350,7 @@ class Half:
 
 
 class Carried:
-    """One connection through the relay. Its attributes may be read by any thread.
-
-    Attributes:
-        kind: "control" or "lane", by its preamble; "control" until that is known.
-        said: The first bytes that have come from the dialer, in plain text or not.
-        over: True once it has ended.
-    """
+    """One connection through the relay. Its attributes may be read by any thread."""
 
     def __init__(self, dialer: socket.socket, listener: socket.socket) -> None:
         self.kind: Kind = "control"
@@ -402,14 +374,10 @@ class Carried:
 
 
 class Relay:
-    """Listens on loopback and carries every connection to ``target``. Owns its thread and all sockets until close.
+    """Listens on loopback and carries every connection to ``target``. Any thread may call. A context manager.
 
-    Any thread may call. A context manager.
-
-    Args:
-        target: Host and port of the listener behind it.
-        ways: Of the first control connection, behind its preamble: then no other is carried, and after a wrong byte
-            the relay hangs up when nothing moves.
+    ``ways`` are for the first control connection, behind its preamble: then no other is carried, and after a wrong byte
+    the relay hangs up when nothing moves.
     """
 
     def __init__(self, target: tuple[str, int], ways: tuple[Way, Way] | None = None) -> None:

@@ -115,10 +115,7 @@ class Opener(_Direction):
 
 
 def meaning(stream: bytes) -> bytes:
-    """Return the stream without what TLS 1.3 tells every end to ignore, and authenticates nowhere.
-
-    This is the version of a record in plain text, how its bytes are cut into records, and records "change cipher spec".
-    """
+    """Return the stream without what TLS 1.3 tells every end to ignore, and authenticates nowhere."""
     found = b""
     for record in TLS_RECORDS.records_of(stream):
         if record[:1] == bytes([HANDSHAKE]):

@@ -36,18 +36,9 @@ _PATIENCE_SECONDS: Final = 30.0
 
 @contextmanager
 def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Iterator[None]:
-    """Stall ``what`` (a name of :data:`STALLS`) of an initialised end of this process for the length of the block.
+    """Stall ``what`` of an initialised end of this process for the length of the block.
 
-    Args:
-        datadist: The end.
-        what: See the table above.
-        peer: "copy" and "frame" only: cluster id of the linked peer meant; None: all links that there are now.
-
-    Raises:
-        KeyError: There is no such stall.
-        StateError: The end is not initialised.
-        NotLinked: There is no link to ``peer``.
-        TimeoutError: What is to be stalled is held by another thread for half a minute.
+    "copy" and "frame" may be for one linked ``peer``; else they are for all links that there are now.
     """
     begin = STALLS[what]
     engine = datadist._engine

@@ -45,10 +45,7 @@ def _greeting(cluster_id: int, incarnation: bytes, cookie: bytes) -> dict[str, A
 
 
 class Stranger:
-    """A peer at a listener's port. A context manager: closes its socket and its memory.
-
-    ``known`` are the secrets by which it proves that it was there before.
-    """
+    """A peer at a listener's port; ``known`` are secrets that prove it was there before. A context manager."""
 
     def __init__(
         self, port: int | None, cluster_id: int = 66, incarnation: bytes | None = None, known: PeerSecrets | None = None

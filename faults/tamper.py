@@ -202,13 +202,7 @@ class Lanes:
 
 
 def ways(rng: random.Random, nbytes: int, most: int) -> tuple[str, tuple[Way, Way]]:
-    """Return a fault, and both directions, of which one has it, in the handshake or behind it.
-
-    Args:
-        rng: Chooses.
-        nbytes: About so many are of the handshake.
-        most: Faults of bytes are not later.
-    """
+    """Return a fault, and both ways, of which one has it: in the handshake, of about ``nbytes``, or behind it."""
     fault = rng.choice(HARM)
     first, last = (0, 6) if fault in RECORD_HARM else (0, nbytes)
     if rng.random() < 0.6:

@@ -77,21 +77,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Taken:
-    """What came of the owner's taking its memory back while the other end was stopped.
+    """What came of the owner's taking its memory back while the other end was stopped."""
 
-    Attributes:
-        reused: It has the very memory again, and has filled it.
-        refused: The library did not let it: the class of the error, or "" where it got other memory.
-        named: That error named the process that stands in the way.
-        quarantined: Bytes that were kept from it.
-        incomplete: When it had taken its memory back, not everything had been written there.
-    """
-
-    reused: bool
-    refused: str = ""
-    named: bool = False
-    quarantined: int = 0
-    incomplete: bool = True
+    reused: bool  # it has the very memory again, and has filled it
+    refused: str = ""  # the class of the error, or "" where it got other memory
+    named: bool = False  # that error named the process that stands in the way
+    quarantined: int = 0  # bytes that were kept from it
+    incomplete: bool = True  # when it had taken its memory back, not everything had been written there
 
 
 @dataclass(frozen=True)
@@ -116,10 +108,7 @@ def _fill(tensors: list[Words], number: int, kind: int) -> None:
 
 
 def _wrong(tensors: list[Words], number: int, kind: int, within: int | None = None) -> int:
-    """Return how many bytes are not of a kind; those of the addressed blocks are to be of the kind ``within``.
-
-    ``within``: ANYTHING where they may hold what they like.
-    """
+    """Return how many bytes are not of a kind; those of the addressed blocks are of kind ``within``, or ANYTHING."""
     inside = slice(BLOCK // 8, -BLOCK // 8)
     expected = [numbered(word(number, kind, tensor), words.size) for tensor, words in enumerate(tensors)]
     if within is not None:
@@ -292,11 +281,7 @@ def _deallocate(world: World, shape: Shape, number: int, stopped: _Stopped) -> T
 
 
 def use_again(world: World, shape: Shape, number: int, way: str) -> float:
-    """The other end has ended, or its process has: what was kept from us must come back, and is used.
-
-    Returns:
-        Seconds that took.
-    """
+    """The other end has ended: what was kept from us must come back, and is used. Return the seconds that took."""
     since = time.monotonic()
     wait_until(lambda: world.dd.statistics().quarantined_bytes == 0)
     if way == "full" and "again" not in world.caches:

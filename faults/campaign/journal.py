@@ -108,17 +108,7 @@ class _Running:
 
 
 class Journal:
-    """Any thread of one worker writes into it.
-
-    Args:
-        path: Where counts (``.json``) and violations (``.jsonl``) go.
-        name: Who writes, for the violations.
-        doing: Is told which calls run.
-        harmed: Bytes of frames are changed on their way: a peer may seem to break the protocol.
-
-    Attributes:
-        leaving: The process finalizes while its threads make calls.
-    """
+    """Any thread of one worker writes into it: counts and violations go to files beside ``path``."""
 
     def __init__(self, path: Path, name: str, doing: Doing, *, harmed: bool) -> None:
         self._path = path
@@ -301,21 +291,16 @@ def _result(outcome: Any) -> str:
 
 @dataclass
 class Scene:
-    """One worker in one epoch; its cluster id is its number plus 1.
-
-    Attributes:
-        life: How many times it has been killed so far.
-        ports: Where to dial each peer: its listener, or a relay before it.
-    """
+    """One worker in one epoch; its cluster id is its number plus 1."""
 
     dd: LLMDataDist
     cm: CacheManager
     epoch: Epoch
     worker: int
-    life: int
+    life: int  # how many times it has been killed so far
     directory: Directory
     journal: Journal
-    ports: dict[int, int]
+    ports: dict[int, int]  # where to dial each peer: its listener, or a relay before it
     stop: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -172,11 +172,7 @@ def keys_of(cluster_id: int, first: int, count: int) -> list[CacheKey]:
 
 
 class Destination:
-    """A cache that one thread pulls into, with every byte that it must hold. Blocks, or rows where ``long``.
-
-    Attributes:
-        expected: Shape (tensors, rows, words).
-    """
+    """A cache that one thread pulls into, with every byte that it must hold. Blocks, or rows where ``long``."""
 
     def __init__(self, journal: Journal, cm: CacheManager, shape: Shape, stamp: Stamp, **settings: Any) -> None:
         self.shape = shape
@@ -205,10 +201,7 @@ class Destination:
         self.expected: Words = np.stack(self.views)
 
     def settle(self, what: str, tensors: Sequence[int], rows: Sequence[int], new: Words | None) -> bool:
-        """Judge every byte after a call that addressed these rows: they hold ``new``, or anything if that is None.
-
-        What may hold anything is written anew, as a caller may do at once: bytes that come late are seen then.
-        """
+        """Judge every byte after a call that addressed these rows: they hold ``new``, or anything if that is None."""
         index = np.ix_(list(tensors), list(rows))
         found = np.stack(self.views)
         self.expected[index] = found[index] if new is None else new

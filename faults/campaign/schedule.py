@@ -23,27 +23,20 @@ _POOL_CACHES: Final = 31
 
 @dataclass(frozen=True)
 class Epoch:
-    """One stretch of the campaign.
-
-    Attributes:
-        rca: Remote cache access: pushes, and pulls that consume nothing.
-        harmed: Bytes change on their way, and checksums have to find it.
-        private: Registered memory lies outside the pools at times.
-        relayed: Which (dialer, listener) go through a relay.
-    """
+    """One stretch of the campaign."""
 
     number: int
     seed: int
     transport: str
-    rca: bool
+    rca: bool  # pushes, and pulls that consume nothing
     checksum: bool
-    harmed: bool
-    private: bool
+    harmed: bool  # bytes change on their way, and checksums have to find it
+    private: bool  # registered memory lies outside the pools at times
     shape: Shape
     sync_ms: int
     peer_timeout: float
     copy_threads: int
-    relayed: frozenset[tuple[int, int]]
+    relayed: frozenset[tuple[int, int]]  # which (dialer, listener) go through a relay
 
     def peers(self, worker: int) -> list[int]:
         return [each for each in range(WORKERS) if each // 2 != worker // 2]

@@ -182,14 +182,7 @@ _PORTS: Final = range(21000, 27000)
 
 
 class Supervisor:
-    """Owns the workers, the relays and the schedule. One thread.
-
-    Args:
-        seed: Everything but the interleaving and the ports follows from it.
-        transports: Taken in turn.
-        folder: Where workers write what they see.
-        progress: Where each epoch is told, and how far it is.
-    """
+    """Owns the workers, the relays and the schedule. One thread."""
 
     def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
         self._seed = seed

@@ -32,15 +32,7 @@ class Finding(AssertionError):
 
 @dataclass
 class Verdicts:
-    """What became of the frames of one target.
-
-    Attributes:
-        target: Its name.
-        seed: What all of it was made from.
-        accepted: Frames that were taken, by kind of message.
-        refused: Frames that were refused, by kind of error.
-        seconds: How long it took.
-    """
+    """What became of the frames of one target, which were made from ``seed``, by kind of message or error."""
 
     target: str
     seed: int

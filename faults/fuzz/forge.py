@@ -302,11 +302,8 @@ HANDSHAKE: Final = {"hello": 8, "welcome": 2, "refused": 1, "transportchoice": 4
 class Forge:
     """Makes payloads and frames from a seed, and remembers some of them to say them again.
 
-    Args:
-        seed: Everything follows from it.
-        weights: What to make, as :data:`LINK`.
-        wrong: Which part of the payloads is broken; fields are wild in as many again.
-        sealed: Greetings are those of ends that are authenticated.
+    ``wrong`` is the part of the payloads that is broken; fields are wild in as many again. ``sealed``: greetings are
+    those of ends that are authenticated.
     """
 
     def __init__(self, seed: int, weights: dict[str, int], wrong: float = 0.3, *, sealed: bool = False) -> None:

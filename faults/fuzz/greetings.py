@@ -161,11 +161,7 @@ class Plain:
 
 
 class Sessions(Plain, Credentials):
-    """The credentials of victim and fuzzer, which gives the victim the session that the fuzzer wants it to have.
-
-    Args:
-        folder: For the secret; ``options`` are those of ends that have it.
-    """
+    """The credentials of victim and fuzzer, which gives the victim the session that the fuzzer wants it to have."""
 
     def __init__(self, folder: Path) -> None:
         files = CredentialFiles(secrets=new_secret(folder / "secrets", "fuzz"))
@@ -385,11 +381,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
 
 
 class Nonsense:
-    """A listener in a thread of its own that says to each connection what it is told to. A context manager.
-
-    Attributes:
-        address: Where it listens.
-    """
+    """A listener in a thread of its own that says to each connection what it is told to. A context manager."""
 
     def __init__(self, stage: Stage, forge: Forge, peers: Plain) -> None:
         assert stage.friend._engine is not None

@@ -42,14 +42,7 @@ _POOL: Final = '{"memory_size": 4194304, "page_shift": 12}'
 
 
 class Stage:
-    """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both.
-
-    Attributes:
-        victim: What is fed.
-        friend: What must not notice.
-        published: The victim's caches that frames may name.
-        paged: A blocks cache of the friend.
-    """
+    """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both."""
 
     def __init__(self, *, rca: bool = False, extra: dict[str, str] | None = None) -> None:
         self.victim = LLMDataDist(LLMRole.PROMPT, VICTIM)
