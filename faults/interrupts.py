@@ -326,7 +326,7 @@ class Walk:
             self.check_bytes()
         self.verb.before(self.scene)
 
-    def run(self, interrupt: Callable[[Callable[[], None]], None]) -> None:
+    def run(self, interrupt: Callable[[Callable[[], object]], object]) -> None:
         scene = self.scene
         self._prepare()
         since = time.monotonic()
@@ -412,7 +412,7 @@ class AtInstruction:
         self._wanted = wanted
         self.seen = 0
 
-    def __call__(self, function: Callable[[], None]) -> None:
+    def __call__(self, function: Callable[[], object]) -> None:
         sys.settrace(self._trace)
         try:
             function()
@@ -459,7 +459,7 @@ def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> No
     mean = (time.perf_counter() - since) / 20
     handler = signal.signal(signal.SIGALRM, _interrupt)
 
-    def ring(function: Callable[[], None]) -> None:
+    def ring(function: Callable[[], object]) -> None:
         try:
             signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-6, 1.2 * mean))
             function()

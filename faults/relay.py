@@ -16,9 +16,9 @@ bytes or to records; :func:`carry` takes two sockets along their ways in the cal
 
 from __future__ import annotations
 
+import asyncio
 import math
 import select
-import selectors
 import socket
 import struct
 import threading
@@ -27,7 +27,7 @@ from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from faults.sealing import meaning
 from llm_datadist import CacheKey
@@ -38,13 +38,14 @@ from tests.support.moves import Spec
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from faults.sealing import Framing
     from llm_datadist import LLMStatusCode
     from tests.support.ends import LocalEnd
     from tests.support.pairs import Pair
 
+T = TypeVar("T")
 Direction = Literal["up", "down"]
 Kind = Literal["control", "lane"]
 
@@ -312,55 +313,34 @@ class Half:
     """One direction of one connection with its sockets. The relay's thread only."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
-        self.source = source
-        self.sink = sink
+        self.source, self.sink = source, sink
         self.stream = Stream()
-        self.pending = b""  # out of the stream, not taken by the kernel yet
         self.ended = False  # the source has said its last
         self.shut = False  # and the sink knows
+        self.woken, self.room = asyncio.Event(), asyncio.Event()
 
     @property
-    def wants_to_read(self) -> bool:
-        return not self.ended and self.stream.waiting + len(self.pending) < _BUFFER
-
-    def read(self) -> bytes:
-        """Return what the source says; b"" when nothing more comes."""
-        data = self.source.recv(_CHUNK)
-        self.ended = not data
-        return data
-
-    def write(self, now: float) -> None:
-        if not self.pending:
-            self.pending = self.stream.due(now)
-        if self.pending:
-            with suppress(BlockingIOError):
-                self.pending = self.pending[self.sink.send(self.pending) :]
-
-    @property
-    def drained(self) -> bool:
-        return not self.pending and not self.stream.waiting
-
-    def finish(self) -> None:
-        """Tell the sink that the stream has ended, once it has."""
-        over = self.stream.end == "half_close" or (self.ended and not self.stream.swallows and not self.stream.stalled)
-        if over and self.drained and not self.shut:
-            self.shut = True
-            with suppress(OSError):
-                self.sink.shutdown(socket.SHUT_WR)
+    def over(self) -> bool:
+        """True once the stream has ended and all of it has gone on."""
+        stream = self.stream
+        ended = stream.end == "half_close" or (self.ended and not stream.swallows and not stream.stalled)
+        return ended and not stream.waiting
 
 
 class Carried:
     """One connection through the relay. Its attributes may be read by any thread."""
 
     def __init__(self, dialer: socket.socket, listener: socket.socket) -> None:
-        self.kind: Kind = "control"
-        self.said = b""
+        self.kind: Kind = "control"  # by its preamble, until which it is that
+        self.said = b""  # the first bytes that have come from the dialer, in plain text or not
         self.over = False
         self.moved_at = 0.0
         self.halves: dict[Direction, Half] = {"up": Half(dialer, listener), "down": Half(listener, dialer)}
-        self._first: bytes | None = b""  # None once the kind is known
+        self.tasks: list[asyncio.Task[None]] = []
+        self.ending: asyncio.Task[None] | None = None
 
     def taken(self, direction: Direction) -> int:
+        """Return how many bytes have come in from the sender of a direction."""
         return self.halves[direction].stream.taken
 
     def waits_in_vain(self) -> bool:
@@ -382,56 +362,46 @@ class Relay:
 
     def __init__(self, target: tuple[str, int], ways: tuple[Way, Way] | None = None) -> None:
         self._target = target
-        self._ways = ways
-        self._strict = ways is not None
-        self._lock = threading.Lock()  # of the two below
+        self._ways, self._strict = ways, ways is not None
         self._plans: list[tuple[Kind | None, Direction, Fault]] = []
-        self._commands: list[Callable[[], None]] = []
         self._carried: list[Carried] = []  # appended by the relay's thread only
-        self._stopped = False
-        self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
-        self._wake, self._bell = socket.socketpair()
-        self._wake.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        for sock in (self._listener, self._wake):
-            self._selector.register(sock, selectors.EVENT_READ)
+        self.port = self.address[1]
+        self._loop = asyncio.new_event_loop()
+        self._loop.add_reader(self._listener, self._accept)
+        self._joins: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="llm-datadist-relay", daemon=True)
         self._thread.start()
 
-    @property
-    def port(self) -> int:
-        return self.address[1]
-
     def plan(self, kind: Kind | None, direction: Direction, *faults: Fault) -> None:
         """Do this to connections to come. ``kind`` None: to all."""
-        with self._lock:
-            self._plans += [(kind, direction, fault) for fault in faults]
+        self._ask(lambda: self._plans.extend((kind, direction, fault) for fault in faults))
 
     def forget_plans(self) -> None:
         """Carry connections to come faithfully again."""
-        with self._lock:
-            self._plans.clear()
+        self._ask(self._plans.clear)
 
     def now(self, kind: Kind | None, direction: Direction, fault: Fault) -> int:
         """Do this to the connections that there are, ``fault.at`` bytes from now; return to how many."""
 
         def apply() -> int:
-            chosen = [each for each in self._carried if not each.over and kind in (None, each.kind)]
-            for carried in chosen:
-                stream = carried.halves[direction].stream
-                stream.add(replace(fault, at=stream.taken + fault.at))
+            chosen = [each for each in self.carried(kind) if not each.over]
+            for half in (carried.halves[direction] for carried in chosen):
+                half.stream.add(replace(fault, at=half.stream.taken + fault.at))
+                half.woken.set()
             return len(chosen)
 
         return self._ask(apply)
 
     def resume(self) -> None:
-        def apply() -> int:
-            for carried in self._carried:
-                for half in carried.halves.values():
-                    half.stream.stalled = False
-            return 0
+        """End every stall."""
+
+        def apply() -> None:
+            for half in (half for carried in self._carried for half in carried.halves.values()):
+                half.stream.stalled = False
+                half.woken.set()
 
         self._ask(apply)
 
@@ -446,11 +416,8 @@ class Relay:
     def close(self) -> None:
         """End every connection and join the thread. Idempotent."""
         if self._thread.is_alive():
-            self._stopped = True
-            with suppress(BrokenPipeError):  # the thread was awake, has seen it, and has closed its end
-                self._bell.send(b"x")
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._bell.close()
 
     def __enter__(self) -> Self:
         return self
@@ -458,104 +425,86 @@ class Relay:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _ask(self, function: Callable[[], int]) -> int:
-        done: Future[int] = Future()
-        with self._lock:
-            self._commands.append(lambda: done.set_result(function()))
-        self._bell.send(b"x")
+    def _ask(self, function: Callable[[], T]) -> T:
+        """Run a function on the relay's thread and return its result."""
+        done: Future[T] = Future()
+        self._loop.call_soon_threadsafe(lambda: done.set_result(function()))
         return done.result(_ANSWER_SECONDS)
 
     # The relay's thread
 
     def _run(self) -> None:
-        try:
-            while not self._stopped:
-                for key, _ in self._selector.select(self._patience()):
-                    self._ready(key.fileobj)
-                for carried in self._carried:
-                    if not carried.over:
-                        self._go_on(carried)
-                    if not carried.over and carried.waits_in_vain():
-                        self._end(carried, reset=False)
-        finally:
-            for carried in self._carried:
-                self._end(carried, reset=False)
-            self._selector.close()
-            for sock in (self._listener, self._wake):
-                sock.close()
+        self._loop.run_forever()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._loop.run_until_complete(self._end_all())
+        self._loop.close()
 
-    def _patience(self) -> float | None:
-        due = [half.stream.next_due() for each in self._carried if not each.over for half in each.halves.values()]
-        known = [time_due for time_due in due if time_due is not None]
-        soon = max(min(known) - time.monotonic(), 0.0) if known else None
-        return _LINK_QUIET_SECONDS if self._strict and soon is None else soon
-
-    def _ready(self, source: object) -> None:
-        if source is self._listener:
-            self._accept()
-        elif source is self._wake:
-            self._wake.recv(4096)
-            with self._lock:
-                commands, self._commands = self._commands, []
-            for command in commands:
-                command()
+    async def _end_all(self) -> None:
+        joins = list(self._joins)
+        for join in joins:
+            join.cancel()
+        await asyncio.gather(*joins)
+        for carried in self._carried:
+            self._end(carried, reset=False)
+        await asyncio.gather(*(each.ending for each in self._carried if each.ending is not None))
 
     def _accept(self) -> None:
         with suppress(OSError):
             dialer, _ = self._listener.accept()
-            try:
-                listener = socket.create_connection(self._target, _CONNECT_SECONDS)
-            except OSError:
-                dialer.close()
-                return
-            for sock in (dialer, listener):
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._carried.append(Carried(dialer, listener))
+            join = self._loop.create_task(self._join(dialer))
+            self._joins.add(join)
+            join.add_done_callback(self._joins.discard)
 
-    def _go_on(self, carried: Carried) -> None:
-        """Read, write and end what can be, then wait for what cannot."""
-        now = time.monotonic()
+    async def _join(self, dialer: socket.socket) -> None:
+        listener = socket.socket()
+        for sock in (dialer, listener):
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            for direction, half in carried.halves.items():
-                if half.wants_to_read:
-                    self._read(carried, direction, half, now)
-                half.write(now)
-                half.finish()
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await self._loop.sock_connect(listener, self._target)
+        except (OSError, asyncio.CancelledError):
+            dialer.close()
+            listener.close()
+            return
+        self._carried.append(carried := Carried(dialer, listener))
+        for direction in carried.halves:
+            for work in (self._read(carried, direction), self._write(carried, direction)):
+                carried.tasks.append(self._loop.create_task(self._guarded(carried, work)))
+
+    async def _guarded(self, carried: Carried, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
         except OSError:  # one side has been reset: so is the other
             self._end(carried, reset=True)
-            return
-        ends = {half.stream.end: half.drained for half in carried.halves.values()}
-        if ends.get("reset") or ends.get("truncate"):
-            self._end(carried, reset="reset" in ends)
-        elif all(half.shut for half in carried.halves.values()):
-            self._end(carried, reset=False)
-        else:
-            self._await(carried)
 
-    def _read(self, carried: Carried, direction: Direction, half: Half, now: float) -> None:
-        try:
-            data = half.read()
-        except BlockingIOError:
-            return
-        if direction == "up":
-            carried.said += data[: _REMEMBERED - len(carried.said)]
-        if direction == "up" and carried._first is not None:
-            carried._first += data
-            if len(carried._first) < PREAMBLE_BYTES and data:
-                return
-            data = self._recognise(carried, carried._first, now)
-        carried.moved_at = now
-        half.stream.feed(data, now)
+    async def _read(self, carried: Carried, direction: Direction) -> None:
+        half, first = carried.halves[direction], b"" if direction == "up" else None  # None once the kind is known
+        while not half.ended:
+            data = await self._loop.sock_recv(half.source, _CHUNK)
+            half.ended, now = not data, time.monotonic()
+            if direction == "up":
+                carried.said += data[: _REMEMBERED - len(carried.said)]
+            if first is not None:
+                first += data
+                if len(first) < PREAMBLE_BYTES and data:
+                    continue
+                data, first = self._recognise(carried, first, now), None
+            carried.moved_at = now
+            half.stream.feed(data, now)
+            half.woken.set()
+            while half.stream.waiting >= _BUFFER:
+                half.room.clear()
+                await half.room.wait()
 
     def _recognise(self, carried: Carried, first: bytes, now: float) -> bytes:
         """The first bytes say what the connection is for: plan its faults; return what of them is to go on."""
         carried.kind = "lane" if first[:PREAMBLE_BYTES] == LANE_PREAMBLE else "control"
-        carried._first = None
-        with self._lock:
-            for kind, direction, fault in self._plans:
-                if kind in (None, carried.kind):
-                    carried.halves[direction].stream.add(fault)
+        for kind, direction, fault in self._plans:
+            if kind in (None, carried.kind):
+                carried.halves[direction].stream.add(fault)
+                carried.halves[direction].woken.set()
         if not self._strict or carried.kind == "lane":
             return first
         ways, self._ways = self._ways, None
@@ -566,30 +515,43 @@ class Relay:
             half.stream.way = way
         return first[PREAMBLE_BYTES:]
 
-    def _await(self, carried: Carried) -> None:
-        wanted: dict[socket.socket, int] = {}
-        for half in carried.halves.values():
-            reading = selectors.EVENT_READ if half.wants_to_read else 0
-            writing = selectors.EVENT_WRITE if half.pending else 0
-            wanted[half.source] = wanted.get(half.source, 0) | reading
-            wanted[half.sink] = wanted.get(half.sink, 0) | writing
-        for sock, events in wanted.items():
-            self._watch(sock, events)
-
-    def _watch(self, sock: socket.socket, events: int) -> None:
-        known = sock in self._selector.get_map()
-        if events and known:
-            self._selector.modify(sock, events)
-        elif events:
-            self._selector.register(sock, events)
-        elif known:
-            self._selector.unregister(sock)
+    async def _write(self, carried: Carried, direction: Direction) -> None:
+        half, stream = carried.halves[direction], carried.halves[direction].stream
+        while not half.shut:
+            if data := stream.due(time.monotonic()):
+                await self._loop.sock_sendall(half.sink, data)
+                half.room.set()
+            elif stream.end in ("truncate", "reset") and not stream.waiting:
+                self._end(carried, reset=stream.end == "reset")
+                return
+            elif half.over:
+                half.shut = True
+                half.sink.shutdown(socket.SHUT_WR)
+            elif carried.waits_in_vain():
+                self._end(carried, reset=False)
+                return
+            else:
+                due = stream.next_due()
+                seconds = None if due is None else max(due - time.monotonic(), 0.0)
+                if self._strict and seconds is None:
+                    seconds = _LINK_QUIET_SECONDS
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await half.woken.wait()
+                half.woken.clear()
+        if all(each.shut for each in carried.halves.values()):
+            self._end(carried, reset=False)
 
     def _end(self, carried: Carried, *, reset: bool) -> None:
-        if carried.over:
-            return
+        if carried.ending is None:
+            carried.ending = self._loop.create_task(self._ended(carried, reset=reset))
+
+    async def _ended(self, carried: Carried, *, reset: bool) -> None:
+        """Close the sockets once nobody waits for them."""
+        for task in carried.tasks:
+            task.cancel()
+        await asyncio.gather(*carried.tasks, return_exceptions=True)
         for half in carried.halves.values():
-            self._watch(half.source, 0)
             if reset:
                 with suppress(OSError):
                     half.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
