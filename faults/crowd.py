@@ -83,7 +83,6 @@ class Crowd:
         self._poll.register(sock, _BUSY)
 
     def serve(self, seconds: float) -> None:
-        """Wait for what happens, and let each stranger do what it does."""
         for descriptor, events in self._poll.poll(seconds):
             sock, manner = self._here[descriptor]
             try:
@@ -110,7 +109,6 @@ class Crowd:
         return False
 
     def come(self, count: int) -> None:
-        """Have so many strangers come, one after the other, and say what they say."""
         for _ in range(count):
             self.dial()
             self.serve(0)
@@ -195,13 +193,11 @@ def _beside(decoder: ChildEnd, crowd: Crowd, size: int, rate: float, *call: Any)
 
 
 def go_first(_: World) -> None:
-    """Let this process run before those of others; its threads to come as well."""
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 @contextmanager
 def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd, ChildEnd]]:
-    """Start a prompt and a decoder, in interpreters of their own."""
     with ExitStack() as stack:
         prompt, decoder = (ChildEnd(name, fresh=True) for name in ("prompt", "decoder"))
         stack.callback(prompt.close)

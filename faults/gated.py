@@ -73,7 +73,6 @@ def begin(end: End, function: Callable[..., Any], *args: Any) -> Callable[[], An
 
 
 def shut_there(world: World, step: str, folder: Path, peer: int) -> None:
-    """Shut a gate in the way of an end; :func:`open_there` takes it away."""
     world.memory["gate"] = stack = ExitStack()
     stack.enter_context(shut(world.dd, step, folder, peer=peer))
 

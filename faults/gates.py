@@ -51,8 +51,6 @@ _CALLS: Final = ("pull_cache", "pull_blocks", "push_cache", "push_blocks")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place where an end can be stopped."""
-
     number: int  # of the row of walk 1
     end: str
     name: str  # what the library calls it, see ``steps.watch``; "call": a public method is about to be called
@@ -62,7 +60,6 @@ class Step:
     expire: bool = False  # wait there until the call's own time has passed as well
 
     def meets(self, details: tuple[Any, ...]) -> bool:
-        """Return True if an arrival with these details is one at this step."""
         if self.detail is None:
             return True
         return details[0] is self.detail if isinstance(self.detail, bool) else isinstance(details[0], self.detail)
@@ -113,18 +110,15 @@ class Gate:
 
     @property
     def reached(self) -> bool:
-        """True once an end stands there, or has."""
         return self._reached.exists()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Return when an end stands there; TimeoutError if none comes."""
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
     def open(self) -> None:
         self._go.touch()
 
     def pass_through(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Stand at the gate: called in the process that is stopped."""
         self._reached.touch()
         _poll(self._go.exists, seconds, f"nobody opened the gate {self._reached.parent}")
 

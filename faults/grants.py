@@ -144,8 +144,6 @@ class _Owner(Threads):
 
 
 class _Reader(Threads):
-    """Claims and pulls until it is told to stop."""
-
     def __init__(self, world: World, seed: int, port: int, guarded: bool) -> None:
         super().__init__()
         self._guarded = guarded
@@ -235,7 +233,6 @@ def end(world: World) -> _Counts:
 
 
 def left_over(world: World) -> str:
-    """Return what grants have left at the owner; empty for nothing."""
     world.dd.check_integrity()
     now = world.dd.statistics()
     guards = _live_guards(world) - world.memory["guards"]

@@ -51,7 +51,6 @@ class Processes(ExitStack):
         }
 
     def process(self, name: str) -> Any:
-        """Return an end that is not started yet."""
         end = LocalEnd(name) if self._local else ChildEnd(name)
         self.callback(_end, end)
         return end
@@ -91,7 +90,6 @@ class Threads:
         self._calls.append(Call(function, *args))
 
     def join(self) -> None:
-        """Wait until all have ended; raise what the first of them raised."""
         self.stop.set()
         for call in self._calls:
             call.thread.join()
@@ -130,7 +128,6 @@ def numbered(base: int, count: int) -> Words:
 
 
 def differing(found: Iterable[Words], expected: Iterable[Words]) -> int:
-    """Return how many bytes differ."""
     return sum(
         int((words.view(np.uint8) != right.view(np.uint8)).sum())
         for words, right in zip(found, expected, strict=True)

@@ -174,7 +174,6 @@ def _init_is_undone(scene: Scene) -> None:
 
 
 def _give_back(scene: Scene) -> None:
-    """Give back what the last call has made, if it was not interrupted."""
     cache = scene.memory.pop("mine", None)
     if cache is None:
         return
@@ -201,7 +200,6 @@ def _apart(scene: Scene) -> None:
 
 
 def _join_task(scene: Scene) -> None:
-    """Wait for the end of a transfer whose caller was interrupted while it waited."""
     task = scene.memory.pop("task", None)
     if task is not None:
         assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
@@ -352,7 +350,6 @@ class Walk:
         self._written.append(self.scene.blocks)
 
     def check_bytes(self) -> None:
-        """Find bytes that came after the exception."""
         if self.verb.writes is not None:
             for tensor in _tensors(self.scene.world, self.verb.writes):
                 for blocks in self._written:
@@ -386,7 +383,6 @@ def _tensors(world: World, name: str) -> list[Any]:
 
 
 def _busy(world: World) -> list[str]:
-    """Return what a link still holds of calls that are over."""
     assert world.dd._engine is not None
     there = world.dd._engine.links.peek(1)
     assert there is not None
@@ -439,7 +435,6 @@ def instructions(scene: Scene, verb: Verb) -> int:
 
 
 def at_each_instruction(scene: Scene, verb: Verb, points: Sequence[int]) -> None:
-    """Interrupt a call at each of these instructions, once."""
     walk = Walk(scene, verb)
     walk.begin()
     for count, point in enumerate(points, 1):

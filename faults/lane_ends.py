@@ -45,7 +45,6 @@ def deadline(seconds: float = BUDGET_S) -> int:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of one TCP connection over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
@@ -119,8 +118,6 @@ class Target:
 
 @dataclass
 class Ends:
-    """An initiator and a target in this process, with lanes between them."""
-
     near: LaneEngine
     far: LaneEngine
     lanes: list[int] = field(default_factory=list)  # numbers at the near end
@@ -146,7 +143,6 @@ class Ends:
 
 @contextmanager
 def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
-    """Yield two engines with that many lanes over unix sockets."""
     with closing(Ends(LaneEngine(threads), LaneEngine(threads))) as ends:
         for _ in range(lanes):
             ends.join()
@@ -177,7 +173,6 @@ class Wire:
             self._seal, self._open = Sealer(FAR_KEYS[0]), Opener(FAR_KEYS[1])
 
     def send(self, kind: int, id: int, meta: bytes = b"", payload: bytes = b"", *, declared: int | None = None) -> None:
-        """Send a frame, as :func:`frame_of`."""
         self.sendall(frame_of(kind, id, meta, payload, declared))
 
     def sendall(self, data: bytes | bytearray) -> None:
@@ -216,7 +211,6 @@ class Wire:
         return id, int.from_bytes(body[:4], "little"), body[4:].decode()
 
     def is_closed(self) -> bool:
-        """Return True when the engine has dropped the lane."""
         with suppress(ConnectionResetError):
             return self._receive_some(1) == b""
         return True

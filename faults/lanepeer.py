@@ -55,8 +55,6 @@ class RegionConnection(Handles, TcpConnection):
 
 
 class MemoryHandler:
-    """Grants the memory of a local peer by region and offset, under the guards it was told of."""
-
     def __init__(self, peer: LocalPeer) -> None:
         self.guards: list[tuple[int, int]] = []
         self._peer = peer
@@ -67,7 +65,6 @@ class MemoryHandler:
         return LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return the tensors that the handle names, where peers may write."""
         if not self._peer.exports.writable:
             raise ParamError("this peer may not be written")
         return self.on_read(link, request)
@@ -85,8 +82,6 @@ class MemoryHandler:
 
 
 class OwnerProcess(PeerProcess):
-    """A peer in a child process that an :class:`OwnerChild` serves."""
-
     def __init__(self) -> None:
         super().__init__(lambda memory: _no_rendezvous())
         self._writable = False
@@ -153,8 +148,6 @@ class OwnerChild(Child):
 
 
 class _LaneChild(OwnerChild):
-    """Also listens for lanes."""
-
     own = ("hold", "quiesce", "listen")
 
     def _serve(self, writable: bool, private: bool) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 @contextmanager
 def few_descriptors(free: int) -> Iterator[None]:
-    """Leave the process so many descriptors that it may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     try:
@@ -57,7 +56,6 @@ def few_threads(free: int, named: str = "llm-datadist") -> Iterator[None]:
 
 
 def take(world: World, limit: Any, *free: Any) -> None:
-    """Reach a limit at an end, until :func:`give`."""
     world.memory["few"] = limit(*free)
     world.memory["few"].__enter__()
 

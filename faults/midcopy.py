@@ -48,7 +48,6 @@ def _state(thread: Path) -> str:
 
 
 def peek(pid: int, address: int, nbytes: int) -> bytes:
-    """Return bytes of another process of our user, for ``begun`` and ``ended``."""
     fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(fd, nbytes, address)

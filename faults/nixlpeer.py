@@ -91,8 +91,6 @@ class SocketWire:
 
 
 class SocketConnection(Handles, NixlConnection):
-    """A connection that owns its wire."""
-
     def abort(self) -> None:
         super().abort()
         self.close_wire()
@@ -146,8 +144,6 @@ class NixlPeerProcess(OwnerProcess):
 
 
 class _NixlChild(OwnerChild):
-    """Also listens for wires."""
-
     own = ("hold", "quiesce", "port")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

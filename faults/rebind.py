@@ -61,8 +61,6 @@ class Binding:
 
 @dataclass(frozen=True)
 class Pull:
-    """One pull, as its caller knows it."""
-
     kind: str
     began: int
     ended: int
@@ -170,7 +168,6 @@ def prepare_owner(world: World, transport: str) -> None:
 
 
 def begin_binding(world: World, seed: int) -> None:
-    """Bind both keys anew all the time, until :func:`end_binding`."""
     world.memory["binder"] = _Binder(world, seed)
 
 

@@ -157,7 +157,6 @@ class Stream:
                     self.end = fault.what
 
     def _part(self, what: str, data: bytes) -> int:
-        """Return how many of these bytes suffer it."""
         count = int(min(self._left[what], len(data)))
         self._left[what] -= count
         return count
@@ -209,7 +208,6 @@ class Way:
 
     @property
     def harmed(self) -> bool:
-        """Whether what went is another stream of TLS than what came, so far."""
         return not meaning(bytes(self.came)).startswith(meaning(bytes(self.went)))
 
     def _feed_bytes(self, data: bytes) -> bytes:
@@ -321,7 +319,6 @@ class Half:
 
     @property
     def over(self) -> bool:
-        """True once the stream has ended and all of it has gone on."""
         stream = self.stream
         ended = stream.end == "half_close" or (self.ended and not stream.swallows and not stream.stalled)
         return ended and not stream.waiting
@@ -340,7 +337,6 @@ class Carried:
         self.ending: asyncio.Task[None] | None = None
 
     def taken(self, direction: Direction) -> int:
-        """Return how many bytes have come in from the sender of a direction."""
         return self.halves[direction].stream.taken
 
     def waits_in_vain(self) -> bool:
@@ -380,7 +376,6 @@ class Relay:
         self._ask(lambda: self._plans.extend((kind, direction, fault) for fault in faults))
 
     def forget_plans(self) -> None:
-        """Carry connections to come faithfully again."""
         self._ask(self._plans.clear)
 
     def now(self, kind: Kind | None, direction: Direction, fault: Fault) -> int:
@@ -406,15 +401,12 @@ class Relay:
         self._ask(apply)
 
     def cut(self, kind: Kind | None = None, *, reset: bool = False) -> int:
-        """End connections at once, by a reset or in good order; return how many."""
         return self.now(kind, "up", Fault("reset" if reset else "truncate"))
 
     def carried(self, kind: Kind | None = None) -> list[Carried]:
-        """Return the connections so far, those that are over included."""
         return [each for each in list(self._carried) if kind in (None, each.kind)]
 
     def close(self) -> None:
-        """End every connection and join the thread. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -426,7 +418,6 @@ class Relay:
         self.close()
 
     def _ask(self, function: Callable[[], T]) -> T:
-        """Run a function on the relay's thread and return its result."""
         done: Future[T] = Future()
         self._loop.call_soon_threadsafe(lambda: done.set_result(function()))
         return done.result(_ANSWER_SECONDS)
@@ -587,5 +578,4 @@ class Relayed:
         return self.decoder.do(link, [info(1, self.relay.port)], timeout)
 
     def others_are_served(self) -> None:
-        """The prompt's other link moves data."""
         bytes_move_both_ways(self.prompt, self.neighbour)

@@ -40,7 +40,6 @@ class Framing:
     overhead: int
 
     def nbytes_of(self, stream: bytes | bytearray, at: int = 0) -> int:
-        """Return the bytes of the record that begins there, its head included."""
         return int(self.head.unpack_from(stream, at)[-1]) + self.overhead
 
     def records_of(self, stream: bytes) -> list[bytes]:
@@ -80,8 +79,6 @@ class _Direction:
 
 
 class Sealer(_Direction):
-    """Makes records of bytes."""
-
     def record(self, plain: bytes | bytearray) -> bytes:
         """Return one record, also of a length that none may have."""
         head = LENGTH.pack(len(plain))
@@ -146,7 +143,6 @@ class RecordWriter:
         return header + self._cipher.encrypt(nonce, inner, header)
 
     def update(self, asks: int) -> bytes:
-        """Return a record that changes the key, and change it."""
         said = self.record(bytes([24, 0, 0, 1, asks]), HANDSHAKE)
         self._begin(_derived(self._secret, b"traffic upd", 48))
         return said

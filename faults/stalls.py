@@ -111,11 +111,9 @@ class _Kept:
         self._over = False
 
     def instead(self, _: object) -> Callable[[Message], None]:
-        """Return what takes the place of the channel's own sending."""
         return self.send
 
     def send(self, message: Message) -> None:
-        """Keep a message, or send it when the stall has just ended."""
         with self._lock:
             if not self._over:
                 self._messages.append(message)
@@ -133,7 +131,6 @@ class _Kept:
 def _replace(
     owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
 ) -> None:
-    """Replace a method of one object until the stack is unwound."""
     setattr(owner, name, make(getattr(owner, name)))
     undo.callback(delattr, owner, name)
 

@@ -81,7 +81,6 @@ class Stranger:
         return True
 
     def is_served(self) -> None:
-        """Wait for the answer to all that was said so far."""
         self.say(wire.Ping(4711))
         while self.hear(wire.Pong).id != 4711:
             pass

@@ -108,7 +108,6 @@ class Crowd(Threads):
             cm.unregister_cache(mine.cache_id)
 
     def stop_pulling(self) -> None:
-        """Let them end their pulls, all of which are right."""
         self.join()
         np.testing.assert_array_equal(self._into, _words(0, ASKED))
 
@@ -124,7 +123,6 @@ def crowd(world: World, count: int, port: int, transport: str) -> int:
 
 
 def flags(raw: bytes) -> list[bool]:
-    """Return which readers are inside a pull, by the bytes of :attr:`Crowd.counts`."""
     return [bool(count % 2) for count in np.frombuffer(raw, np.uint64)]
 
 
@@ -190,17 +188,14 @@ class Scene:
         return self.transport != "tcp" or holds_within(lambda: self.full() >= 2 * self.readers, 2.0)
 
     def stuck(self) -> int:
-        """Return how many of the crowd are inside a pull, while their process is stopped."""
         assert frozen(self.crowd.pid)
         return sum(flags(peek(self.crowd.pid, self._flags, 8 * self.readers)))
 
     def full(self) -> int:
-        """Return how many sockets of the owner hold bytes that nobody takes."""
         full: int = self.owner.do(clogged)
         return full
 
     def free(self) -> None:
-        """Let the crowd go on and end; all that they pulled is right."""
         self.crowd.signal(signal.SIGCONT)
         self.crowd.do(stop_pulling)
 

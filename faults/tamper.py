@@ -107,8 +107,6 @@ def _answer(engine: LaneEngine, event: LaneEvent, memory: Tensors) -> None:
 
 
 class Lanes:
-    """Two engines and their memory. A context manager."""
-
     def __init__(self, seed: int, *, sealed: bool) -> None:
         self._near, self._far = LaneEngine(1), LaneEngine(1)
         self._sealed = sealed
@@ -124,7 +122,6 @@ class Lanes:
         self._far.close()
 
     def trial(self) -> None:
-        """Start one job over a lane of its own, and see what comes of it."""
         rng = self._rng
         plan, write, mapped = self._plan(), rng.random() < 0.5, rng.random() < 0.7
         fault = rng.choice(HARM if self._sealed else BYTE_HARM)
@@ -219,8 +216,6 @@ class _End:
 
 
 class Channels:
-    """The scene of the trials with two channels. A context manager."""
-
     def __init__(self, seed: int, *, sealed: bool) -> None:
         self._rng, self._sealed = random.Random(seed), sealed
         self._control = ControlLoop()
@@ -238,7 +233,6 @@ class Channels:
         self._control.stop()
 
     def trial(self) -> None:
-        """Authenticate two ends through the relay, let them talk, and see what they took."""
         fault, both = ways(self._rng, 1000, 8000)
         up, down = both
         name = f"trial {self.report.trials}: {fault}"
@@ -311,7 +305,6 @@ def _shake(client: Seal, server: Seal, up: Way, down: Way) -> bool:
 
 
 def _messages(rng: random.Random) -> list[Message]:
-    """Return messages of one record and of several."""
     found: list[Message] = []
     for number in range(rng.randrange(1, 6)):
         count = rng.choice((0, 1, 3, 2000))
@@ -337,8 +330,6 @@ def _intact(way: Way, mark: tuple[int, int, bool], messages: list[Message]) -> i
 
 
 class Links:
-    """The scene of the trials with two linked ends. A context manager."""
-
     def __init__(self, seed: int, transport: str) -> None:
         self._rng = random.Random(seed)
         self._transport = transport

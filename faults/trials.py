@@ -67,7 +67,6 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole cache."""
         return TENSORS * (self.moved + 2) * BLOCK
 
     @property
@@ -98,7 +97,6 @@ class Ended:
 
 
 def word(number: int, kind: int, tensor: int, index: int = 0) -> int:
-    """Return the word at place ``index`` of a tensor's content."""
     return (number * VERSIONS + kind) << _VERSION_BIT | tensor << _TENSOR_BIT | index
 
 
@@ -127,7 +125,6 @@ def give_way(world: World) -> None:
 
 
 def poison(world: World, shape: Shape, number: int, kind: int) -> list[int]:
-    """Fill the cache of this end; return the addresses of its tensors."""
     if "mine" not in world.caches:
         world.caches["mine"] = world.cm.allocate_blocks_cache(shape.desc)
     _fill(words_of(world.caches["mine"]), number, kind)
@@ -135,7 +132,6 @@ def poison(world: World, shape: Shape, number: int, kind: int) -> list[int]:
 
 
 def pull(world: World, shape: Shape, number: int, way: str) -> Ended:
-    """Pull the blocks of the owner; judge every byte that is here afterwards."""
     mine, blocks = world.caches["mine"], shape.blocks
     if way == "remove":
         outcome = outcome_of(world.cm.pull_blocks, ROW, mine, [], blocks)
@@ -212,8 +208,6 @@ def take_back(world: World, shape: Shape, number: int, way: str, pid: int, readi
 
 @dataclass(frozen=True)
 class _Stopped:
-    """Who is stopped, and the memory that it is at."""
-
     pid: int
     reading: bool
     words: list[Words]
@@ -357,7 +351,6 @@ class TrialReport(Report):
 
     @property
     def good(self) -> bool:
-        """True when every trial asked for was caught and nothing went wrong in any, caught or not."""
         return super().good and self.caught >= self.asked and not self.foreign_bytes
 
     def line(self) -> str:
@@ -388,7 +381,6 @@ class Trials:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How the owner takes its memory back, in turns."""
         if not self.reading:
             return WRITER_WAYS
         return READER_WAYS if self.transport == "tcp" else READER_WAYS[:-1]
@@ -431,7 +423,6 @@ class Trials:
                 report.refused[taken.refused] += 1
 
     def _stopped_inside(self, way: str) -> bool:
-        """Begin a copy and stop it; True when that was in the middle."""
         shape, number = self.shape, self.number
         if self.reading:
             self.owner.do(offer, shape, number, way, SOURCE)
@@ -449,7 +440,6 @@ class Trials:
             return stop_inside_copy(self.other.pid, watch.begun, watch.ended)
 
     def _go_on(self, *, kill: bool) -> Ended:
-        """Let the other end go on, or kill it as it stands there."""
         if kill:
             self.other.kill()
             return Ended(Outcome("killed"))
@@ -458,7 +448,6 @@ class Trials:
         return ended
 
     def _faults(self, way: str, taken: Taken, ended: Ended) -> Iterator[str]:
-        """Yield what must not be, of a trial that was caught."""
         yield from _untyped(ended)
         by_lanes = self.transport == "tcp"
         if way == "keep":
@@ -497,8 +486,6 @@ def _untyped(ended: Ended) -> Iterator[str]:
 
 
 class Watch:
-    """Looks at the destination of a copy in another process. A context manager."""
-
     def __init__(self, pid: int, shape: Shape, addresses: Sequence[int], number: int, kind: int) -> None:
         self._fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
         self._first = addresses[0], word(number, kind, 0, BLOCK // 8)
@@ -527,7 +514,6 @@ class Watch:
 
 
 def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialReport:
-    """Make ``count`` trials that count."""
     shape = Shape(mib or SIZES[transport])
     with Processes(
         transport,

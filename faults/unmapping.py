@@ -58,7 +58,6 @@ def ask(world: World, cache_id: int, seconds: float) -> float:
 
 
 def row(world: World) -> int:
-    """Make a row; return its cache's id."""
     make(world, "row", Spec(rows=1), 1)
     return world.caches["row"].cache_id
 
@@ -71,7 +70,6 @@ def drop_here(world: World) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """Drop the memory on the control thread, then on another one, in rounds."""
     nbytes = min(int(options.gib * 2**30), available_memory()[0] // 2)
     with measured_ends("shm", realtime=options.realtime) as (prompt, decoder):
         cache_id = prompt.do(row)

@@ -38,8 +38,6 @@ _RECORD: Final = np.dtype(
 
 
 class Kind(IntEnum):
-    """What a slot is for."""
-
     NOTHING = 0
     BLOCKS = 1  # by a key of its own, or by id
     REBOUND = 2  # by a key that is bound again and again

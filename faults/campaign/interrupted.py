@@ -133,7 +133,6 @@ class Linker:
         return self._rng.choice(self._scene.epoch.peers(self._scene.worker))
 
     def look_after(self, peer: int) -> None:
-        """Link, unless there is a link; at times link or unlink all the same."""
         rng = self._rng
         linked = peer + 1 in self._linked()
         if self._scene.resting:

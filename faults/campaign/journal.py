@@ -85,7 +85,6 @@ class Doing:
 
 
 def class_of(seconds: float) -> int:
-    """Return the class of a time, by which it is counted."""
     return round(CLASSES * math.log10(max(seconds * 1e3, 1e-3)))
 
 
@@ -260,8 +259,6 @@ class Journal:
 
 
 class _Alarm(logging.Handler):
-    """What the library says about itself."""
-
     def __init__(self, journal: Journal) -> None:
         super().__init__(logging.WARNING)
         self._journal = journal
@@ -309,7 +306,6 @@ class Scene:
 
     @property
     def budget(self) -> float:
-        """Seconds that a call of the cache manager may take."""
         return self.epoch.sync_ms / 1e3
 
     @property

@@ -111,7 +111,6 @@ class _Liar(Stranger):
         self._number = 0
 
     def join(self) -> None:
-        """Become linked, unless that is refused."""
         rng, rca, transport = self._rng, self._victim.epoch.rca, self._victim.transport
         choice = {"present": rng.random() < 0.1, "proof": rng.choice((b"", bytes(32))), "share": new_share()}
         sequence = rng.choice((1, 2, 1 << 40, 2**63 - 1))

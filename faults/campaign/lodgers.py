@@ -36,8 +36,6 @@ _numbers: Final = itertools.count(1)
 
 
 class Lodgers:
-    """The thread that has them, one pair at a time."""
-
     def __init__(self, scene: Scene, rng: Random) -> None:
         self._scene = scene
         self._rng = rng
@@ -55,7 +53,6 @@ class Lodgers:
             self._scene.stop.wait(self._rng.choice((0.05, 0.3)))
 
     def _call(self, kind: str, function: Any, *args: Any) -> Any:
-        """Call and count; raise what the call raises."""
         outcome = self._scene.call(f"lodger {kind}", _BUDGET_MS / 1e3, function, *args)
         if isinstance(outcome, Exception):
             raise outcome

@@ -82,7 +82,6 @@ def pattern(stamp: Stamp, tensors: Sequence[int], rows: Sequence[int], words: in
 
 
 def whole(stamp: Stamp, shape: Shape) -> Words:
-    """Return all that a cache holds."""
     return pattern(stamp, range(shape.tensors), range(shape.rows), shape.words)
 
 
@@ -134,7 +133,6 @@ class Memory:
         fill(self.arrays, stamp)
 
     def register(self, budget: float, *, key: BlocksCacheKey | None = None, rows: Shape | None = None) -> Any:
-        """Register all of it, as blocks, or as ``rows``; return the cache or the exception."""
         if rows is not None:
             return self._journal.call("register", budget, self._cm.register_cache, rows.desc(), self.addrs)
         return self._journal.call(
@@ -142,7 +140,6 @@ class Memory:
         )
 
     def close(self) -> None:
-        """Give the pool its memory back; nothing of it may be registered any more."""
         if self._under is not None:
             self._journal.call("deallocate", 0.0, self._cm.deallocate_blocks_cache, self._under)
 
@@ -224,7 +221,6 @@ class Destination:
             self.views[tensor][list(rows)] = words
 
     def close(self) -> bool:
-        """Give the memory back; False: somebody is still at it."""
         if self._memory is None:
             give = self._cm.deallocate_cache if self._long else self._cm.deallocate_blocks_cache
             self._journal.call("deallocate", 0.0, give, self.cache)

@@ -51,8 +51,6 @@ _SLACK_SECONDS: Final = 15.0
 
 @dataclass(frozen=True)
 class _Own:
-    """The caches of one mover: what it pulls into, and what it pushes (letters)."""
-
     blocks: Destination
     rows: Destination
     host: Destination
@@ -62,8 +60,6 @@ class _Own:
 
 @dataclass(frozen=True)
 class _Into:
-    """What a pull addresses."""
-
     dst: Destination
     tensors: Sequence[int]
     rows: Sequence[int]
@@ -150,7 +146,6 @@ class Mover:
         return Destination(scene.journal, scene.cm, shape, stamp, **settings)
 
     def _begin_anew(self, own: _Own) -> None:
-        """Others get the memory, at once."""
         if self._rng.random() < 0.3 and not self.free():
             self._scene.journal.note("destinations kept by others")
 
@@ -165,7 +160,6 @@ class Mover:
         return found
 
     def _copy_inside(self, own: _Own) -> None:
-        """Make one copy of any kind between caches of this thread."""
         scene, rng = self._scene, self._rng
         what = rng.choice(("copy_blocks", "swap_blocks", "copy_cache"))
         source = target = own.rows if what == "copy_cache" else own.blocks
@@ -230,7 +224,6 @@ class Mover:
         self._row(own, found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
 
     def _row(self, own: _Own, found: Found, key: Any, row: int) -> Any:
-        """Pull a row into a row, or into blocks; return what came of it."""
         tensors = range(found.shape.tensors)
         wanted = partial(pattern, tensors=tensors, rows=(row,), words=found.shape.words)
         if self._rng.random() < 0.5:
@@ -341,7 +334,6 @@ class Mover:
             journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
 
     def _taker(self, owner: int) -> int:
-        """Return which of the movers linked to an owner this one is."""
         return self._scene.epoch.peers(owner).index(self._scene.worker) * MOVERS + self._number
 
     def _link(self, found: Found) -> Any:
@@ -370,7 +362,6 @@ class Mover:
             self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
 
     def _send(self, own: _Own) -> None:
-        """Send some layers one by one, by key, or to an address."""
         kind = Kind.INBOX if self._scene.epoch.rca else Kind.MAILBOX
         # Never where something was: an address says nothing of whose memory it is now.
         found = self._scene.directory.pick(self._rng, self._peers, kind)
@@ -424,7 +415,6 @@ class Mover:
             self._pull("pull_cache back", pull, found, _Into(own.rows, tensors, (back,)), lambda _: wanted)
 
     def _letter(self, letters: Destination) -> Stamp:
-        """Write something new into what is to be pushed."""
         self._turn += 1
         stamp = Stamp(self._scene.worker, self._scene.life, _SOURCE_SLOT + self._number, self._turn % (1 << 20))
         letters.fill(stamp)
@@ -436,7 +426,6 @@ class Mover:
         return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
 
     def _push(self, what: str, call: partial[Any], found: Found, letters: Destination) -> bool:
-        """Return True when it succeeded and can be looked at."""
         scene = self._scene
         started = time.monotonic_ns()
         outcome = self._call(what, call)
@@ -477,7 +466,6 @@ class _Litter:
 
 
 def _drop(scene: Scene, granted: Cache) -> None:
-    """Make a grant of ``granted`` and a cache, and forget them."""
     grant = scene.call("grant", 0.0, granted.grant, [0], 60.0)
     if isinstance(grant, BaseException):
         return

@@ -98,7 +98,6 @@ class Slot:
                 self.scene.directory.publish(self.found)
 
     def make(self) -> Any:
-        """Return the next generation's cache, filled, or an exception."""
         raise NotImplementedError
 
     def take_back(self) -> bool:
@@ -317,7 +316,6 @@ class Producer:
             self._scene.stop.wait(self._rng.choice((0.0, 0.005, 0.02, 0.1)))
 
     def free(self) -> bool:
-        """Take everything back; False: something stays."""
         freed = [slot.free() for slot in self._slots]
         if all(freed):
             self._give_memories_back()

@@ -64,7 +64,6 @@ def overruns(classes: Mapping[int, int]) -> dict[str, float]:
 
 
 def _grid(head: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Iterator[str]:
-    """Yield the lines of a table."""
     yield f"{head:<26}" + "".join(f"{column:>14}" for column in columns)
     for name, cells in rows:
         yield f"{name:<26}" + "".join(
@@ -110,7 +109,6 @@ class Recoveries:
         self._waiting.clear()
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        """Return quantiles in seconds, and counts."""
         return {
             kind: _quantiles(self.times[kind]) | {"seen": len(self.times[kind]), "unseen": self.unseen[kind]}
             for kind in sorted({*self.times, *self.unseen})
@@ -125,11 +123,9 @@ class Growth:
         self._samples: defaultdict[int, list[tuple[float, dict[str, float]]]] = defaultdict(list)
 
     def add(self, pid: int, sample: dict[str, float], now: float | None = None) -> None:
-        """Take in what a process holds at a time in seconds."""
         self._samples[pid].append(((time.monotonic() if now is None else now) / 3600, sample))
 
     def as_dict(self) -> dict[str, float]:
-        """Return the slopes per hour; empty before any process was seen twice."""
         series = [each for each in self._samples.values() if len(each) > 1]
 
         def off_mean(values: Iterable[Iterable[float]]) -> Any:
@@ -185,7 +181,6 @@ class Report:
         self._events.append(f"{time.monotonic() - self._epoch_start:6.2f} s: {what}")
 
     def violation(self, what: str, text: str) -> None:
-        """The supervisor has seen something that must not be."""
         self.violations.append(self._placed({"what": what, "who": "supervisor", "at": time.monotonic(), "text": text}))
 
     def collect(self, *, finished: bool) -> None:
@@ -208,7 +203,6 @@ class Report:
             self.violation("steps not reached", f"no call came to: {', '.join(sorted(missing))}")
 
     def line(self) -> str:
-        """Return where it stands, in one line."""
         calls, verified = sum(self.calls.values()), self.counts["verified bytes"]
         for path in self._folder.glob("journal-*.json"):
             now = json.loads(path.read_text())
@@ -240,7 +234,6 @@ class Report:
         }
 
     def table(self) -> str:
-        """Return the table, and the first violations in detail."""
         kinds: Counter[str] = Counter()
         good: Counter[str] = Counter()
         errors: Counter[str] = Counter()
@@ -311,7 +304,6 @@ class Report:
         self.worst = max(self.worst, journal["worst"])
 
     def _placed(self, violation: dict[str, Any]) -> dict[str, Any]:
-        """Add what was going on."""
         when = violation["at"] - self._epoch_start
         before = [event for event in self._events if float(event.split(" s")[0]) <= when]
         return violation | {"epoch": f"{when:.2f} s into {self._epoch}", "events": before[-_SHOWN_EVENTS:]}

@@ -23,8 +23,6 @@ _POOL_CACHES: Final = 31
 
 @dataclass(frozen=True)
 class Epoch:
-    """One stretch of the campaign."""
-
     number: int
     seed: int
     transport: str

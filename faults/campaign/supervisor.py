@@ -75,7 +75,6 @@ class Hand:
         self.send(_rise, str(self._folder), self.number, epoch, self.port, ports)
 
     def risen(self) -> bool:
-        """Return True once it is up, again or still."""
         if self.state == "rising" and self._child is not None and self._child.answered():
             self.collect()
             self.state = "up"
@@ -130,7 +129,6 @@ class Hand:
             self.state = "up"
 
     def gone(self) -> int | None:
-        """Return the exit code of a process that ended without being killed by us."""
         return None if self._child is None or self.state in {"dead", "leaving"} else self._child.code
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -342,7 +340,6 @@ class Supervisor:
         attempt()
 
     def _depart(self, hand: Hand, epoch: Epoch, finalize: bool) -> None:
-        """Have a worker leave in good order, and bring it back at once."""
         if hand.state != "up":
             return
         if hand.busy:
@@ -370,7 +367,6 @@ class Supervisor:
             self._recovers("stop", hand, epoch)
 
     def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
-        """Note when somebody has pulled from a worker again."""
         peers = epoch.peers(hand.number)
 
         def moved(since_ns: int) -> bool:

@@ -124,7 +124,6 @@ class _Life:
     proof: Allocated | None = None
 
     def start(self, name: str, function: Callable[[], object]) -> None:
-        """Start a thread that :func:`halt` waits for."""
         self.threads.append(threading.Thread(target=function, name=f"campaign-{name}", daemon=True))
         self.threads[-1].start()
 
@@ -199,7 +198,6 @@ def exhaust(world: World) -> None:
 
 
 def limit(world: World, what: str, free: int, seconds: float) -> None:
-    """Leave the process few descriptors or threads for a while. Returns at once."""
     life: _Life = world.memory["life"]
 
     def run() -> None:
@@ -307,7 +305,6 @@ def publish_proof(world: World) -> None:
 
 
 def prove(world: World) -> None:
-    """Pull from every peer, and compare every byte."""
     life: _Life = world.memory["life"]
     scene = life.scene
     stamp = Stamp(scene.worker, scene.life, 60, 0)

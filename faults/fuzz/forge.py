@@ -114,7 +114,6 @@ def _key(rng: random.Random) -> Any:
 
 
 def _communicator(rng: random.Random) -> list[Any] | None:
-    """Sometimes a greeting is for a communicator."""
     if rng.random() < 0.7:
         return None
     members = [[1, 0], [_member(rng), 1]][: rng.choice((0, 1, 2, 2, 2))]

@@ -66,15 +66,12 @@ _LABELS: Final = {False: "CLIENT_TRAFFIC_SECRET_0", True: "SERVER_TRAFFIC_SECRET
 
 
 class Hostile:
-    """A peer in one connection, in plain text."""
-
     preamble = CONTROL_PREAMBLE
 
     def __init__(self, forge: Forge) -> None:
         self.forge = forge
 
     def shake(self, sock: socket.socket) -> None:
-        """Authenticate both ends, unless they are."""
         sock.settimeout(PATIENCE_SECONDS)
 
     def lie(self, first: Sequence[bytes] = ()) -> bytes:
@@ -82,14 +79,12 @@ class Hostile:
         return self.put([*first, *(self.forge.frame() for _ in range(self.forge.rng.randrange(1, 4)))])
 
     def put(self, frames: list[bytes]) -> bytes:
-        """Return what frames look like on their way."""
         return b"".join(frames)
 
     def opened(self, data: bytes) -> bytes:
         return data
 
     def hear_hello(self, sock: socket.socket) -> Hello:
-        """Return the first message of a victim that dials."""
         parser = FrameParser()
         parser.feed(self.opened(b""))  # it may have come with the end of the handshake
         while (payload := parser.take()) is None:
@@ -143,8 +138,6 @@ class SealedHostile(Hostile):
 
 
 class Plain:
-    """The peers of ends without authentication."""
-
     share = b""
     sealed = False
 
@@ -208,7 +201,6 @@ class Sessions(Plain, Credentials):
             raise Finding(f"{self.given._incoming.pending} bytes of a stranger were kept")
 
     def fresh_pair(self) -> tuple[Seal, Seal]:
-        """Return both ends of a new authenticated session, the dialling one first."""
         return _shaken(self)
 
     def kept_pair(self, *, server_side: bool) -> tuple[Seal, Seal]:
@@ -229,7 +221,6 @@ class Sessions(Plain, Credentials):
 
 
 def _shaken(credentials: Credentials) -> tuple[Seal, Seal]:
-    """Return both ends of a session, the dialling one first, which have authenticated each other."""
     client, server = (Credentials.session(credentials, server_side=side) for side in (False, True))
     flight = client.shake()
     while not server.authenticated:

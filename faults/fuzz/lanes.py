@@ -77,8 +77,6 @@ def _tensors(memory: NDArray[np.uint8]) -> Tensors:
 
 
 class _Scene:
-    """The victim with its loop, and an honest engine. A context manager."""
-
     def __init__(self) -> None:
         self.owner = _Owner()
         self._control = ControlLoop()
@@ -234,7 +232,6 @@ def _pin_name(rng: random.Random) -> int:
 
 
 def _spoiled(fields: list[object], rng: random.Random) -> bytes:
-    """Return the fields encoded, and a part of them wrong."""
     if rng.random() < 0.2:
         fields[rng.randrange(len(fields))] = wild(rng)
     data = msgspec.msgpack.encode(fields)

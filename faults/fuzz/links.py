@@ -78,8 +78,6 @@ def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | N
 
 @dataclass(frozen=True)
 class Session:
-    """One peer of the stage: its number, and what the victim's dispatcher takes of it."""
-
     stage: Stage
     number: int
     verdicts: Verdicts
@@ -180,7 +178,6 @@ def say(sock: socket.socket, data: bytes) -> None:
 
 
 def _hoard(stage: Stage, verdicts: Verdicts) -> None:
-    """Ask for far more pins than a peer may have, and release none."""
     stage.publish()
     ours, theirs = socket.socketpair()
     question = ["resolve", 1, False, None, stage.published[0].cache_id, 0, 60_000]

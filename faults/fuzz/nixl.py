@@ -85,8 +85,6 @@ class StillAgent:
 
 
 class _Owner:
-    """Grants four tensors of :data:`EXTENT` bytes to a peer that names them."""
-
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
         if request.handle != HANDLE:
             raise CacheNotFound("no such cache")
@@ -122,7 +120,6 @@ def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
 
 
 def ask(move: int = 1, *, write: bool = False, budget_ms: int = 60_000, nbytes: int = 64) -> Ask:
-    """Return a good request for all four tensors."""
     plan = Plan(0, 0, 4, plan_row(0, 0, nbytes), False, 4 * nbytes)
     meta = encode_request(HANDLE, EXTENT, plan, write)
     if write:

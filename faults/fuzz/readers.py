@@ -74,7 +74,6 @@ def fuzz_packets(frames: int, seed: int) -> Verdicts:
 
 
 def packet(rng: random.Random) -> bytes:
-    """Return a packet of the rendezvous that could be meant, or nearly."""
     value: dict[str, Any] = {"type": "refusal", "reason": "no"}
     if rng.random() < 0.9:
         described = msgspec.structs.asdict(RegionDescriptor(1, 4096, "device", writable=False))

@@ -75,7 +75,6 @@ class Stage:
             raise Finding(f"the friend cannot link: {code}")
 
     def unlink(self) -> None:
-        """End the link of the friend at both ends, if there is one."""
         self.friend.unlink_clusters([self._info(self.port)], 10_000, True)
         limit = time.monotonic() + PATIENCE_SECONDS
         while self.victim.statistics().links or self.friend.statistics().links:
@@ -136,7 +135,6 @@ class Stage:
         self.friend.check_integrity()
 
     def push(self) -> None:
-        """The friend pushes, and every byte of the destination is compared."""
         self._pulls += 1
         source, expected = _filled(self.paged, self._pulls), _filled(self._source, self._pulls + 1_000_000)
         self.friend.cache_manager.push_blocks(BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
@@ -173,7 +171,6 @@ def _bytes(cache: Cache) -> list[Any]:
 
 
 def _filled(cache: Cache, seed: int) -> Any:
-    """Fill a cache with noise; return a copy, shape (tensors, rows, bytes)."""
     noise = np.random.default_rng(seed).integers(0, 256, (4, 8, 48), dtype=np.uint8)
     for view, part in zip(_bytes(cache), noise, strict=True):
         view[:] = part

@@ -105,8 +105,6 @@ def test_what_is_no_fault_is_refused() -> None:
 
 
 class Ends:
-    """A dialer and an accepted socket, with a relay between them."""
-
     def __init__(self, relay: Relay, server: socket.socket) -> None:
         self.relay = relay
         self._server = server
@@ -130,7 +128,6 @@ def ends() -> Iterator[Ends]:
 
 
 def heard(sock: socket.socket) -> bytes:
-    """Return all that comes until the end."""
     data = bytearray()
     while more := sock.recv(1 << 16):
         data += more

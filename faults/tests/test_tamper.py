@@ -43,5 +43,4 @@ def test_what_is_tampered_with_costs_its_lane_or_link_and_moves_no_wrong_byte(sc
 
 @pytest.mark.parametrize("scene", [Lanes, Channels])
 def test_without_seals_changed_bytes_are_found(scene: type[Lanes | Channels]) -> None:
-    """So that the test above looks at something."""
     assert run(scene(20, sealed=False), 300).faults
