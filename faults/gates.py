@@ -165,9 +165,7 @@ class _Stop:
     """Stops the first arrival at one step. The subject says at which end, and on which link."""
 
     def __init__(self, step: Step, gate: Gate, subject: object) -> None:
-        self._step = step
-        self._gate = gate
-        self._subject = subject
+        self._step, self._gate, self._subject = step, gate, subject
         self._taken = threading.Lock()
 
     def __call__(self, name: str, subject: object, details: tuple[Any, ...]) -> None:

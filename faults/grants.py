@@ -84,8 +84,7 @@ class _Owner(Threads):
     def __init__(self, world: World, seed: int) -> None:
         super().__init__()
         self.counts = _Counts()
-        self._world = world
-        self._seed = seed
+        self._world, self._seed = world, seed
         self._chance = random.Random(seed)
         self._views = [words.reshape(_ROWS, _BLOCK_WORDS) for words in words_of(world.caches["kv"])]
         self._last: list[Grant | None] = [None] * _PLACES
@@ -148,8 +147,7 @@ class _Reader(Threads):
         super().__init__()
         self._guarded = guarded
         self.counts = _Counts()
-        self._world = world
-        self._seed = seed
+        self._world, self._seed = world, seed
         self._owner = info(1, port)
         self._chance = random.Random(seed * 1000 + world.dd.cluster_id)
         self._views = [words.reshape(_ROWS, _BLOCK_WORDS) for words in words_of(world.caches["kv"])]

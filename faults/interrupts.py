@@ -306,8 +306,7 @@ class Walk:
     """Calls a verb and interrupts it; then compares everything that the call may not leave behind."""
 
     def __init__(self, scene: Scene, verb: Verb) -> None:
-        self.scene = scene
-        self.verb = verb
+        self.scene, self.verb = scene, verb
         self._idle: Any = None  # what the end shows between two calls
         self._written: list[list[int]] = []  # windows that were written over after an interrupt
 

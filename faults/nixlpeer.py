@@ -36,8 +36,7 @@ class SocketWire:
     """Questions and answers over one stream socket, which it owns together with the thread that reads it."""
 
     def __init__(self, sock: socket.socket, on_question: Callable[[bytes, Callable[[bytes], None]], None]) -> None:
-        self._sock = sock
-        self._on_question = on_question
+        self._sock, self._on_question = sock, on_question
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[bytes]] = {}
         self._sending = threading.Lock()

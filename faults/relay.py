@@ -571,8 +571,7 @@ class Relayed:
 
     def __init__(self, pair: Pair, relay: Relay, neighbour: LocalEnd) -> None:
         self.prompt, self.decoder, self.neighbour = pair.prompt, pair.decoder, neighbour
-        self.pair = pair
-        self.relay = relay
+        self.pair, self.relay = pair, relay
 
     def link(self, timeout: int = 10_000) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         return self.decoder.do(link, [info(1, self.relay.port)], timeout)

@@ -83,9 +83,10 @@ class Directory:
         mode: Any = "w+" if create else "r+"
         self._table = np.memmap(path, _RECORD, mode, shape=(WORKERS, SLOTS))
         self._lives = np.memmap(path.with_suffix(".lives"), np.uint64, mode, shape=(WORKERS,))
-        self._doing = np.memmap(path.with_suffix(".doing"), np.uint64, mode, shape=(WORKERS,))
+        #: What each worker is doing, see faults.campaign.journal.
+        self.doing = np.memmap(path.with_suffix(".doing"), np.uint64, mode, shape=(WORKERS,))
         #: [puller, owner]: when the last good pull began.
-        self._good = np.memmap(path.with_suffix(".good"), np.uint64, mode, shape=(WORKERS, WORKERS))
+        self.good = np.memmap(path.with_suffix(".good"), np.uint64, mode, shape=(WORKERS, WORKERS))
         #: Until when everybody rests, and whether without links.
         self._rest = np.memmap(path.with_suffix(".rest"), np.uint64, mode, shape=(2,))
 
@@ -96,21 +97,7 @@ class Directory:
         """A worker has been killed; nothing that it had is there any more."""
         self._lives[worker] += 1
         self._table[worker] = np.zeros((), _RECORD)
-        self._doing[worker] = 0
-
-    def does(self, worker: int, mask: int) -> None:
-        """A worker says what it is doing, see faults.campaign.states."""
-        self._doing[worker] = mask
-
-    def doing(self, worker: int) -> int:
-        return int(self._doing[worker])
-
-    def pulled(self, puller: int, owner: int, began_ns: int) -> None:
-        self._good[puller, owner] = began_ns
-
-    def has_pulled(self, puller: int, owner: int, since_ns: int) -> bool:
-        """Return True when one that was good has begun after that moment."""
-        return int(self._good[puller, owner]) > since_ns
+        self.doing[worker] = 0
 
     def rest(self, seconds: float, *, apart: bool) -> int:
         """Let all workers rest for so long, without links or as they are; return until when."""
@@ -194,6 +181,6 @@ class Directory:
         return int(self._table[found.worker, found.slot]["generation"])
 
     def close(self) -> None:
-        files: tuple[Any, ...] = (self._table, self._lives, self._doing, self._good, self._rest)
-        for each in files:
+        each: Any
+        for each in (self._table, self._lives, self.doing, self.good, self._rest):
             each._mmap.close()

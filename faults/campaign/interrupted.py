@@ -115,8 +115,7 @@ class Linker:
     """Both ends of every pair have one, so that they dial at once; some dial through a relay."""
 
     def __init__(self, scene: Scene, rng: Random) -> None:
-        self._scene = scene
-        self._rng = rng
+        self._scene, self._rng = scene, rng
         self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
@@ -180,9 +179,7 @@ class Roamer:
     """What the main thread does: it moves bytes, links and unlinks."""
 
     def __init__(self, mover: Mover, linker: Linker, rng: Random) -> None:
-        self.mover = mover
-        self._linker = linker
-        self._rng = rng
+        self.mover, self._linker, self._rng = mover, linker, rng
 
     def run(self, seconds: float, stop: Callable[[], bool]) -> None:
         until = time.monotonic() + seconds

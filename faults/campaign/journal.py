@@ -110,10 +110,7 @@ class Journal:
     """Any thread of one worker writes into it: counts and violations go to files beside ``path``."""
 
     def __init__(self, path: Path, name: str, doing: Doing, *, harmed: bool) -> None:
-        self._path = path
-        self._name = name
-        self.doing = doing
-        self._harmed = harmed
+        self._path, self._name, self.doing, self._harmed = path, name, doing, harmed
         self.leaving = False
         # Open from the start: there may be no descriptors left when it is needed.
         self._violations = path.with_suffix(".jsonl").open("a", buffering=1)

@@ -37,8 +37,7 @@ _numbers: Final = itertools.count(1)
 
 class Lodgers:
     def __init__(self, scene: Scene, rng: Random) -> None:
-        self._scene = scene
-        self._rng = rng
+        self._scene, self._rng = scene, rng
 
     def run(self) -> None:
         while not self._scene.stop.is_set():

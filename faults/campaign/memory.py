@@ -112,9 +112,7 @@ class Memory:
     """Memory to register, reused again and again: a pool's or the process's own. One thread."""
 
     def __init__(self, journal: Journal, cm: CacheManager, shape: Shape, budget: float, *, private: bool) -> None:
-        self.shape = shape
-        self._journal = journal
-        self._cm = cm
+        self.shape, self._journal, self._cm = shape, journal, cm
         self._under: Cache | None = None
         if private:
             self.arrays: list[NDArray[np.uint64]] = [

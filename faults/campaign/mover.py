@@ -69,9 +69,7 @@ class Mover:
     """One thread, with destinations of its own. ``number`` counts the movers of its worker."""
 
     def __init__(self, scene: Scene, rng: Random, number: int) -> None:
-        self._scene = scene
-        self._rng = rng
-        self._number = number
+        self._scene, self._rng, self._number = scene, rng, number
         self._peers = scene.epoch.peers(scene.worker)
         self._turn = 0
         self._remembered: deque[Found] = deque(maxlen=_REMEMBERED)
@@ -80,7 +78,7 @@ class Mover:
         #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
         self._inherited = scene.directory.generations()
         self._own: _Own | None = None
-        self._weights, self._work = zip(*self._jobs(), strict=True)
+        self._jobs = [job for job in self._all_jobs() if job[0]]
         self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
@@ -100,22 +98,29 @@ class Mover:
         if self._own is None:
             self._scene.stop.wait(0.05)
             return
-        self._rng.choices(self._work, self._weights)[0](self._own)
+        _, job, kinds = self._rng.choices(self._jobs, [weight for weight, *_ in self._jobs])[0]
+        if not kinds:
+            job(self._own)
+        elif (found := self._pick(*kinds)) is not None:
+            job(self._own, found)
 
-    def _jobs(self) -> list[tuple[int, Callable[[_Own], object]]]:
-        jobs: list[tuple[int, Callable[[_Own], object]]] = [
-            (8, self._pull_blocks),
-            (4, self._pull_row),
-            (3, self._copy_inside),
-            (1, self._begin_anew),
-            (2, self._pull_granted),
-            (2, lambda own: _drop(self._scene, own.blocks.cache)),
+    def _all_jobs(self) -> list[tuple[int, Callable[..., object], tuple[Kind, ...]]]:
+        """Return what there is to do: its weight, and of which caches of a peer it needs one."""
+        rca, harmed = self._scene.epoch.rca, self._scene.epoch.harmed
+        return [
+            (8, self._pull_blocks, (Kind.BLOCKS, Kind.REBOUND)),
+            (4, self._pull_row, (Kind.ROWS,)),
+            (3, self._copy_inside, ()),
+            (1, self._begin_anew, ()),
+            (2, self._pull_granted, (Kind.GRANTED,)),
+            (2, lambda own: _drop(self._scene, own.blocks.cache), ()),
+            (6 * rca, self._push_blocks, (Kind.INBOX,)),
+            (4 * rca, self._push_row, (Kind.INROWS,)),
+            (8 * (not rca), self._pull_keyed, (Kind.KEYED,)),
+            (3 * (not rca), self._pull_prefix, (Kind.PREFIX,)),
+            # An address that is changed on its way is written to: nothing between two ends can find that out.
+            (2 * (not harmed), self._send, ()),
         ]
-        jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
-        jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]
-        # An address that is changed on its way is written to: nothing between two ends can find that out.
-        jobs += [] if self._scene.epoch.harmed else [(2, self._send)]
-        return jobs
 
     def free(self) -> bool:
         own, self._own = self._own, None
@@ -181,10 +186,7 @@ class Mover:
 
     # --- pulls -----------------------------------------------------------------------------------------------------
 
-    def _pull_blocks(self, own: _Own) -> None:
-        found = self._pick(Kind.BLOCKS, Kind.REBOUND)
-        if found is None:
-            return
+    def _pull_blocks(self, own: _Own, found: Found) -> None:
         count = self._rng.choice((1, 2, 5, found.shape.rows))
         sources = self._rng.sample(range(found.shape.rows), count)
         targets = self._rng.sample(range(found.shape.rows), count)
@@ -193,9 +195,8 @@ class Mover:
         wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
         self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
 
-    def _pull_granted(self, own: _Own) -> None:
-        found = self._pick(Kind.GRANTED)
-        if found is None or not found.extra:
+    def _pull_granted(self, own: _Own, found: Found) -> None:
+        if not found.extra:
             return
         rows = self._rng.sample(range(found.shape.rows), self._rng.choice((1, 2, 5)))
         tensors, grant = range(found.shape.tensors), Grant.from_bytes(found.extra)
@@ -216,10 +217,7 @@ class Mover:
         }
         return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
 
-    def _pull_row(self, own: _Own) -> None:
-        found = self._pick(Kind.ROWS)
-        if found is None:
-            return
+    def _pull_row(self, own: _Own, found: Found) -> None:
         row = self._rng.randrange(found.shape.rows)
         self._row(own, found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
 
@@ -249,7 +247,7 @@ class Mover:
         if outcome is None and scene.directory.life(found.worker) == found.incarnation:
             first = int(dst.views[tensors[0]][rows[0], 0])
             generation = self._generation(found, first)
-            scene.directory.pulled(scene.worker, found.worker, started)
+            scene.directory.good[scene.worker, found.worker] = started
             if dst.settle(about, tensors, rows, wanted(found.at(generation))):
                 self._judge_time(about, found, generation, started)
         else:
@@ -286,11 +284,8 @@ class Mover:
 
     # --- keys, each consumed once ----------------------------------------------------------------------------------
 
-    def _pull_keyed(self, own: _Own) -> None:
+    def _pull_keyed(self, own: _Own, found: Found) -> None:
         """Each row of a keyed cache belongs to one mover, so that a second success is one too many."""
-        found = self._pick(Kind.KEYED)
-        if found is None:
-            return
         takers = MOVERS * len(self._scene.epoch.peers(found.worker))
         me = self._taker(found.worker)
         mine = [row for row in range(found.shape.rows) if (row + found.generation) % takers == me]
@@ -304,10 +299,7 @@ class Mover:
         outcome = self._row(own, found, key, row)
         self._judge_key(found, identity, link, outcome, by_id=by_id)
 
-    def _pull_prefix(self, own: _Own) -> None:
-        found = self._pick(Kind.PREFIX)
-        if found is None:
-            return
+    def _pull_prefix(self, own: _Own, found: Found) -> None:
         row = self._rng.randrange(found.shape.rows)
         outcome = self._row(own, found, prefix_of(found, row), row)
         if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
@@ -344,10 +336,7 @@ class Mover:
 
     # --- pushes ----------------------------------------------------------------------------------------------------
 
-    def _push_blocks(self, own: _Own) -> None:
-        found = self._pick(Kind.INBOX)
-        if found is None:
-            return
+    def _push_blocks(self, own: _Own, found: Found) -> None:
         stamp, letters = self._letter(own.letters), own.letters
         rows = self._own_rows(found)
         sources = self._rng.sample(range(letters.shape.rows), len(rows))
@@ -399,10 +388,7 @@ class Mover:
                 return
         scene.journal.verified(wanted.nbytes)
 
-    def _push_row(self, own: _Own) -> None:
-        found = self._pick(Kind.INROWS)
-        if found is None:
-            return
+    def _push_row(self, own: _Own, found: Found) -> None:
         letters, stamp = own.long_letters, self._letter(own.long_letters)
         row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
         key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)

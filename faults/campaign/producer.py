@@ -69,10 +69,7 @@ class Slot:
     """
 
     def __init__(self, scene: Scene, number: int, kind: Kind, shape: Shape) -> None:
-        self.scene = scene
-        self.number = number
-        self.kind = kind
-        self.shape = shape
+        self.scene, self.number, self.kind, self.shape = scene, number, kind, shape
         self.generation = 0
         self.cache: Cache | None = None
         self.views: list[NDArray[Any]] = []
@@ -297,8 +294,7 @@ class Producer:
     """Makes and takes back at random, until told to stop; storms and full pools on command."""
 
     def __init__(self, scene: Scene, rng: Random) -> None:
-        self._scene = scene
-        self._rng = rng
+        self._scene, self._rng = scene, rng
         self._memories: list[Memory] = []
         self._slots: list[Slot] = []
         self.storm = threading.Event()

@@ -49,36 +49,32 @@ class Hand:
     """
 
     def __init__(self, number: int, port: int, folder: Path, directory: Directory) -> None:
-        self.number = number
-        self.port = port
+        self.number, self.port = number, port
         self.state = "dead"
         self.busy = False
         self._until = 0.0
-        self._folder = folder
-        self._directory = directory
+        self._folder, self._directory = folder, directory
         self._child: ChildEnd | None = None
 
     @property
-    def pid(self) -> int:
+    def child(self) -> ChildEnd:
         assert self._child is not None
-        return self._child.pid
+        return self._child
 
     def bear(self) -> None:
-        self._child = ChildEnd(f"campaign {self.number}")
+        self._child, self.state = ChildEnd(f"campaign {self.number}"), "up"
         self.do(work.prepare, str(self._folder), self.number)
-        self.state = "up"
 
     def rise(self, epoch: Epoch, ports: dict[int, int]) -> None:
         """Be born again in the middle of an epoch. Returns at once, see :meth:`risen`."""
-        self._child = ChildEnd(f"campaign {self.number}")
-        self.state = "rising"
+        self._child, self.state = ChildEnd(f"campaign {self.number}"), "rising"
         self.send(_rise, str(self._folder), self.number, epoch, self.port, ports)
 
     def risen(self) -> bool:
-        if self.state == "rising" and self._child is not None and self._child.answered():
+        if self.state == "rising" and self.child.answered():
             self.collect()
             self.state = "up"
-        elif self.busy and self.state == "up" and self._child is not None and self._child.answered():
+        elif self.busy and self.state == "up" and self.child.answered():
             self.rest()
         return self.state == "up"
 
@@ -93,8 +89,7 @@ class Hand:
             self.collect()
 
     def kill(self) -> None:
-        assert self._child is not None
-        self._child.kill()
+        self.child.kill()
         self.state, self.busy = "dead", False
         self._directory.reborn(self.number)
 
@@ -106,46 +101,42 @@ class Hand:
         self._until = time.monotonic() + _LEAVE_SECONDS
 
     def departed(self) -> bool:
-        assert self._child is not None
-        if self._child.code is None and time.monotonic() < self._until:
+        if self.child.code is None and time.monotonic() < self._until:
             return False
-        code, self.state = self._child.code, "dead"
+        code, self.state = self.child.code, "dead"
         if code:
             raise Lost(f"worker {self.number} was to leave in good order, and ended with {code}")
         if code is None:
             raise Lost(f"worker {self.number} was to leave in good order, and has not answered")
-        self._child.kill()
+        self.child.kill()
         self._directory.reborn(self.number)
         return True
 
     def stop(self) -> None:
-        assert self._child is not None
-        self._child.signal(signal.SIGSTOP)
+        self.child.signal(signal.SIGSTOP)
         self.state = "stopped"
 
     def go_on(self) -> None:
-        if self.state == "stopped" and self._child is not None:
-            self._child.signal(signal.SIGCONT)
+        if self.state == "stopped":
+            self.child.signal(signal.SIGCONT)
             self.state = "up"
 
     def gone(self) -> int | None:
-        return None if self._child is None or self.state in {"dead", "leaving"} else self._child.code
+        return None if self.state in {"dead", "leaving"} else self.child.code
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
         self.send(function, *args)
         return self.collect()
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:
-        assert self._child is not None
         try:
-            self._child.begin(function, *args)
+            self.child.begin(function, *args)
         except OSError as error:
             raise Lost(f"worker {self.number} is gone (exit {self._exit()}) before {function.__name__}") from error
 
     def collect(self) -> Any:
-        assert self._child is not None
         try:
-            return self._child.finish(_ANSWER_SECONDS)
+            return self.child.finish(_ANSWER_SECONDS)
         except (EOFError, ConnectionError) as error:
             raise Lost(f"worker {self.number} is gone, exit {self._exit()}") from error
         except TimeoutError as error:
@@ -158,10 +149,8 @@ class Hand:
             self.state, self.busy = "dead", False
 
     def _exit(self) -> int | None:
-        assert self._child is not None
-        child = self._child
-        holds_within(lambda: child.code is not None, 5.0)
-        return child.code
+        holds_within(lambda: self.child.code is not None, 5.0)
+        return self.child.code
 
 
 def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: dict[int, int]) -> None:
@@ -185,8 +174,7 @@ class Supervisor:
     def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
         self._seed = seed
         self._transports = transports or TRANSPORTS
-        self._folder = folder
-        self._progress = progress
+        self._folder, self._progress = folder, progress
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)
         ports = _free_ports(SystemRandom())
@@ -246,10 +234,9 @@ class Supervisor:
         self.report.phase("heal")
         self._heal(epoch)
         self.report.phase("finish")
-        for hand, sample in zip(
-            self._hands, self._all(work.finish, lambda hand: (epoch.number % 2 == 0,)), strict=True
-        ):
-            self.report.growth.add(hand.pid, sample)
+        samples = self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
+        for hand, sample in zip(self._hands, samples, strict=True):
+            self.report.growth.add(hand.child.pid, sample)
         self.report.phase("end")
         left = sorted(path.name for path in (self._folder / "sockets").iterdir())
         if left:
@@ -281,7 +268,9 @@ class Supervisor:
 
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
-        states = [state for each in event.pair or (event.worker,) for state in states_in(self._directory.doing(each))]
+        states = [
+            state for each in event.pair or (event.worker,) for state in states_in(int(self._directory.doing[each]))
+        ]
         match event.what:
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
@@ -293,7 +282,9 @@ class Supervisor:
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
-                self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
+                self._rubbish.throw(
+                    event.details["kind"], event.details["seed"], hand.port, hand.child.pid, self._folder
+                )
             case "liar" if hand.state in {"up", "stopped"}:
                 victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
                 self._liars.send(event.details["seed"], victim, event.details["seconds"])
@@ -367,12 +358,8 @@ class Supervisor:
             self._recovers("stop", hand, epoch)
 
     def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
-        peers = epoch.peers(hand.number)
-
-        def moved(since_ns: int) -> bool:
-            return any(self._directory.has_pulled(peer, hand.number, since_ns) for peer in peers)
-
-        self.report.recoveries.begin(kind, moved)
+        good, peers = self._directory.good, epoch.peers(hand.number)
+        self.report.recoveries.begin(kind, lambda ns: any(good[peer, hand.number] > ns for peer in peers))
 
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
@@ -385,11 +372,9 @@ class Supervisor:
         idle = self._directory.resting()
         drops = event.what == "relay" and details["fault"].what in {"drop", "stall"} and idle
         if event.what == "cut" or drops:
-            self.report.recoveries.begin(
-                "idle drop" if idle else "cut",
-                lambda ns: self._directory.has_pulled(one, two, ns) or self._directory.has_pulled(two, one, ns),
-                self._rested_ns if idle else None,
-            )
+            good, since = self._directory.good, self._rested_ns if idle else None
+            what = "idle drop" if idle else "cut"
+            self.report.recoveries.begin(what, lambda ns: good[one, two] > ns or good[two, one] > ns, since)
         match event.what:
             case "relay":
                 relay.now(details["kind"], details["direction"], details["fault"])

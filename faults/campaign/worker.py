@@ -156,7 +156,7 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     world.dd._engine.store.registry._next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
-    doing = Doing(partial(directory.does, worker))
+    doing = Doing(partial(directory.doing.__setitem__, worker))
     journal = Journal(
         folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", doing, harmed=epoch.harmed
     )

@@ -106,8 +106,7 @@ def test_what_is_no_fault_is_refused() -> None:
 
 class Ends:
     def __init__(self, relay: Relay, server: socket.socket) -> None:
-        self.relay = relay
-        self._server = server
+        self.relay, self._server = relay, server
 
     @contextmanager
     def join(self, first: bytes = CONTROL_PREAMBLE) -> Iterator[tuple[socket.socket, socket.socket]]:
