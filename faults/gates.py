@@ -65,39 +65,33 @@ class Step:
         return details[0] is self.detail if isinstance(self.detail, bool) else isinstance(details[0], self.detail)
 
 
-def _initiator(number: int, name: str, text: str, detail: type[Message] | bool | None = None, **more: bool) -> Step:
-    return Step(number, "initiator", name, text, detail, **more)
-
-
-def _target(number: int, name: str, text: str, detail: type[Message]) -> Step:
-    return Step(number, "target", name, text, detail)
-
-
 #: Every gate there is. "copy" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
 STEPS: Final[dict[str, Step]] = {
-    "call": _initiator(1, "call", "nothing has been looked at"),
-    "hold": _initiator(2, "use", "the arguments were fine, nothing is held"),
-    "link": _initiator(3, "link", "the destination is held, no link has been looked for"),
-    "ask": _initiator(4, "ask", "the question has not been sent"),
-    "asked": _initiator(4, "sent", "the question is on its way", Resolve),
-    "target asked": _target(5, "handle", "the question has come, nothing has been looked up", Resolve),
-    "target answered": _target(5, "handled", "what had to be pinned is, and the answer is on its way", Resolve),
-    "answer": _initiator(6, "answer", "the answer has come, nothing of it has been mapped"),
-    "resolved": _initiator(6, "resolved", "the answer is mapped, nothing has been compared"),
-    "plan": _initiator(7, "plan", "the guards were fine, there is no plan yet"),
-    "guards": _initiator(8, "guards", "the guards have not been compared"),
-    "before copy": _initiator(9, "copy", "there is a plan, no byte has moved", False),
-    "before write": _initiator(9, "copy", "as before copy", True),
-    "deadline": _initiator(9, "copy", "as before copy, and the call's time passes there", False, expire=True),
-    "write deadline": _initiator(9, "copy", "as deadline", True, expire=True),
-    "after copy": _initiator(10, "copied", "every byte has moved, the guards are not compared", False),
-    "after write": _initiator(10, "copied", "as after copy", True),
-    "release": _initiator(11, "send", "all is done, no release has been sent", Release),
-    "consumed": _initiator(11, "send", "a push is done, the target does not know it", Consumed),
-    "released": _initiator(11, "sent", "the release is on its way", Release),
-    "target release": _target(12, "handle", "the release has come, the pin is there", Release),
-    "target released": _target(12, "handled", "the pin is gone, and whatever waited for it", Release),
-    "target consumed": _target(12, "handle", "a push is known to be done, its row is not consumed yet", Consumed),
+    "call": Step(1, "initiator", "call", "nothing has been looked at"),
+    "hold": Step(2, "initiator", "use", "the arguments were fine, nothing is held"),
+    "link": Step(3, "initiator", "link", "the destination is held, no link has been looked for"),
+    "ask": Step(4, "initiator", "ask", "the question has not been sent"),
+    "asked": Step(4, "initiator", "sent", "the question is on its way", Resolve),
+    "target asked": Step(5, "target", "handle", "the question has come, nothing has been looked up", Resolve),
+    "target answered": Step(5, "target", "handled", "what had to be pinned is, and the answer is on its way", Resolve),
+    "answer": Step(6, "initiator", "answer", "the answer has come, nothing of it has been mapped"),
+    "resolved": Step(6, "initiator", "resolved", "the answer is mapped, nothing has been compared"),
+    "plan": Step(7, "initiator", "plan", "the guards were fine, there is no plan yet"),
+    "guards": Step(8, "initiator", "guards", "the guards have not been compared"),
+    "before copy": Step(9, "initiator", "copy", "there is a plan, no byte has moved", False),
+    "before write": Step(9, "initiator", "copy", "as before copy", True),
+    "deadline": Step(9, "initiator", "copy", "as before copy, and the call's time passes there", False, expire=True),
+    "write deadline": Step(9, "initiator", "copy", "as deadline", True, expire=True),
+    "after copy": Step(10, "initiator", "copied", "every byte has moved, the guards are not compared", False),
+    "after write": Step(10, "initiator", "copied", "as after copy", True),
+    "release": Step(11, "initiator", "send", "all is done, no release has been sent", Release),
+    "consumed": Step(11, "initiator", "send", "a push is done, the target does not know it", Consumed),
+    "released": Step(11, "initiator", "sent", "the release is on its way", Release),
+    "target release": Step(12, "target", "handle", "the release has come, the pin is there", Release),
+    "target released": Step(12, "target", "handled", "the pin is gone, and whatever waited for it", Release),
+    "target consumed": Step(
+        12, "target", "handle", "a push is known to be done, its row is not consumed yet", Consumed
+    ),
 }
 
 

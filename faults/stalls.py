@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from faults.gates import watched
@@ -57,7 +56,9 @@ def _pool(engine: Engine, _: list[Link], undo: ExitStack) -> None:
 def _registry(engine: Engine, _: list[Link], undo: ExitStack) -> None:
     registry, end = engine.store.registry, threading.Event()
     _hold(registry._lock, "the registry's lock", undo)
-    _replace(registry, "begin_use", partial(_after, end), undo)  # which needs no lock where a cache can be found
+    _replace(
+        registry, "begin_use", lambda move: lambda *args: (end.wait(), move(*args))[1], undo
+    )  # which needs no lock where a cache can be found
     undo.callback(end.set)
 
 
@@ -83,14 +84,6 @@ def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
 
     undo.enter_context(watched(wait))
     undo.callback(end.set)
-
-
-def _after(end: threading.Event, move: Callable[..., Any]) -> Callable[..., Any]:
-    def moving(*args: Any) -> Any:
-        end.wait()
-        return move(*args)
-
-    return moving
 
 
 def _frame(_: Engine, links: list[Link], undo: ExitStack) -> None:

@@ -38,6 +38,8 @@ from llm_datadist._transport.lanes import LANE_PREAMBLE
 from llm_datadist.errors import LLMException
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from faults.campaign.directory import Directory, Found
     from faults.campaign.schedule import Epoch
 
@@ -118,8 +120,17 @@ class _Liar(Stranger):
 
     def lie(self) -> None:
         self._number += 1
-        lies = [self._resolve, self._release, self._consumed, self._verify, self._locate, self._unlink, self._forged]
-        self._rng.choices([*lies, self._ask_lane], (6, 6, 3, 3, 2, 0.3, 3, 6 if self.lanes else 0))[0]()
+        lies: dict[Callable[[], object], float] = {
+            self._resolve: 6,
+            self._release: 6,
+            self._consumed: 3,
+            self._verify: 3,
+            self._locate: 2,
+            lambda: self.say(wire.UnlinkRequest(self._number), wire.UnlinkCancel()): 0.3,
+            lambda: self.say(*(self._forge.frame() for _ in range(self._rng.randrange(1, 9)))): 3,
+            self._ask_lane: 6 if self.lanes else 0,
+        }
+        self._rng.choices(list(lies), list(lies.values()))[0]()
         time.sleep(self._rng.choice((0.0, 0.002, 0.02)))
 
     def _found(self) -> Found | None:
@@ -173,12 +184,6 @@ class _Liar(Stranger):
     def _locate(self) -> None:
         addresses = np.array([self._rng.randrange(2**47) for _ in range(8)], "<u8").tobytes()
         self.say(wire.Locate(self._number, addresses, self._rng.choice((1, 4096, 2**62))))
-
-    def _unlink(self) -> None:
-        self.say(wire.UnlinkRequest(self._number), wire.UnlinkCancel())
-
-    def _forged(self) -> None:
-        self.say(b"".join(self._forge.frame() for _ in range(self._rng.randrange(1, 9))))
 
     def _ask_lane(self) -> None:
         named = self._guarded()

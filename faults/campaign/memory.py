@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, Placement
+from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, Placement
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -160,10 +160,6 @@ def same(journal: Journal, what: str, views: Sequence[NDArray[np.uint64]], stamp
     if right:
         journal.verified(len(views) * len(rows) * views[0].shape[1] * 8)
     return right
-
-
-def keys_of(cluster_id: int, first: int, count: int) -> list[CacheKey]:
-    return [CacheKey(cluster_id, first + row) for row in range(count)]
 
 
 class Destination:

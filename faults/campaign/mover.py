@@ -14,7 +14,7 @@ import numpy as np
 from faults.campaign.directory import Found, Kind
 from faults.campaign.interrupted import Awaiting
 from faults.campaign.journal import Cancelled, Interrupted
-from faults.campaign.memory import Destination, Shape, Stamp, close_all, difference, pattern, stamp_of
+from faults.campaign.memory import Destination, Stamp, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
 from faults.campaign.schedule import MOVERS
 from llm_datadist import (
@@ -129,26 +129,22 @@ class Mover:
     # --- destinations ----------------------------------------------------------------------------------------------
 
     def _made(self) -> _Own | None:
-        shape = self._scene.epoch.shape
+        scene, shape = self._scene, self._scene.epoch.shape
         self._turn += 1
         made: list[Destination] = []
         try:
-            for each, long in ((shape, False), (shape.long, True), (shape, False), (shape, False), (shape.long, True)):
-                made.append(self._destination(each, len(made), long=long))
+            for index, long in enumerate((False, True, False, False, True)):
+                host = index == 2
+                settings: dict[str, Any] = {"budget": scene.budget, "long": long}
+                settings["kind"] = "allocated" if host else self._rng.choice(("allocated", "inside", "private"))
+                settings["placement"] = Placement.HOST if host else Placement.DEVICE
+                stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
+                each = shape.long if long else shape
+                made.append(Destination(scene.journal, scene.cm, each, stamp, **settings))
         except LLMException:
             close_all(made)
             return None
         return _Own(*made)
-
-    def _destination(self, shape: Shape, index: int, *, long: bool) -> Destination:
-        scene = self._scene
-        host = index == 2
-        kinds = ("allocated", "inside", "private") if not host else ("allocated",)
-        placement = Placement.HOST if host else Placement.DEVICE
-        kind = self._rng.choice(kinds)
-        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
-        settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
-        return Destination(scene.journal, scene.cm, shape, stamp, **settings)
 
     def _begin_anew(self, own: _Own) -> None:
         if self._rng.random() < 0.3 and not self.free():

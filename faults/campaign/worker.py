@@ -59,14 +59,6 @@ def leave() -> None:
     ctypes.pythonapi.Py_Exit(0)
 
 
-def _refused(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except StateError:
-        return True
-    return False
-
-
 class Child:
     """A forked child of the main thread. Owns the process until :meth:`wait`.
 
@@ -79,8 +71,10 @@ class Child:
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
             self._pid = os.fork()
         if self._pid == 0:
-            if not all(map(_refused, calls)):
-                os._exit(_NOT_REFUSED)
+            for call in calls:
+                with suppress(StateError):
+                    call()
+                    os._exit(_NOT_REFUSED)
             if how == "sys.exit":
                 leave()
             if how == "exec":
@@ -340,9 +334,12 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
     _freed(life)
     _wait_until(journal, "left in the tables", lambda: _remains(world))
     if unlink:
-        _unlink_all(world, scene)
+        for number, peer in enumerate(scene.epoch.peers(scene.worker)):
+            cluster = info(peer + 1, 1)
+            scene.call("unlink_clusters", 5.0, world.dd.unlink_clusters, [cluster], 5000, number % 2 == 1)
+        _wait_until(journal, "still linked", lambda: [str(link) for link in world.dd.statistics().links])
         wanted = {name: what for name, what in life.fresh.items() if name in {"fds", "memfd mappings"}}
-        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()), _descriptors)
+        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()))
     try:
         world.dd.check_integrity()
     except AssertionError as error:
@@ -392,16 +389,9 @@ def _remains(world: World) -> dict[str, Any]:
     return {name: value for name, value in counts.items() if value}
 
 
-def _unlink_all(world: World, scene: Scene) -> None:
-    for number, peer in enumerate(scene.epoch.peers(scene.worker)):
-        cluster = info(peer + 1, 1)
-        scene.call("unlink_clusters", 5.0, world.dd.unlink_clusters, [cluster], 5000, number % 2 == 1)
-    _wait_until(scene.journal, "still linked", lambda: [str(link) for link in world.dd.statistics().links])
-
-
-def _wait_until(journal: Journal, what: str, remains: Callable[[], Any], more: Callable[[], str] = str) -> None:
+def _wait_until(journal: Journal, what: str, remains: Callable[[], Any]) -> None:
     if not holds_within(lambda: not remains(), _TIDY_SECONDS):
-        journal.violation("leaks", f"{what}: {remains()} {more()}")
+        journal.violation("leaks", f"{what}: {remains()}; descriptors {dict(residue()['fds'])}")
 
 
 def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -411,11 +401,3 @@ def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         for name, was in before.items()
         if (now[name] - was if isinstance(was, Counter) else now[name] != was)
     }
-
-
-def _descriptors() -> str:
-    names = []
-    for entry in sorted(os.listdir("/proc/self/fd"), key=int):
-        with suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{entry}"))
-    return str(names)

@@ -15,7 +15,7 @@ import socket
 import ssl
 import tempfile
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -241,11 +241,6 @@ def secured() -> Iterator[Sessions]:
         yield Sessions(Path(folder))
 
 
-@contextmanager
-def plain() -> Iterator[Plain]:
-    yield Plain()
-
-
 def check_bounded(seal: Seal) -> None:
     """Raise Finding for a seal that keeps more than it must."""
     kept, unsent = seal._incoming.pending, seal._outgoing.pending
@@ -259,7 +254,11 @@ def check_bounded(seal: Seal) -> None:
 def fuzz_greetings(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
     """Connect to the listener of the victim with bad greetings, with the secret or without it. Counts greetings."""
     forge, name = Forge(seed, HANDSHAKE, wrong=0.15, sealed=sealed), "sealed greetings" if sealed else "greetings"
-    with secured() if sealed else plain() as peers, Stage(extra=peers.options) as stage, trial(name, seed) as verdicts:
+    with (
+        secured() if sealed else nullcontext(Plain()) as peers,
+        Stage(extra=peers.options) as stage,
+        trial(name, seed) as verdicts,
+    ):
         if isinstance(peers, Sessions):
             credentials: Any = stage.engine.links._endpoint.credentials
             credentials.session = peers.session
@@ -311,18 +310,13 @@ def _intrude(sock: socket.socket, sessions: Sessions, rng: random.Random) -> Non
                 sock.sendall(SEALED_PREAMBLE + hello)
                 sock.sendall(changed(seal.shake(sock.recv(1 << 16)) or b"\0", rng))
             case 4:
-                _show(sock, sessions.foreign)
+                context = sessions.foreign._current()[0]
+                context.verify_mode = ssl.CERT_NONE  # believe the other end whatever it shows
+                seal = Seal(context, server_side=False)
+                sock.sendall(SEALED_PREAMBLE + seal.shake())
+                sock.sendall(seal.shake(sock.recv(1 << 16)))
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
-
-
-def _show(sock: socket.socket, foreign: Credentials) -> None:
-    """Do a handshake with another secret, and believe the other end whatever it shows."""
-    context = foreign._current()[0]
-    context.verify_mode = ssl.CERT_NONE
-    seal = Seal(context, server_side=False)
-    sock.sendall(SEALED_PREAMBLE + seal.shake())
-    sock.sendall(seal.shake(sock.recv(1 << 16)))
 
 
 def garbage(rng: random.Random) -> bytes:
@@ -347,7 +341,11 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
     """Be a listener that answers nonsense, with the secret or without it. Counts dials."""
     forge = Forge(seed, HANDSHAKE | {"welcome": 60}, wrong=0.15, sealed=sealed)
     name = "sealed dials" if sealed else "dials"
-    with secured() if sealed else plain() as peers, Stage(extra=peers.options) as stage, trial(name, seed) as verdicts:
+    with (
+        secured() if sealed else nullcontext(Plain()) as peers,
+        Stage(extra=peers.options) as stage,
+        trial(name, seed) as verdicts,
+    ):
         # Not held to shm, so that a welcome in the name of a peer of this process can come to something.
         endpoint = replace(stage.engine.links._endpoint, transport=None, credentials=peers.credentials)
         with Nonsense(stage, forge, peers) as nonsense:

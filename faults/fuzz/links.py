@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._links.seal import Seal
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist.datadist import LLMDataDist
 
 _STRANGER: Final = 666
 
@@ -272,31 +271,20 @@ def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
 
     honest = links._handlers[Resolve]
     links._handlers[Resolve] = liar
+    manager: Any = stage.friend.cache_manager
+    manager._deadline = lambda: Deadline(50)  # a lie that answers another question is waited for
     try:
-        with _quick(stage.friend):
-            stage.friend.cache_manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
-    except (LLMException, ValueError) as error:
-        if not isinstance(error, LLMException):
-            raise
+        manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
+    except LLMException as error:
         verdicts.refuse(error)
     else:
         verdicts.accepted["pull"] += 1
     finally:
         links._handlers[Resolve] = honest
+        del manager._deadline
     for end in (stage.friend, stage.victim):
         if not end.statistics().links:
             stage.link()
-
-
-@contextmanager
-def _quick(end: LLMDataDist) -> Iterator[None]:
-    """A lie that answers another question is waited for: not for long."""
-    manager: Any = end.cache_manager
-    manager._deadline = lambda: Deadline(50)
-    try:
-        yield
-    finally:
-        del manager._deadline
 
 
 # --- a hostile peer of a sealed link ---------------------------------------------------------------------------------
