@@ -261,7 +261,7 @@ def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> C
 
     Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes.
     """
-    report, began = Churn(transport, asked), time.monotonic()
+    report = Churn(transport, asked)
     pool = 2 * _TENSORS * _ROWS * _BLOCK_WORDS * 8
     with Processes(transport, pool, sync_kv_timeout=_PATIENCE_MS) as processes:
         owner = processes.owner()
@@ -289,7 +289,6 @@ def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> C
         for what in ("reader pulled", "reader released", "owner given", "owner renewed", "reader ended"):
             if not report.outcomes[what]:
                 report.faults.append(f"never: {what}")
-    report.seconds = time.monotonic() - began
     return report
 
 

@@ -150,10 +150,14 @@ class Report:
 
     name: str  # its transport, as a rule
     asked: int  # how many were asked for, or its seed
-    seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
     wrong_bytes: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)  # what must not be
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
     @property
     def good(self) -> bool:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_right
-from dataclasses import dataclass
-from itertools import cycle
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
+    from faults.harness import Words
     from llm_datadist._memory.pool import Allocation
     from tests.support.world import World
 
@@ -71,6 +72,12 @@ class Pull:
 
 _COUNT: Final = ROWS * STRIDE // 8
 _PLACES: Final = [numbered(tensor * _COUNT, _COUNT) for tensor in range(TENSORS)]
+_BLOCKS: Final = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
+
+
+def _held(tensor: int, number: int) -> Words:
+    """Return what a tensor of that binding holds."""
+    return _PLACES[tensor] + np.uint64(number * _NUMBER)
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------
@@ -118,17 +125,17 @@ class _Binder(Threads):
 
     def _blocks(self, chance: random.Random) -> None:
         """Registered caches over two memories in turns: the newest binding wins, and the old memory is used again."""
-        cm, desc = self.world.cm, CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
+        cm = self.world.cm
         old: tuple[Binding, int] | None = None
         for arena in cycle(self.world.memory["arenas"]):
             if self.stop.is_set():
                 break
             binding = self._next("blocks")
             for tensor, words in enumerate(arena):
-                np.add(_PLACES[tensor], np.uint64(binding.number * _NUMBER), out=words)
+                words[:] = _held(tensor, binding.number)
             if old is not None:
                 old[0].leaving = time.monotonic_ns()
-            cache = cm.register_blocks_cache(desc, [words.ctypes.data for words in arena], BLOCKS_KEY)
+            cache = cm.register_blocks_cache(_BLOCKS, [words.ctypes.data for words in arena], BLOCKS_KEY)
             if old is not None:
                 old[0].gone = time.monotonic_ns()
                 cm.unregister_cache(old[1])
@@ -147,9 +154,7 @@ def prepare_owner(world: World, transport: str) -> None:
     """
     world.memory["numbers"] = iter(range(1, 1 << 31))
     if transport == "shm":
-        desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
-        caches = [world.cm.allocate_blocks_cache(desc) for _ in range(2)]
-        world.memory["arenas"] = [words_of(each) for each in caches]
+        world.memory["arenas"] = [words_of(world.cm.allocate_blocks_cache(_BLOCKS)) for _ in range(2)]
     else:
         world.memory["arenas"] = [[np.zeros(_COUNT, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
     assert world.dd._engine is not None
@@ -160,7 +165,7 @@ def prepare_owner(world: World, transport: str) -> None:
         allocation = really(count, nbytes)
         for tensor, address in enumerate(allocation.addresses):
             words = AddressRange(address, nbytes, writable=True).array().view(np.uint64)
-            np.add(_PLACES[tensor], np.uint64(world.memory["filling"] * _NUMBER), out=words)
+            words[:] = _held(tensor, world.memory["filling"])
         return allocation
 
     pool.allocate_many = filled  # type: ignore[method-assign]
@@ -189,44 +194,32 @@ def end_binding(world: World) -> list[Binding]:
 # --- the other end ----------------------------------------------------------------------------------------------------
 
 
-def prepare_puller(world: World, threads: int) -> None:
-    desc = CacheDesc(TENSORS, [ROWS, STRIDE], DataType.DT_UINT8)
-    for thread in range(threads):
-        for kind in KINDS:
-            world.caches[f"{kind} {thread}"] = world.cm.allocate_blocks_cache(desc)
-
-
 def pull_many(world: World, count: int, threads: int) -> list[Pull]:
     """Pull by both keys from ``threads`` threads each, until about ``count`` pulls were made."""
     pulls: list[Pull] = []
-    share = -(-count // (threads * len(KINDS)))
-
-    def run(kind: str, thread: int) -> None:
-        for _ in range(share):
-            pulls.append(_pull(world, kind, f"{kind} {thread}"))  # noqa: PERF401 (others append meanwhile)
-
     runners = Threads()
-    for thread in range(threads):
-        for kind in KINDS:
-            runners.start(run, kind, thread)
+    for kind, thread in product(KINDS, range(threads)):
+        runners.start(_pull, world, kind, f"{kind} {thread}", -(-count // (threads * len(KINDS))), pulls)
     runners.join()
     return pulls
 
 
-def _pull(world: World, kind: str, name: str) -> Pull:
+def _pull(world: World, kind: str, name: str, count: int, pulls: list[Pull]) -> None:
+    if name not in world.caches:
+        world.caches[name] = world.cm.allocate_blocks_cache(_BLOCKS)
     mine, blocks = world.caches[name], list(range(ROWS))
-    began = time.monotonic_ns()
-    if kind == "row":
-        outcome = outcome_of(world.cm.pull_blocks, ROW_KEY, mine, [], blocks)
-    else:
-        outcome = outcome_of(world.cm.pull_blocks, BLOCKS_KEY, mine, blocks, blocks)
-    ended = time.monotonic_ns()
-    if not outcome.good:
-        return Pull(kind, began, ended, outcome)
-    found = words_of(mine)
-    number = int(found[0][0]) // _NUMBER
-    expected = (places + np.uint64(number * _NUMBER) for places in _PLACES)
-    return Pull(kind, began, ended, outcome, number, differing(found, expected))
+    source: tuple[Any, ...] = (ROW_KEY, mine, []) if kind == "row" else (BLOCKS_KEY, mine, blocks)
+    for _ in range(count):
+        began = time.monotonic_ns()
+        outcome = outcome_of(world.cm.pull_blocks, *source, blocks)
+        pull = Pull(kind, began, time.monotonic_ns(), outcome)
+        if outcome.good:
+            found = words_of(mine)
+            number = int(found[0][0]) // _NUMBER
+            pull = replace(
+                pull, number=number, wrong=differing(found, (_held(each, number) for each in range(TENSORS)))
+            )
+        pulls.append(pull)
 
 
 # --- the race ---------------------------------------------------------------------------------------------------------
@@ -284,10 +277,8 @@ def races(bindings: Iterable[Binding], pulls: Iterable[Pull]) -> Iterator[int]:
     for pull in pulls:
         of_kind = changes[pull.kind]
         at = bisect_right(of_kind, (pull.began,))
-        inside = (
-            at < len(of_kind) and of_kind[at][1] < pull.ended and pull.outcome.name in ("success", "TransferFailed")
-        )
-        yield of_kind[at][2] if inside else 0
+        found = pull.outcome.name in ("success", "TransferFailed")
+        yield of_kind[at][2] if found and at < len(of_kind) and of_kind[at][1] < pull.ended else 0
 
 
 def judged(bindings: Sequence[Binding], pulls: Sequence[Pull]) -> Iterator[str]:
@@ -296,35 +287,30 @@ def judged(bindings: Sequence[Binding], pulls: Sequence[Pull]) -> Iterator[str]:
     for pull in pulls:
         if not pull.outcome.typed:
             yield f"a pull ended with {pull.outcome}, which is no error of the library"
-        if pull.outcome.good:
-            yield from _one_binding(pull, of_number.get(pull.number))
+        if not pull.outcome.good:
+            continue
+        binding = of_number.get(pull.number)
+        if pull.wrong:
+            yield f"a pull brought {pull.wrong} bytes beside those of binding {pull.number}"
+        if binding is None or binding.kind != pull.kind:
+            yield f"a pull of a {pull.kind} brought bytes of {pull.number}, which is no such binding of its time"
+        elif pull.began > binding.gone:
+            yield f"a pull brought the bytes of binding {pull.number}, which had gone before it began"
     for binding in bindings:
         if binding.consumed and binding.number not in brought:
             yield f"binding {binding.number} was consumed, and no pull brought its bytes"
 
 
-def _one_binding(pull: Pull, binding: Binding | None) -> Iterator[str]:
-    if pull.wrong:
-        yield f"a pull brought {pull.wrong} bytes beside those of binding {pull.number}"
-    if binding is None or binding.kind != pull.kind:
-        yield f"a pull of a {pull.kind} brought bytes of {pull.number}, which is no such binding of its time"
-    elif pull.began > binding.gone:
-        yield f"a pull brought the bytes of binding {pull.number}, which had gone before it began"
-
-
 def run(transport: str, asked: int, seed: int = 1) -> Race:
     race = Race(transport, asked)
-    since = time.monotonic()
     with Processes(transport, _POOL_BYTES) as processes:
         owner = processes.owner()
         puller = processes.reader(owner)
         owner.do(prepare_owner, transport)
-        puller.do(prepare_puller, THREADS)
         while race.races < asked and race.pulls < asked * TRIES:
             owner.do(begin_binding, seed + race.pulls)
             pulls = puller.do(pull_many, min(BATCH, asked), THREADS)
             race.add(owner.do(end_binding), pulls)
-    race.seconds = time.monotonic() - since
     return race
 
 

@@ -20,12 +20,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from faults.harness import Outcome, Processes, Report, command, differing, numbered, outcome_of, words_of
-from faults.midcopy import stop_inside_copy
+from faults.midcopy import peek, stop_inside_copy
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType
 from llm_datadist.bench.progress import steps
 from llm_datadist.errors import DeadlineExceeded, OutOfMemory
@@ -131,18 +131,14 @@ def poison(world: World, shape: Shape, number: int, kind: int) -> list[int]:
     return list(world.caches["mine"].tensor_addrs)
 
 
-def pull(world: World, shape: Shape, number: int, way: str) -> Ended:
+def move(world: World, shape: Shape, number: int, way: str, reading: bool) -> Ended:
+    """Pull the owner's blocks, and judge every byte that is here then; or push to the owner, who judges."""
     mine, blocks = world.caches["mine"], shape.blocks
-    if way == "remove":
-        outcome = outcome_of(world.cm.pull_blocks, ROW, mine, [], blocks)
-    else:
-        outcome = outcome_of(world.cm.pull_blocks, KEY, mine, blocks, blocks)
+    if not reading:
+        return Ended(outcome_of(world.cm.push_blocks, KEY, mine, blocks, blocks))
+    source: tuple[Any, ...] = (ROW, mine, []) if way == "remove" else (KEY, mine, blocks)
+    outcome = outcome_of(world.cm.pull_blocks, *source, blocks)
     return Ended(outcome, _wrong(words_of(mine), number, UNTOUCHED, SOURCE if outcome.good else ANYTHING))
-
-
-def push(world: World, shape: Shape, number: int) -> Ended:
-    """Push the blocks of this end to the owner, who judges."""
-    return Ended(outcome_of(world.cm.push_blocks, KEY, world.caches["mine"], shape.blocks, shape.blocks))
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------
@@ -184,94 +180,55 @@ def offer(world: World, shape: Shape, number: int, way: str, kind: int) -> list[
         # What arrives lies one block further in at the other end, and is counted from there.
         for words in words_of(theirs):
             np.add(words, np.uint64(BLOCK // 8), out=words)
-    return [address + edge for address in theirs.tensor_addrs]
-
-
-def begin_write(world: World, shape: Shape, number: int, way: str) -> list[int]:
-    """:func:`offer` for a writer; "full" takes all that is left of the pool as well."""
-    addresses = offer(world, shape, number, way, UNTOUCHED)
-    if way == "full":
+    if way == "full":  # takes all that is left of the pool as well
         (pool,) = world.dd.statistics().pools
-        pages = int(pool.free_bytes) // BLOCK
-        world.caches["rest"] = world.cm.allocate_blocks_cache(CacheDesc(1, [pages, BLOCK], DataType.DT_UINT8))
-    return addresses
+        rest = CacheDesc(1, [int(pool.free_bytes) // BLOCK, BLOCK], DataType.DT_UINT8)
+        world.caches["rest"] = world.cm.allocate_blocks_cache(rest)
+    return [address + edge for address in theirs.tensor_addrs]
 
 
 def take_back(world: World, shape: Shape, number: int, way: str, pid: int, reading: bool) -> Taken:
     """Take the memory back and use it again, as far as the library lets us, while the other end is stopped."""
     if way == "keep":
         return Taken(reused=False)
-    words = words_of(world.caches["theirs"])
-    take = {"rebind": _rebind, "unregister": _unregister, "remove": _remove}.get(way, _deallocate)
-    return take(world, shape, number, _Stopped(pid, reading, words))
+    cm, theirs, kept = world.cm, world.caches["theirs"], 0
+    before, at = list(theirs.tensor_addrs), words_of(theirs)
+    version, step = word(number, WRITTEN, 0) >> _VERSION_BIT, BLOCK // 8
 
+    def incomplete() -> bool:
+        """Return True when what a writer writes is not all there: by the last words of its blocks."""
+        lasts = (words[2 * step - 1 : -step : step] >> _VERSION_BIT for words in at)
+        return reading or any((last != version).any() for last in lasts)
 
-@dataclass(frozen=True)
-class _Stopped:
-    pid: int
-    reading: bool
-    words: list[Words]
-
-    def in_the_way(self, error: Exception) -> bool:
-        return f"pid {self.pid} " in str(error)
-
-    def incomplete(self, number: int) -> bool:
-        """Return True when what it writes is not all there: by the last words of its blocks."""
-        if self.reading:
-            return True
-        version = word(number, WRITTEN, 0) >> _VERSION_BIT
-        step = BLOCK // 8
-        return any((words[2 * step - 1 : -step : step] >> _VERSION_BIT != version).any() for words in self.words)
-
-
-def _rebind(world: World, shape: Shape, number: int, stopped: _Stopped) -> Taken:
-    """Bind the key to other memory, where a writer who was promised the old one must not write.
-
-    The old memory is registered still, without a key: a reader's is put to another use by its user, a writer's cannot.
-    """
-    world.caches["rebound"] = _register(world, shape, "second arena")
-    incomplete = stopped.incomplete(number)
-    _fill(world.memory["second arena"], number, REUSED)
-    if stopped.reading:
-        _fill(world.memory["arena"], number, REUSED)
-    return Taken(reused=stopped.reading, incomplete=incomplete)
-
-
-def _unregister(world: World, shape: Shape, number: int, stopped: _Stopped) -> Taken:
-    """Unregister; only where that is done is the memory the user's again."""
     try:
-        world.cm.unregister_cache(world.caches["theirs"].cache_id)
-    except DeadlineExceeded as error:
-        return Taken(False, "DeadlineExceeded", stopped.in_the_way(error), incomplete=stopped.incomplete(number))
-    del world.caches["theirs"]
-    incomplete = stopped.incomplete(number)
-    _fill(world.memory["arena"], number, REUSED)
-    return Taken(reused=True, incomplete=incomplete)
-
-
-def _remove(world: World, shape: Shape, number: int, stopped: _Stopped) -> Taken:
-    """Give a cache with a key back: its reader's pin keeps the memory, so that we get another."""
-    theirs = world.caches["theirs"]
-    before = list(theirs.tensor_addrs)
-    world.cm.remove_cache_key(ROW)
-    world.cm.deallocate_cache(theirs)
-    world.caches["again"] = again = world.cm.allocate_cache(theirs.cache_desc)
+        match way:
+            case "rebind":
+                # A writer who was promised the old memory must not write the new one. The old one is registered still,
+                # without a key: a reader's is put to another use by its user, a writer's cannot.
+                world.caches["rebound"] = _register(world, shape, "second arena")
+                missing = incomplete()
+                _fill(world.memory["second arena"], number, REUSED)
+                if reading:
+                    _fill(world.memory["arena"], number, REUSED)
+                return Taken(reading, incomplete=missing)
+            case "unregister":  # only where that is done is the memory the user's again
+                cm.unregister_cache(theirs.cache_id)
+                del world.caches["theirs"]
+                missing = incomplete()
+                _fill(world.memory["arena"], number, REUSED)
+                return Taken(True, incomplete=missing)
+            case "remove":  # its reader's pin keeps the memory, so that we get another
+                cm.remove_cache_key(ROW)
+                cm.deallocate_cache(theirs)
+            case _:
+                cm.deallocate_blocks_cache(theirs)
+        missing, kept = incomplete(), world.dd.statistics().quarantined_bytes
+        again = (cm.allocate_cache if way == "remove" else cm.allocate_blocks_cache)(theirs.cache_desc)
+    except (DeadlineExceeded, OutOfMemory) as error:
+        return Taken(False, type(error).__name__, f"pid {pid} " in str(error), kept, incomplete())
+    world.caches["again"] = again
     _fill(words_of(again), number, REUSED)
-    return Taken(reused=again.tensor_addrs == before)
-
-
-def _deallocate(world: World, shape: Shape, number: int, stopped: _Stopped) -> Taken:
-    theirs = world.caches["theirs"]
-    before = list(theirs.tensor_addrs)
-    world.cm.deallocate_blocks_cache(theirs)
-    incomplete = stopped.incomplete(number)
-    kept = world.dd.statistics().quarantined_bytes
-    try:
-        world.caches["again"] = again = world.cm.allocate_blocks_cache(shape.desc)
-    except OutOfMemory as error:
-        return Taken(False, "OutOfMemory", stopped.in_the_way(error), kept, incomplete)
-    _fill(words_of(again), number, REUSED)
-    return Taken(again.tensor_addrs == before, quarantined=kept, incomplete=incomplete)
+    return Taken(again.tensor_addrs == before, quarantined=kept, incomplete=missing)
 
 
 def use_again(world: World, shape: Shape, number: int, way: str) -> float:
@@ -301,23 +258,14 @@ def look_back(world: World, number: int, way: str, pushed: bool) -> int:
         arena = world.memory["second arena"]
         untouched = _wrong(arena, number, REUSED)
         strange += min(untouched, _wrong(arena, number, REUSED, WRITTEN)) if pushed else untouched
-    _give_back(world)
+    for name in ("again", "rest", "theirs", "rebound"):
+        if (cache := world.caches.pop(name, None)) is not None:
+            world.cm.remove_cache_key(ROW)
+            (world.cm.deallocate_blocks_cache if cache.is_blocks_cache else world.cm.deallocate_cache)(cache)
+            world.cm.unregister_cache(cache.cache_id)
     wait_until(lambda: world.dd.statistics().pins == 0 and _used(world) == world.memory["used"])
     world.dd.check_integrity()
     return strange
-
-
-def _give_back(world: World) -> None:
-    for name in ("again", "rest", "theirs", "rebound"):
-        cache = world.caches.pop(name, None)
-        if cache is None:
-            continue
-        world.cm.remove_cache_key(ROW)
-        if cache.is_blocks_cache:
-            world.cm.deallocate_blocks_cache(cache)
-        else:
-            world.cm.deallocate_cache(cache)
-        world.cm.unregister_cache(cache.cache_id)
 
 
 def _used(world: World) -> int:
@@ -379,20 +327,12 @@ class Trials:
         self.owner.do(arena, shape, transport == "shm")
         self.other = self._born()
 
-    @property
-    def ways(self) -> tuple[str, ...]:
-        if not self.reading:
-            return WRITER_WAYS
-        return READER_WAYS if self.transport == "tcp" else READER_WAYS[:-1]
-
     def run(self, count: int) -> TrialReport:
         report = TrialReport(self.transport, count, what=self.what)
-        since = time.monotonic()
-        ways = cycle(self.ways)
+        ways = cycle(READER_WAYS[: None if self.transport == "tcp" else -1] if self.reading else WRITER_WAYS)
         while report.caught < count and report.tried < count * TRIES:
             killed = not self.reading and report.caught % KILL_EVERY == KILL_EVERY // 2
             self.trial(report, next(ways), kill=killed)
-        report.seconds = time.monotonic() - since
         return report
 
     def trial(self, report: TrialReport, way: str, *, kill: bool) -> None:
@@ -400,7 +340,12 @@ class Trials:
         report.tried += 1
         inside = self._stopped_inside(way)
         taken = self.owner.do(take_back, self.shape, self.number, way, self.other.pid, self.reading)
-        ended = self._go_on(kill=kill)
+        ended = Ended(Outcome("killed"))
+        if kill:
+            self.other.kill()
+        else:
+            self.other.signal(signal.SIGCONT)
+            ended = self.other.finish()
         returned = self.owner.do(use_again, self.shape, self.number, way)
         pushed = not self.reading and ended.outcome.good and self.transport == "tcp"
         foreign = self.owner.do(look_back, self.number, way, pushed)
@@ -411,7 +356,9 @@ class Trials:
         report.slowest_return = max(report.slowest_return, returned)
         report.foreign_bytes += foreign
         report.wrong_bytes += ended.wrong
-        faults = self._faults(way, taken, ended) if caught else _untyped(ended)
+        faults = list(self._faults(way, taken, ended)) if caught else []
+        if not ended.outcome.typed:
+            faults.append(f"ended with what is no error of the library: {ended.outcome}")
         report.faults += [f"trial {self.number}, {way}: {fault}" for fault in faults]
         if caught and way != "keep":
             report.caught += 1
@@ -423,32 +370,27 @@ class Trials:
                 report.refused[taken.refused] += 1
 
     def _stopped_inside(self, way: str) -> bool:
-        shape, number = self.shape, self.number
-        if self.reading:
-            self.owner.do(offer, shape, number, way, SOURCE)
-            watched = [address + BLOCK for address in self.other.do(poison, shape, number, UNTOUCHED)]
-            arriving = SOURCE
-        else:
-            watched = self.owner.do(begin_write, shape, number, way)
-            self.other.do(poison, shape, number, WRITTEN)
-            arriving = WRITTEN
-        with Watch(self.other.pid if self.reading else self.owner.pid, shape, watched, number, arriving) as watch:
-            if self.reading:
-                self.other.begin(pull, shape, number, way)
-            else:
-                self.other.begin(push, shape, number)
-            return stop_inside_copy(self.other.pid, watch.begun, watch.ended)
+        shape, number, reading = self.shape, self.number, self.reading
+        sink = self.other if reading else self.owner
+        offered = self.owner.do(offer, shape, number, way, SOURCE if reading else UNTOUCHED)
+        mine = self.other.do(poison, shape, number, UNTOUCHED if reading else WRITTEN)
+        watched = [address + BLOCK for address in mine] if reading else offered
+        kind = SOURCE if reading else WRITTEN
+        first = watched[0], word(number, kind, 0, BLOCK // 8)
+        # The last word of every block: while one of them is missing, the copy is not over.
+        lasts = [
+            (address + block * BLOCK - 8, word(number, kind, tensor, (block + 1) * BLOCK // 8 - 1))
+            for tensor, address in enumerate(watched)
+            for block in range(shape.moved, 0, -1)
+        ]
 
-    def _go_on(self, *, kill: bool) -> Ended:
-        if kill:
-            self.other.kill()
-            return Ended(Outcome("killed"))
-        self.other.signal(signal.SIGCONT)
-        ended: Ended = self.other.finish()
-        return ended
+        def there(*expected: tuple[int, int]) -> bool:
+            return all(peek(sink.pid, address, 8) == value.to_bytes(8, "little") for address, value in expected)
+
+        self.other.begin(move, shape, number, way, reading)
+        return stop_inside_copy(self.other.pid, lambda: there(first), lambda: there(*lasts))
 
     def _faults(self, way: str, taken: Taken, ended: Ended) -> Iterator[str]:
-        yield from _untyped(ended)
         by_lanes = self.transport == "tcp"
         if way == "keep":
             if not ended.outcome.good:
@@ -478,39 +420,6 @@ EXPECTED: Final[dict[str, Callable[[int], Taken]]] = {
     "unregister": lambda nbytes: Taken(reused=False, refused="DeadlineExceeded", named=True),
     "rebind": lambda nbytes: Taken(reused=False),
 }
-
-
-def _untyped(ended: Ended) -> Iterator[str]:
-    if not ended.outcome.typed:
-        yield f"ended with what is no error of the library: {ended.outcome}"
-
-
-class Watch:
-    def __init__(self, pid: int, shape: Shape, addresses: Sequence[int], number: int, kind: int) -> None:
-        self._fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        self._first = addresses[0], word(number, kind, 0, BLOCK // 8)
-        # The last word of every block: while one of them is missing, the copy is not over.
-        self._lasts = [
-            (address + block * BLOCK - 8, word(number, kind, tensor, (block + 1) * BLOCK // 8 - 1))
-            for tensor, address in enumerate(addresses)
-            for block in range(shape.moved, 0, -1)
-        ]
-
-    def begun(self) -> bool:
-        return self._there(self._first)
-
-    def ended(self) -> bool:
-        return all(map(self._there, self._lasts))
-
-    def _there(self, expected: tuple[int, int]) -> bool:
-        address, value = expected
-        return os.pread(self._fd, 8, address) == value.to_bytes(8, "little")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._fd)
 
 
 def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialReport:
