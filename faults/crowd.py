@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from faults.harness import command
 from faults.strangers import hello_of
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist._links import messages as wire
@@ -235,16 +234,12 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         yield f"{transport:4} by {kind:6} {manner:6}: {text}", ratio <= _RATIO
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command(
-        __doc__,
-        measure,
-        arguments,
-        strangers=(CROWD, "connections at a time"),
-        rate=(1_000.0, "connections in a second"),
-        seconds=(2.0, "of each part of a round"),
-        rounds=(3, ""),
-        transport=(("tcp", "shm"), ""),
-        manners=(MANNERS, ""),
-        realtime=(False, REALTIME),
-    )
+OPTIONS: Final = {
+    "strangers": (CROWD, "connections at a time"),
+    "rate": (1_000.0, "connections in a second"),
+    "seconds": (2.0, "of each part of a round"),
+    "rounds": (3, ""),
+    "transport": (("tcp", "shm"), ""),
+    "manners": (MANNERS, ""),
+    "realtime": (False, REALTIME),
+}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from faults.harness import Processes, Report, Threads, command, differing, numbered, words_of
+from faults.harness import Processes, Report, Threads, differing, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException, StateError
@@ -29,7 +29,7 @@ from tests.support.linking import SUCCESS, info, link, unlink
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from faults.harness import Words
     from llm_datadist.types.grant import Grant
@@ -300,9 +300,8 @@ def _born(processes: Processes, transport: str, number: int, seed: int, port: in
     return reader
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-        return (run(each, options.steps, options.seed).told() for each in steps(options.transport))
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    return (run(each, options.steps, options.seed).told() for each in steps(options.transport))
 
-    steps_ = (100_000, "of all ends together")
-    return command(__doc__, runs, arguments, HEAD, steps=steps_, seed=(1, ""), transport=(TRANSPORTS, ""))
+
+OPTIONS: Final = {"steps": (100_000, "of all ends together"), "seed": (1, ""), "transport": (TRANSPORTS, "")}

@@ -6,9 +6,7 @@ differ, waiting in bounds, and a command that prints one line for each report.
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -25,7 +23,7 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, info, link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -168,40 +166,3 @@ class Report:
 
     def told(self) -> tuple[str, bool]:
         return "\n    ".join([self.line(), *self.faults[:_SHOWN_FAULTS]]), self.good
-
-
-def options_of(doc: str | None, arguments: Sequence[str] | None, **options: tuple[Any, str]) -> argparse.Namespace:
-    """Parse a command line: a tuple as default are choices, all of them unless told; None stands for no number."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (default, text) in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true", help=text)
-        elif isinstance(default, tuple):
-            parser.add_argument(flag, nargs="+", choices=default, default=default, help=text)
-        else:
-            parser.add_argument(flag, type=int if default is None else type(default), default=default, help=text)
-    return parser.parse_args(arguments)
-
-
-def command(
-    doc: str | None,
-    run: Callable[[argparse.Namespace], Iterable[tuple[str, bool]]],
-    arguments: Sequence[str] | None,
-    head: str = "",
-    **options: tuple[Any, str],
-) -> int:
-    """Run a program and print what it yields, a text each and whether that is good; return 1 when one is not."""
-    good = True
-    parsed = options_of(doc, arguments, **options)
-    if head:
-        say(head)
-    for text, right in run(parsed):
-        good &= right
-        say(text)
-    return int(not good)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

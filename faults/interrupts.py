@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import llm_datadist
-from faults.harness import command
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -503,14 +502,10 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     yield "0 late bytes, 0 hangs, nothing left behind", True
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command(
-        __doc__,
-        measure,
-        arguments,
-        every=(1, "only each n-th instruction"),
-        random=(20_000, "interrupts at random moments, in all"),
-        verb=(tuple(VERBS), "only these"),
-        transport=(TRANSPORTS, ""),
-        seed=(None, "any, if left out"),
-    )
+OPTIONS: Final = {
+    "every": (1, "only each n-th instruction"),
+    "random": (20_000, "interrupts at random moments, in all"),
+    "verb": (tuple(VERBS), "only these"),
+    "transport": (TRANSPORTS, ""),
+    "seed": (None, "any, if left out"),
+}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from faults.harness import Outcome, Processes, Report, Threads, command, differing, numbered, outcome_of, words_of
+from faults.harness import Outcome, Processes, Report, Threads, differing, numbered, outcome_of, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist._cache.registry import key_of
 from llm_datadist._memory.segment import AddressRange
@@ -314,9 +314,8 @@ def run(transport: str, asked: int, seed: int = 1) -> Race:
     return race
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-        return (run(each, options.races, options.seed).told() for each in steps(options.transport))
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    return (run(each, options.races, options.seed).told() for each in steps(options.transport))
 
-    races = (10_000, "over each transport")
-    return command(__doc__, runs, arguments, HEAD, races=races, seed=(1, ""), transport=(TRANSPORTS, ""))
+
+OPTIONS: Final = {"races": (10_000, "over each transport"), "seed": (1, ""), "transport": (TRANSPORTS, "")}

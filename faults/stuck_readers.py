@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from faults.harness import Processes, Threads, command, holds_within, numbered, words_of
+from faults.harness import Processes, Threads, holds_within, numbered, words_of
 from faults.midcopy import frozen, peek
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
 from tests.support.frozen import freeze
@@ -32,7 +32,7 @@ from tests.support.world import make_config
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from faults.harness import Words
     from tests.support.ends import ChildEnd
@@ -239,13 +239,9 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         yield text, ratio <= 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command(
-        __doc__,
-        measure,
-        arguments,
-        readers=(100, ""),
-        transport=(("tcp", "shm", "cma"), ""),
-        rounds=(5, ""),
-        pulls=(200, "in each part of a round"),
-    )
+OPTIONS: Final = {
+    "readers": (100, ""),
+    "transport": (("tcp", "shm", "cma"), ""),
+    "rounds": (5, ""),
+    "pulls": (200, "in each part of a round"),
+}

@@ -39,7 +39,7 @@ import numpy as np
 from faults.fuzz import Finding
 from faults.fuzz import trial as silence
 from faults.fuzz.stage import Stage
-from faults.harness import Report, command, holds_within
+from faults.harness import Report, holds_within
 from faults.relay import BYTE_HARM, RECORD_HARM, Relay, Way, both_ways, carry
 from faults.sealing import FAR_KEYS, LANE_RECORDS, NEAR_KEYS, TLS_RECORDS
 from llm_datadist._links.channel import Channel
@@ -64,7 +64,7 @@ from llm_datadist.errors import AuthFailed, LLMException
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -397,26 +397,23 @@ def run(scene: Lanes | Channels | Links, trials: int) -> Tampered:
     return scene.report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-        sealed = not options.plain
-        scenes: list[tuple[Lanes | Channels | Links, int]] = [
-            (Lanes(options.seed, sealed=sealed), options.lanes),
-            (Channels(options.seed, sealed=sealed), options.channels),
-            *((Links(options.seed, each), options.links // 2) for each in ("shm", "tcp") if sealed),
-        ]
-        for scene, trials in scenes:
-            report = run(scene, trials)
-            text = "\n    ".join([report.line(), *report.faults[:10], *report.hung[:10]])
-            yield text, not report.hung and bool(report.faults) is not sealed
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    sealed = not options.plain
+    scenes: list[tuple[Lanes | Channels | Links, int]] = [
+        (Lanes(options.seed, sealed=sealed), options.lanes),
+        (Channels(options.seed, sealed=sealed), options.channels),
+        *((Links(options.seed, each), options.links // 2) for each in ("shm", "tcp") if sealed),
+    ]
+    for scene, trials in scenes:
+        report = run(scene, trials)
+        text = "\n    ".join([report.line(), *report.faults[:10], *report.hung[:10]])
+        yield text, not report.hung and bool(report.faults) is not sealed
 
-    return command(
-        __doc__,
-        runs,
-        arguments,
-        lanes=(100_000, "jobs"),
-        channels=(100_000, "pairs of channels"),
-        links=(20_000, "pairs of ends, over shm and over tcp"),
-        seed=(1, ""),
-        plain=(False, "without seals, which must be found wrong"),
-    )
+
+OPTIONS: Final = {
+    "lanes": (100_000, "jobs"),
+    "channels": (100_000, "pairs of channels"),
+    "links": (20_000, "pairs of ends, over shm and over tcp"),
+    "seed": (1, ""),
+    "plain": (False, "without seals, which must be found wrong"),
+}

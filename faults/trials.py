@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from faults.harness import Outcome, Processes, Report, command, differing, numbered, outcome_of, words_of
+from faults.harness import Outcome, Processes, Report, differing, numbered, outcome_of, words_of
 from faults.midcopy import peek, stop_inside_copy
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType
 from llm_datadist.bench.progress import steps
@@ -34,7 +34,7 @@ from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from faults.harness import Words
     from tests.support.ends import ChildEnd
@@ -435,19 +435,14 @@ def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialR
         return Trials(processes, transport, what, shape).run(count)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    def runs(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-        for transport in steps(options.transport):
-            for what in options.what:
-                yield run(transport, what, options.trials, options.mib or None).told()
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    for transport, what in steps([(each, what) for each in options.transport for what in options.what]):
+        yield run(transport, what, options.trials, options.mib or None).told()
 
-    return command(
-        __doc__,
-        runs,
-        arguments,
-        HEAD,
-        trials=(1000, "that count, of each kind"),
-        what=(("reader", "writer"), "who is stopped"),
-        mib=(0, "MiB a copy"),
-        transport=(TRANSPORTS, ""),
-    )
+
+OPTIONS: Final = {
+    "trials": (1000, "that count, of each kind"),
+    "what": (("reader", "writer"), "who is stopped"),
+    "mib": (0, "MiB a copy"),
+    "transport": (TRANSPORTS, ""),
+}

@@ -13,7 +13,6 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from faults.crowd import REALTIME, measured_ends
-from faults.harness import command
 from llm_datadist import CacheKeyByIdAndIndex
 from llm_datadist._memory.host import available_memory
 from llm_datadist._memory.segment import SharedSegment
@@ -22,7 +21,7 @@ from tests.support.moves import Spec, Use, call, make
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tests.support.world import World
 
@@ -92,5 +91,4 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             yield f"{nbytes / 2**30:.2f} GiB: {text}", held_up <= BOUND_MS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command(__doc__, measure, arguments, gib=(4.0, ""), rounds=(3, ""), realtime=(False, REALTIME))
+OPTIONS: Final = {"gib": (4.0, ""), "rounds": (3, ""), "realtime": (False, REALTIME)}

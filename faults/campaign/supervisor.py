@@ -20,7 +20,7 @@ from faults.campaign.directory import Directory
 from faults.campaign.journal import states_in
 from faults.campaign.liars import Liars, Rubbish, Victim
 from faults.campaign.report import Report
-from faults.campaign.schedule import TRANSPORTS, WORKERS, plan_epoch, schedule
+from faults.campaign.schedule import WORKERS, plan_epoch, schedule
 from faults.harness import holds_within
 from faults.relay import Relay
 from tests.support.ends import ChildEnd
@@ -173,7 +173,7 @@ class Supervisor:
 
     def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
         self._seed = seed
-        self._transports = transports or TRANSPORTS
+        self._transports = transports
         self._folder, self._progress = folder, progress
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)

@@ -59,8 +59,8 @@ class Verdicts:
         )
 
 
-Target = Callable[[int, int], Verdicts]
-"""function(frames, seed)."""
+Targets = dict[str, tuple[float, Callable[[int, int], Verdicts]]]
+"""Name -> its part of all frames, so that all take about as long on one machine; function(frames, seed)."""
 
 
 @contextmanager

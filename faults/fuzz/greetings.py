@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated
 from faults.fuzz.readers import packet
 from faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
@@ -505,10 +505,10 @@ def _send(name: str, data: bytes, descriptors: list[int]) -> None:
             sock.recv(1 << 16)
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "greetings": fuzz_greetings,
-    "dials": fuzz_dials,
-    "rendezvous": fuzz_rendezvous,
-    "sealed greetings": lambda frames, seed: fuzz_greetings(frames, seed, sealed=True),
-    "sealed dials": lambda frames, seed: fuzz_dials(frames, seed, sealed=True),
+TARGETS: Final[Targets] = {
+    "greetings": (0.003, fuzz_greetings),
+    "dials": (0.003, fuzz_dials),
+    "rendezvous": (0.002, fuzz_rendezvous),
+    "sealed greetings": (0.003, lambda frames, seed: fuzz_greetings(frames, seed, sealed=True)),
+    "sealed dials": (0.003, lambda frames, seed: fuzz_dials(frames, seed, sealed=True)),
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 import numpy as np
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
 from faults.fuzz.links import join
 from faults.fuzz.stage import Stage
@@ -271,9 +271,9 @@ async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: 
     verdicts.accepted["greeting"] += 1
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "lanes": fuzz_lanes,
-    "sealed lanes": lambda frames, seed: fuzz_lanes(frames, seed, sealed=True),
-    "lane handles": fuzz_lane_handles,
-    "lane greetings": fuzz_lane_greetings,
+TARGETS: Final[Targets] = {
+    "lanes": (0.03, fuzz_lanes),
+    "sealed lanes": (0.015, lambda frames, seed: fuzz_lanes(frames, seed, sealed=True)),
+    "lane handles": (0.03, fuzz_lane_handles),
+    "lane greetings": (0.03, fuzz_lane_greetings),
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
 from faults.fuzz.greetings import SealedHostile, check_bounded, secured
 from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
@@ -323,9 +323,9 @@ def _check_taken(taken: list[Message], said: list[bytes]) -> None:
             raise Finding(f"{message} was taken, and was not said")
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "handlers": fuzz_handlers,
-    "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
-    "answers": fuzz_answers,
-    "sealed handlers": fuzz_sealed_handlers,
+TARGETS: Final[Targets] = {
+    "handlers": (0.1, fuzz_handlers),
+    "handlers, RCA": (0.04, lambda frames, seed: fuzz_handlers(frames, seed, rca=True)),
+    "answers": (0.1, fuzz_answers),
+    "sealed handlers": (0.05, fuzz_sealed_handlers),
 }

@@ -11,7 +11,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._native import Plan, Tensors, encode_request, plan_row
 from llm_datadist._transport.lanes import LaneGrant, LaneRequest
@@ -185,4 +185,4 @@ def _request(rng: random.Random) -> bytes:
     return mutated(data, rng) if rng.random() < 0.2 else data
 
 
-TARGETS: Final[dict[str, Target]] = {"nixl requests": fuzz_nixl_requests}
+TARGETS: Final[Targets] = {"nixl requests": (0.02, fuzz_nixl_requests)}

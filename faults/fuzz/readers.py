@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated, wild
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Message, decode, encode
@@ -128,8 +128,8 @@ def _check_inside(plan: Plan) -> None:
             raise Finding(f"{plan} leaves four tensors of 4096 bytes")
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "parser": fuzz_parser,
-    "same-host packets": fuzz_packets,
-    "lane requests": fuzz_lane_requests,
+TARGETS: Final[Targets] = {
+    "parser": (0.379, fuzz_parser),
+    "same-host packets": (0.12, fuzz_packets),
+    "lane requests": (0.1, fuzz_lane_requests),
 }

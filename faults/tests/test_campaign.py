@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from faults.campaign.command import main
+from faults.__main__ import main
 from faults.campaign.interrupted import Bell
 from faults.campaign.journal import Doing, Interrupted, class_of, states_in
 from faults.campaign.memory import Shape, Stamp, difference, pattern, stamp_of, whole
@@ -25,7 +25,7 @@ def test_every_byte_is_right_and_nothing_is_left_after_a_short_campaign(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
-    status = main(["--seconds", "10", "--epoch", "5", "--seed", "7", "--json", str(report)])
+    status = main(["campaign", "--seconds", "10", "--epoch", "5", "--seed", "7", "--json", str(report)])
     out = capsys.readouterr().out
     assert status == 0, out
     assert out.startswith("seed 7\n")
