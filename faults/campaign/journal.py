@@ -119,10 +119,8 @@ class Journal:
         self.counts: Counter[str] = Counter()
         self._counting = count_arrivals()
         self._arrivals: Counter[str] = Counter()
-        self._worst = 0.0
-        self._slowest = 0.0
+        self._worst = self._slowest = self._lost = 0.0
         self._overruns: Counter[int] = Counter()
-        self._lost = 0.0
         self._running: dict[int, _Running] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="campaign-watch", daemon=True)
@@ -162,11 +160,23 @@ class Journal:
             states = states_in(self.doing.mask)
             self.doing.change(kind, -1)
             del self._running[mine.thread]
-        self._finished(mine, outcome)
+        late = self._late(mine)
+        with self._lock:
+            self.calls[f"{kind}|{_result(outcome)}"] += 1
+            self._worst = max(self._worst, late)
+            if late > 0 and budget:
+                self._overruns[class_of(late)] += 1
+        if late > SLACK_SECONDS:
+            self.violation("hangs", f"{kind} returned {late:.1f} s after its {budget:.1f} s: {outcome!r}")
         if isinstance(outcome, (Interrupted, Cancelled)):
             for state in states:
                 self.note(f"cell|{type(outcome).__name__.lower()}|{state}")
+        elif isinstance(outcome, Exception):
+            self._judge(kind, outcome)
         return outcome
+
+    def _late(self, call: _Running) -> float:
+        return time.monotonic() - call.started - call.budget - (self._lost - call.lost)
 
     def ended_after_interrupt(self, seconds: float) -> None:
         """A call has ended so long after a handler raised in it; it may have been waiting for others to stop."""
@@ -174,8 +184,7 @@ class Journal:
             self._slowest = max(self._slowest, seconds)
 
     def verified(self, nbytes: int) -> None:
-        with self._lock:
-            self.counts["verified bytes"] += nbytes
+        self.note("verified bytes", nbytes)
 
     def note(self, what: str, number: int = 1) -> None:
         with self._lock:
@@ -183,8 +192,7 @@ class Journal:
 
     def violation(self, what: str, text: str) -> None:
         """Something is as it must never be. ``what``: wrong bytes, hangs, untyped errors, internal errors, leaks..."""
-        with self._lock:
-            self.counts[f"violation: {what}"] += 1
+        self.note(f"violation: {what}")
         line = json.dumps({"what": what, "who": self._name, "at": time.monotonic(), "text": text})
         with self._lock:
             if self._violations.closed:  # what is found after the end of an epoch
@@ -202,21 +210,7 @@ class Journal:
 
     # The judge of calls
 
-    def _finished(self, mine: _Running, outcome: Any) -> None:
-        late = time.monotonic() - mine.started - mine.budget - (self._lost - mine.lost)
-        with self._lock:
-            self.calls[f"{mine.kind}|{_result(outcome)}"] += 1
-            self._worst = max(self._worst, late)
-            if late > 0 and mine.budget:
-                self._overruns[class_of(late)] += 1
-        if late > SLACK_SECONDS:
-            self.violation("hangs", f"{mine.kind} returned {late:.1f} s after its {mine.budget:.1f} s: {outcome!r}")
-        if isinstance(outcome, Exception):
-            self._judge(mine.kind, outcome)
-
     def _judge(self, kind: str, error: Exception) -> None:
-        if isinstance(error, (Interrupted, Cancelled)):
-            return
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, LLMException):
             self.violation("untyped errors", f"{kind}: {text}")
@@ -242,17 +236,15 @@ class Journal:
                 self._lost += now - last - _TICK_SECONDS
             last = now
             for call in list(self._running.values()):
-                self._look(call, now)
+                late = self._late(call)
+                if late > 3 * SLACK_SECONDS and not call.told:
+                    call.told = True
+                    text = f"{call.kind} is {late:.1f} s over its {call.budget:.1f} s:\n{stack(call.thread)}"
+                    self.violation("hangs", text)
             if now - flushed > _FLUSH_SECONDS:
                 flushed = now
                 with suppress(OSError):  # no descriptors: later
                     self.flush()
-
-    def _look(self, call: _Running, now: float) -> None:
-        late = now - call.started - call.budget - (self._lost - call.lost)
-        if late > 3 * SLACK_SECONDS and not call.told:
-            call.told = True
-            self.violation("hangs", f"{call.kind} is {late:.1f} s over its {call.budget:.1f} s:\n{stack(call.thread)}")
 
 
 class _Alarm(logging.Handler):

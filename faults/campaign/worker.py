@@ -30,7 +30,7 @@ from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
 from faults.campaign.memory import Destination, Stamp, whole
 from faults.campaign.mover import Mover
-from faults.campaign.producer import Allocated, Producer, blocks_key
+from faults.campaign.producer import Producer, Slot, blocks_key
 from faults.campaign.schedule import MOVERS
 from faults.gates import shut
 from faults.harness import holds_within
@@ -115,7 +115,7 @@ class _Life:
     before: dict[str, Any]
     fresh: dict[str, Any]
     stalls: threading.Lock = field(default_factory=threading.Lock)
-    proof: Allocated | None = None
+    proof: Slot | None = None
 
     def start(self, name: str, function: Callable[[], object]) -> None:
         self.threads.append(threading.Thread(target=function, name=f"campaign-{name}", daemon=True))
@@ -294,7 +294,7 @@ def publish_proof(world: World) -> None:
     life: _Life = world.memory["life"]
     if not _freed(life):
         return
-    life.proof = Allocated(life.scene, _PROOF_SLOT, Kind.PROOF, life.scene.epoch.shape)
+    life.proof = Slot(life.scene, _PROOF_SLOT, Kind.PROOF, life.scene.epoch.shape)
     life.proof.renew()
 
 
