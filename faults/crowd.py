@@ -10,9 +10,9 @@ strangers, in turns.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
-import select
 import socket
 import time
 from collections import Counter
@@ -47,7 +47,6 @@ _COMING: Final = 100
 _KINDS: Final = ("blocks", "key")
 _RATIO: Final = 2.0
 REALTIME: Final = "both ends go first, where others use the machine too"
-_BUSY: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
 
 
 def greeting(cluster_id: int) -> bytes:
@@ -61,71 +60,61 @@ class Crowd:
     """Connections of strangers to one port; ``counts`` says how many came. A context manager: closes what is open."""
 
     def __init__(self, port: int, manners: Sequence[str]) -> None:
-        self._address = ("127.0.0.1", port)
-        self._manners = manners
-        self._made = 0
-        self._poll = select.epoll()
-        self._here: dict[int, tuple[socket.socket, str]] = {}
-        self._said: set[int] = set()
+        self._address, self._manners = ("127.0.0.1", port), manners
+        self._loop = asyncio.new_event_loop()
+        self._here: set[asyncio.Task[None]] = set()
+        self._made = self._coming = 0  # the second has not said anything yet
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._here)
 
     def dial(self) -> None:
-        sock = socket.socket()
-        sock.setblocking(False)
-        with suppress(BlockingIOError):
-            sock.connect(self._address)
-        self._here[sock.fileno()] = sock, self._manners[self._made % len(self._manners)]
+        task = self._loop.create_task(self._come(self._manners[self._made % len(self._manners)], 1_000 + self._made))
+        self._here.add(task)
+        task.add_done_callback(self._here.discard)
         self._made += 1
-        self._poll.register(sock, _BUSY)
+        self._coming += 1
+
+    async def _come(self, manner: str, number: int) -> None:
+        with socket.socket() as sock, suppress(OSError):
+            sock.setblocking(False)
+            data = b"" if manner == "silent" else greeting(number)
+            try:
+                await self._loop.sock_connect(sock, self._address)
+                await self._loop.sock_sendall(sock, data[: len(data) // 2] if manner == "stops" else data)
+                self.counts["said"] += 1
+            finally:
+                self._coming -= 1
+            while manner != "goes" and await self._loop.sock_recv(sock, 65536):
+                self.counts["welcomed"] += 1
 
     def serve(self, seconds: float) -> None:
-        for descriptor, events in self._poll.poll(seconds):
-            sock, manner = self._here[descriptor]
-            try:
-                gone = self._serve(sock, manner, events)
-            except OSError:
-                gone = True
-            if gone:
-                self._said.discard(descriptor)
-                del self._here[descriptor]
-                sock.close()
-
-    def _serve(self, sock: socket.socket, manner: str, events: int) -> bool:
-        if events & select.EPOLLOUT and sock.fileno() not in self._said:
-            data = b"" if manner == "silent" else greeting(1_000 + self._made)
-            sock.sendall(data[: len(data) // 2] if manner == "stops" else data)
-            self._said.add(sock.fileno())
-            self._poll.modify(sock, _BUSY & ~select.EPOLLOUT)
-            self.counts["said"] += 1
-            return manner == "goes"
-        if events & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
-            data = sock.recv(65536)
-            self.counts["welcomed"] += bool(data)
-            return not data
-        return False
+        """Let each stranger do what it does."""
+        self._loop.run_until_complete(asyncio.sleep(seconds))
 
     def come(self, count: int) -> None:
+        """Have so many strangers come, one after the other, and say what they say."""
         for _ in range(count):
             self.dial()
             self.serve(0)
-            while self._coming() > _COMING:
-                self.serve(0.1)
-        while self._coming():
-            self.serve(0.1)
-
-    def _coming(self) -> int:
-        return len(self._here) - len(self._said)
+            while self._coming > _COMING:
+                self.serve(0.01)
+        while self._coming:
+            self.serve(0.01)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for sock, _ in self._here.values():
-            sock.close()
-        self._poll.close()
+        async def leave() -> None:
+            left = list(self._here)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self._loop.run_until_complete(leave())
+        self._loop.close()
 
 
 def prepare(world: World) -> Any:
