@@ -126,16 +126,9 @@ def flags(raw: bytes) -> list[bool]:
     return [bool(count % 2) for count in np.frombuffer(raw, np.uint64)]
 
 
-def start_pulling(world: World) -> None:
-    world.memory["crowd"].start_pulling()
-
-
-def stop_pulling(world: World) -> None:
-    world.memory["crowd"].stop_pulling()
-
-
-def disperse(world: World) -> None:
-    world.memory.pop("crowd").finalize()
+def tell(world: World, what: str) -> None:
+    """Have the readers do that."""
+    getattr(world.memory["crowd"], what)()
 
 
 def pull_healthy(world: World, count: int) -> list[float]:
@@ -171,11 +164,11 @@ class Scene:
         self.healthy: ChildEnd = processes.reader(self.owner, "healthy")
         self.crowd: ChildEnd = processes.process("crowd")
         self._flags = self.crowd.do(crowd, readers, self.owner.port, transport)
-        processes.callback(self.crowd.do, disperse)
+        processes.callback(self.crowd.do, tell, "finalize")
 
     def stick(self) -> None:
         """Stop the crowd while all of them are inside a pull, over tcp with full sockets between them and the owner."""
-        self.crowd.do(start_pulling)
+        self.crowd.do(tell, "start_pulling")
         for _ in range(TRIES):
             freeze(self.crowd)
             if self.stuck() == self.readers and self._filled():
@@ -197,7 +190,7 @@ class Scene:
 
     def free(self) -> None:
         self.crowd.signal(signal.SIGCONT)
-        self.crowd.do(stop_pulling)
+        self.crowd.do(tell, "stop_pulling")
 
     def pull(self, count: int) -> float:
         return statistics.median(self.healthy.do(pull_healthy, count))

@@ -166,6 +166,8 @@ _LINK_SECONDS: Final = 20.0
 #: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
 #: of communicators try, here and in other runs on this host: what they dial must be theirs.
 _PORTS: Final = range(21000, 27000)
+_TOLD: dict[str, Callable[..., None]] = {"stall": work.stop_for, "fork": work.fork, "limit": work.limit}
+_TOLD |= {"storm": work.storm, "exhaust": work.exhaust}
 
 
 class Supervisor:
@@ -288,8 +290,8 @@ class Supervisor:
             case "liar" if hand.state in {"up", "stopped"}:
                 victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
                 self._liars.send(event.details["seed"], victim, event.details["seconds"])
-            case "stall" if hand.state == "up":
-                self._tell(hand, work.stop_for, event.details["name"], event.details["seconds"])
+            case "stall" | "fork" | "limit" | "storm" | "exhaust" if hand.state == "up":
+                self._tell(hand, _TOLD[event.what], *event.details.values())
             case "gate" if hand.state == "up":
                 self._tell(hand, work.stop_at, event.details["step"], *list(event.details.values())[1:])
                 # The other end meanwhile uses its memory again.
@@ -297,18 +299,10 @@ class Supervisor:
                     self._tell(peer, work.storm)
             case "lull":
                 self._rested_ns = self._directory.rest(**event.details)
-            case "fork" if hand.state == "up":
-                self._tell(hand, work.fork, event.details["how"])
-            case "limit" if hand.state == "up":
-                self._tell(hand, work.limit, *event.details.values())
             case "exit" if hand.state == "up":
                 self._depart(hand, epoch, event.details["finalize"])
             case "roll":
                 self._roll(list(self._hands), epoch, event.details["finalize"])
-            case "storm" if hand.state == "up":
-                self._tell(hand, work.storm)
-            case "exhaust" if hand.state == "up":
-                self._tell(hand, work.exhaust)
             case _:
                 done = False
         if done:

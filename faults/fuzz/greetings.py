@@ -14,7 +14,6 @@ import queue
 import socket
 import ssl
 import tempfile
-import threading
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from faults.fuzz.readers import packet
 from faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 from faults.sealing import HANDSHAKE as HANDSHAKE_RECORD
 from faults.sealing import HEADER, RecordWriter, logged_secret, meaning
-from faults.strangers import welcome_of
+from faults.strangers import listener, welcome_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
@@ -370,7 +369,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
 
 
 class Nonsense:
-    """A listener in a thread of its own that says to each connection what it is told to. A context manager."""
+    """A listener that says to each connection what it is told to. A context manager."""
 
     def __init__(self, stage: Stage, forge: Forge, peers: Plain) -> None:
         assert stage.friend._engine is not None
@@ -379,19 +378,14 @@ class Nonsense:
         self._plans: queue.SimpleQueue[Hostile | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._welcome = welcome_of(9, self._exports.incarnation, bytes(16), lane_share=peers.share)
+        self._listening = listener(self._serve)
 
     def __enter__(self) -> Self:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self._server.getsockname()[:2]
-        self._thread = threading.Thread(target=self._serve, name="llm-datadist-nonsense")
-        self._thread.start()
+        self.address = "127.0.0.1", self._listening.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with socket.create_connection(self.address, PATIENCE_SECONDS):
-            pass  # the empty visit ends it
-        self._thread.join()
-        self._server.close()
+        self._listening.__exit__(None, None, None)
 
     def expect(self) -> Hostile | None:
         """Say what the next connection will meet; it is the fuzzer's, in the same thread as this call."""
@@ -402,25 +396,17 @@ class Nonsense:
     def answered(self) -> None:
         """Wait until the connection is over; raise what went wrong in it."""
         error = self._done.get(timeout=PATIENCE_SECONDS)
-        if error is not None:
+        if error is not None and not isinstance(error, OSError):  # else it has hung up before it has heard all
             raise error
 
-    def _serve(self) -> None:
-        while True:
-            sock, _ = self._server.accept()
-            with sock:
-                sock.settimeout(PATIENCE_SECONDS)
-                preamble = sock.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
-                if not preamble:
-                    return
-                try:
-                    self._answer(sock, self._plans.get(timeout=PATIENCE_SECONDS))
-                except OSError:
-                    self._done.put(None)  # it has hung up before it has heard all
-                except BaseException as error:  # noqa: BLE001 (the fuzzer's thread raises it)
-                    self._done.put(error)
-                else:
-                    self._done.put(None)
+    def _serve(self, sock: socket.socket) -> None:
+        error: BaseException | None = None
+        try:
+            sock.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
+            self._answer(sock, self._plans.get(timeout=PATIENCE_SECONDS))
+        except BaseException as raised:  # noqa: BLE001 (the fuzzer's thread raises it)
+            error = raised
+        self._done.put(error)
 
     def _answer(self, sock: socket.socket, peer: Hostile | None) -> None:
         if peer is None:

@@ -20,6 +20,9 @@ from llm_datadist.errors import ParamError, ProtocolError
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
+
+    from llm_datadist._transport.lanes import LaneRequest
 
 
 def fuzz_parser(frames: int, seed: int) -> Verdicts:
@@ -61,16 +64,22 @@ def _check_again(message: Message) -> None:
         raise Finding(f"{message} is not what it encodes to")
 
 
-def fuzz_packets(frames: int, seed: int) -> Verdicts:
-    """Feed the packets of the same-host rendezvous to :func:`llm_datadist._transport.rendezvous.decode`."""
-    rng = Forge(seed, LINK).rng
-    with trial("same-host packets", seed) as verdicts:
-        while verdicts.judged < frames:
-            try:
-                verdicts.take(rendezvous.decode(packet(rng)))
-            except ProtocolError as error:
-                verdicts.refuse(error)
-    return verdicts
+def _reading(
+    name: str, make: Callable[[random.Random], bytes], read: Callable[[bytes], object]
+) -> Callable[[int, int], Verdicts]:
+    """Return a target that feeds a reader with what ``make`` returns."""
+
+    def fuzz(frames: int, seed: int) -> Verdicts:
+        rng = Forge(seed, LINK).rng
+        with trial(name, seed) as verdicts:
+            while verdicts.judged < frames:
+                try:
+                    verdicts.take(read(make(rng)))
+                except (ProtocolError, ParamError) as error:
+                    verdicts.refuse(error)
+        return verdicts
+
+    return fuzz
 
 
 def packet(rng: random.Random) -> bytes:
@@ -91,24 +100,6 @@ def packet(rng: random.Random) -> bytes:
     return mutated(data, rng) if rng.random() < 0.4 else data
 
 
-def fuzz_lane_requests(frames: int, seed: int) -> Verdicts:
-    """Feed requests of lanes to ``decode_request``, and what it takes to the check against real tensors."""
-    rng = Forge(seed, LINK).rng
-    memory = np.zeros((4, 4096), np.uint8)
-    tensors = Tensors(memory.ctypes.data + 4096 * np.arange(4, dtype=np.uint64), 4096)
-    with trial("lane requests", seed) as verdicts:
-        while verdicts.judged < frames:
-            try:
-                request = decode_request(_lane_request(rng))
-                check_plan(request.plan, tensors, tensors)
-            except (ProtocolError, ParamError) as error:
-                verdicts.refuse(error)
-            else:
-                _check_inside(request.plan)
-                verdicts.take(request)
-    return verdicts
-
-
 def _lane_request(rng: random.Random) -> bytes:
     count, runs = rng.randrange(5), np.empty((rng.randrange(4), 3), np.uint64)
     for run in runs:
@@ -120,16 +111,24 @@ def _lane_request(rng: random.Random) -> bytes:
     return mutated(data, rng) if rng.random() < 0.6 else data
 
 
-def _check_inside(plan: Plan) -> None:
-    """What passed the check may not leave the tensors, by arithmetic without bounds."""
-    last = plan.src_first + plan.count
+_MEMORY: Final = np.zeros((4, 4096), np.uint8)
+_TENSORS: Final = Tensors(_MEMORY.ctypes.data + 4096 * np.arange(4, dtype=np.uint64), 4096)
+
+
+def _read_request(data: bytes) -> LaneRequest:
+    """Read a request of a lane, and check it against real tensors; what passes may not leave them."""
+    request = decode_request(data)
+    plan = request.plan
+    check_plan(plan, _TENSORS, _TENSORS)
+    last = plan.src_first + plan.count  # by arithmetic without bounds
     for _, start, nbytes in plan.runs.tolist():
         if plan.count and nbytes and (last > 4 or start + nbytes > 4096):
             raise Finding(f"{plan} leaves four tensors of 4096 bytes")
+    return request
 
 
 TARGETS: Final[Targets] = {
     "parser": (0.379, fuzz_parser),
-    "same-host packets": (0.12, fuzz_packets),
-    "lane requests": (0.1, fuzz_lane_requests),
+    "same-host packets": (0.12, _reading("same-host packets", packet, rendezvous.decode)),
+    "lane requests": (0.1, _reading("lane requests", _lane_request, _read_request)),
 }
