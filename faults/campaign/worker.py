@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ def prepare(world: World, folder: str, worker: int) -> None:
     os.close(complaints)
     faulthandler.enable()
     sys.setswitchinterval(0.001)
-    gc.set_threshold(200)  # finalizers run often, see faults.campaign.litter
+    gc.set_threshold(200)  # finalizers run often, see faults.campaign.mover
     world.memory["folder"] = Path(folder)
     world.memory["directory"] = Directory(Path(folder) / "directory")
     world.memory["worker"] = worker
@@ -151,9 +151,8 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     world.dd._engine.store.registry._next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
     doing = Doing(partial(directory.doing.__setitem__, worker))
-    journal = Journal(
-        folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", doing, harmed=epoch.harmed
-    )
+    path = folder / f"journal-{epoch.number}-{worker}-{life}"
+    journal = Journal(path, f"worker {worker}", doing, harmed=epoch.harmed)
     scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
@@ -169,9 +168,8 @@ def go(world: World, ports: dict[int, int]) -> None:
     life.scene.ports.update(ports)
     life.scene.journal.__enter__()
     lodgers = Lodgers(life.scene, Random(f"{life.scene.seed} lodgers"))
-    for number, run in enumerate(
-        [life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers)]
-    ):
+    runs = (life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers))
+    for number, run in enumerate(runs):
         life.start(str(number), run)
 
 
@@ -191,18 +189,29 @@ def exhaust(world: World) -> None:
     world.memory["life"].producer.exhaust.set()
 
 
-def limit(world: World, what: str, free: int, seconds: float) -> None:
+def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractContextManager[None]]) -> None:
+    """Be in that state for a while, and in no other. Returns at once."""
     life: _Life = world.memory["life"]
 
     def run() -> None:
-        with life.stalls, (few_descriptors if what == "descriptors" else few_threads)(free):
+        with life.stalls, suppress(LLMException, TimeoutError, AssertionError), harm():
             time.sleep(seconds)
 
-    life.start("limit", run)
+    life.start(name, run)
+
+
+def limit(world: World, what: str, free: int, seconds: float) -> None:
+    """Leave the process few descriptors or threads."""
+    _hold(world, "limit", seconds, partial(few_descriptors if what == "descriptors" else few_threads, free))
+
+
+def stop_for(world: World, what: str, seconds: float) -> None:
+    """Stall a part of this end, see faults.stalls."""
+    _hold(world, "stall", seconds, partial(stall, world.dd, what))
 
 
 def fork(world: World, how: str) -> None:
-    """Fork a child that leaves, see faults.campaign.worker. Returns at once."""
+    """Fork a child that leaves. Returns at once."""
     life: _Life = world.memory["life"]
     if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
         try:
@@ -217,17 +226,6 @@ def depart(world: World, finalize: bool) -> None:
     if finalize:
         world.dd.finalize()
     leave()
-
-
-def stop_for(world: World, what: str, seconds: float) -> None:
-    """Stall a part of this end, see faults.stalls. Returns at once."""
-    life: _Life = world.memory["life"]
-
-    def run() -> None:
-        with life.stalls, suppress(LLMException, TimeoutError, AssertionError), stall(world.dd, what):
-            time.sleep(seconds)
-
-    life.start("stall", run)
 
 
 def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) -> None:
@@ -269,10 +267,10 @@ def halt(world: World) -> None:
     gc.collect()
 
 
-def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
-    """Be linked to all these workers with no unlink before; return what could not be done."""
+def link_to(world: World, ports: dict[int, int], seconds: float) -> None:
+    """Be linked to all these workers with no unlink before."""
     life: _Life = world.memory["life"]
-    journal, wrong = life.scene.journal, []
+    journal = life.scene.journal
     for peer, port in ports.items():
         until, codes = time.monotonic() + seconds, []
         while time.monotonic() < until:
@@ -282,12 +280,8 @@ def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
                 break
             time.sleep(0.05)
         else:
-            wrong.append(
-                f"no link to worker {peer} within {seconds} s of healing: {codes[:9]}; {world.dd.statistics()}"
-            )
-    for text in wrong:
-        journal.violation("not healed", text)
-    return wrong
+            text = f"no link to worker {peer} within {seconds} s of healing: {codes[:9]}; {world.dd.statistics()}"
+            journal.violation("not healed", text)
 
 
 def publish_proof(world: World) -> None:
@@ -307,13 +301,11 @@ def prove(world: World) -> None:
         if found is None:
             scene.journal.violation("not healed", f"worker {peer} has published nothing after healing")
             continue
-        settings = {"budget": scene.budget, "kind": "allocated"}
-        target = Destination(scene.journal, scene.cm, found.shape, stamp, **settings)
+        target = Destination(scene.journal, scene.cm, found.shape, stamp, budget=scene.budget, kind="allocated")
         rows = list(range(found.shape.rows))
         for _ in range(_ATTEMPTS):
-            error = scene.call(
-                "pull_blocks healed", scene.budget, scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows
-            )
+            pull = partial(scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows)
+            error = scene.call("pull_blocks healed", scene.budget, pull)
             if error is None:
                 break
             target.settle("proof", range(found.shape.tensors), rows, None)
@@ -365,11 +357,8 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
 
 
 def _freed(life: _Life) -> bool:
-    freed = holds_within(
-        lambda: all([life.producer.free(), *(mover.free() for mover in (*life.movers, life.roamer.mover))]),
-        _TIDY_SECONDS,
-        0,
-    )
+    owners: list[Producer | Mover] = [life.producer, *life.movers, life.roamer.mover]
+    freed = holds_within(lambda: not [each for each in owners if not each.free()], _TIDY_SECONDS, 0)
     if not freed:
         life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
     return freed
