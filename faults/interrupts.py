@@ -44,7 +44,7 @@ from tests.support.world import make_config, small_pool
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from llm_datadist import Cache, CacheManager, CacheTask
@@ -306,15 +306,20 @@ class Walk:
 
     def __init__(self, scene: Scene, verb: Verb) -> None:
         self.scene, self.verb = scene, verb
-        self._idle: Any = None  # what the end shows between two calls
         self._written: list[list[int]] = []  # windows that were written over after an interrupt
-
-    def begin(self) -> None:
         self._prepare()
-        self.verb.call(self.scene)
-        self.verb.after(self.scene)
-        self.verb.before(self.scene)
-        self._idle = self._picture()
+        verb.call(scene)
+        verb.after(scene)
+        verb.before(scene)
+        self._idle = self._picture()  # what the end shows between two calls
+
+    def all(self, interrupts: Iterable[Callable[[Callable[[], object]], object]]) -> None:
+        """Make a call for each of these, and look at what is left now and then."""
+        for count, interrupt in enumerate(interrupts, 1):
+            self.run(interrupt)
+            if count % _WINDOWS == 0:
+                self.check()
+        self.check()
 
     def _prepare(self) -> None:
         self.scene.window = (self.scene.window + 1) % _WINDOWS
@@ -331,21 +336,16 @@ class Walk:
             scene.counts["done"] += 1
         except Interrupted:
             scene.counts["interrupted"] += 1
-            self._write_over()
+            if self.verb.writes is not None:  # use the memory of the interrupted call at once, as its caller may
+                for tensor in _tensors(scene.world, self.verb.writes):
+                    tensor[scene.blocks] = _REFILL
+                self._written.append(scene.blocks)
         except LLMException as error:
             raise AssertionError(f"an interrupt became {error!r}") from error
         took = time.monotonic() - since
         scene.slowest = max(scene.slowest, took)
         assert took < BOUND_SECONDS + PROMPT_SECONDS, f"a call took {took:.1f} s"
         self.verb.after(self.scene)
-
-    def _write_over(self) -> None:
-        """Use the memory of the interrupted call at once, as its caller may."""
-        if self.verb.writes is None:
-            return
-        for tensor in _tensors(self.scene.world, self.verb.writes):
-            tensor[self.scene.blocks] = _REFILL
-        self._written.append(self.scene.blocks)
 
     def check_bytes(self) -> None:
         if self.verb.writes is not None:
@@ -425,27 +425,19 @@ class AtInstruction:
 
 
 def instructions(scene: Scene, verb: Verb) -> int:
-    walk, counted = Walk(scene, verb), AtInstruction(0)
-    walk.begin()
-    walk.run(counted)
-    walk.check()
+    """Return how many instructions of the library one call of a verb runs in its caller's thread."""
+    counted = AtInstruction(0)
+    Walk(scene, verb).all([counted])
     return counted.seen
 
 
-def at_each_instruction(scene: Scene, verb: Verb, points: Sequence[int]) -> None:
-    walk = Walk(scene, verb)
-    walk.begin()
-    for count, point in enumerate(points, 1):
-        walk.run(AtInstruction(point))
-        if count % _WINDOWS == 0:
-            walk.check()
-    walk.check()
+def at_each_instruction(scene: Scene, verb: Verb, points: Iterable[int]) -> None:
+    Walk(scene, verb).all(map(AtInstruction, points))
 
 
 def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> None:
     """Interrupt calls by a timer, at any moment of theirs."""
     walk = Walk(scene, verb)
-    walk.begin()
     since = time.perf_counter()
     for _ in range(20):
         walk.run(lambda function: function())
@@ -460,11 +452,7 @@ def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> No
             _silence()
 
     try:
-        for count in range(1, times + 1):
-            walk.run(ring)
-            if count % _WINDOWS == 0:
-                walk.check()
-        walk.check()
+        walk.all([ring] * times)
     finally:
         signal.signal(signal.SIGALRM, handler)
 
@@ -483,12 +471,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     yield f"seed {seed}", True
     logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
     source = random.Random(seed)
-    rows = [
-        (transport, name)
-        for transport in options.transport
-        for name in options.verb
-        if transport in VERBS[name].transports
-    ]
+    rows = [(each, name) for each in options.transport for name in options.verb if each in VERBS[name].transports]
     for transport, name in rows:
         verb = VERBS[name]
         with interrupted_end(transport, rca=verb.rca) as scene:
