@@ -10,15 +10,17 @@ strangers, in turns.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -29,13 +31,7 @@ from llm_datadist.views import tensor_views
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import Spec, make, moved, same_bytes, show
-from tests.support.world import anonymous_bytes
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
-    from tests.support.world import World
+from tests.support.world import World, anonymous_bytes
 
 #: What a stranger does once it is connected: says a Hello and stays, says it and goes, says it in two halves of which
 #: the second never comes, or says nothing.

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from faults.gates import Gate, shut, watched
+from faults.gates import Gate, Watcher, shut, watched
 from llm_datadist._links.messages import Release, Resolve
 from tests.support.background import Call
-from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.ends import ChildEnd, End, LocalEnd
 from tests.support.moves import call
 from tests.support.v1 import kv_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from faults.gates import Watcher
-    from tests.support.ends import End
-    from tests.support.world import World
+from tests.support.world import World
 
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -25,24 +25,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import Consumed, Release, Resolve
+from llm_datadist._links.messages import Consumed, Message, Release, Resolve
 from llm_datadist._native import steps
+from llm_datadist.cache_manager import CacheManager
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._links.messages import Message
-    from llm_datadist.cache_manager import CacheManager
-    from llm_datadist.datadist import LLMDataDist
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0

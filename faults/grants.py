@@ -11,29 +11,25 @@ one reader is killed at times and born again. At the end nothing may be left at 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from faults.harness import Processes, Report, Threads, differing, numbered, words_of
+from faults.harness import Processes, Report, Threads, Words, differing, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException, StateError
+from llm_datadist.types.grant import Grant
 from tests.support.linking import SUCCESS, info, link, unlink
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from faults.harness import Words
-    from llm_datadist.types.grant import Grant
-    from tests.support.world import World
+from tests.support.world import World
 
 TRANSPORTS: Final = ("shm", "tcp")
 HEAD: Final = "transport     steps  seconds  wrong  what came of the owner's steps and the readers'"

@@ -10,27 +10,23 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from llm_datadist import Cache
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.background import Call
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, info, link
+from tests.support.world import World
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from numpy.typing import NDArray
-
-    from llm_datadist import Cache
-    from tests.support.world import World
-
-    Words = NDArray[np.uint64]
+Words = NDArray[np.uint64]
 
 _SHOWN_FAULTS: Final = 20
 

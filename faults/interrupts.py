@@ -6,6 +6,7 @@ process, because handlers run in the main thread of a process; its peer in anoth
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import random
@@ -14,16 +15,21 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 import numpy as np
 
 import llm_datadist
 from llm_datadist import (
     BlocksCacheKey,
+    Cache,
     CacheKey,
+    CacheManager,
+    CacheTask,
     LayerSynchronizer,
     LLMDataDist,
     LLMException,
@@ -40,15 +46,7 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, make, picture, show, wait_until
-from tests.support.world import make_config, small_pool
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import FrameType
-
-    from llm_datadist import Cache, CacheManager, CacheTask
-    from tests.support.world import World
+from tests.support.world import World, make_config, small_pool
 
 TRANSPORTS: Final = ("shm", "cma", "tcp")
 #: A call that ends later than this after it began hangs.

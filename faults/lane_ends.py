@@ -7,20 +7,27 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import numpy as np
 
 from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Opener, Sealer
-from llm_datadist._native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Tensors, WriteAsked, plan_row
+from llm_datadist._native import (
+    LaneEngine,
+    LaneEvent,
+    LaneLost,
+    Outcome,
+    Plan,
+    ReadAsked,
+    StandingGrants,
+    Tensors,
+    WriteAsked,
+    plan_row,
+)
 from tests.support import twin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._native import LaneLost, StandingGrants
 
 BUDGET_S: Final = 20.0
 """For what is expected to happen: only a hang can use it up."""

@@ -9,19 +9,24 @@ import asyncio
 import secrets
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
 from llm_datadist._native import Tensors
+from llm_datadist._transport.connection import RemoteTensors
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
     LaneGrant,
+    LaneGroup,
+    LaneRequest,
     Lanes,
     LaneSocket,
     accept_lane,
@@ -31,14 +36,6 @@ from llm_datadist._transport.lanes import (
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._transport.connection import RemoteTensors
-    from llm_datadist._transport.lanes import LaneGroup, LaneRequest
 
 
 class Handles:

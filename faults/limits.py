@@ -6,14 +6,12 @@ import mmap
 import os
 import resource
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.world import World
+from tests.support.world import World
 
 
 @contextmanager

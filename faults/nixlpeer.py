@@ -5,29 +5,26 @@ Requests and answers travel over a stream socket instead of a link; a handle nam
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
+from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._transport.nixl import Nixl, NixlConnection, Server
 from llm_datadist._transport.nixl_agent import fabric, usable
 from llm_datadist.errors import LinkError, PeerLost
 from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
-    from llm_datadist._deadline import Deadline
 
 _HEAD: Final = struct.Struct(">IQ?")  # bytes of data, number, True for a question
 

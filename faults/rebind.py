@@ -12,29 +12,25 @@ binding, for certain, after the pull had begun and before it ended, and the pull
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from faults.harness import Outcome, Processes, Report, Threads, differing, numbered, outcome_of, words_of
+from faults.harness import Outcome, Processes, Report, Threads, Words, differing, numbered, outcome_of, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist._cache.registry import key_of
+from llm_datadist._memory.pool import Allocation
 from llm_datadist._memory.segment import AddressRange
 from llm_datadist.bench.progress import steps
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from faults.harness import Words
-    from llm_datadist._memory.pool import Allocation
-    from tests.support.world import World
+from tests.support.world import World
 
 KINDS: Final = ("row", "blocks")
 TENSORS: Final = 2

@@ -18,32 +18,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
-from faults.sealing import meaning
-from llm_datadist import CacheKey
+from faults.sealing import Framing, meaning
+from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._links.messages import PREAMBLE_BYTES
 from llm_datadist._transport.lanes import LANE_PREAMBLE
+from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link
 from tests.support.moves import Spec
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Coroutine
-
-    from faults.sealing import Framing
-    from llm_datadist import LLMStatusCode
-    from tests.support.ends import LocalEnd
-    from tests.support.pairs import Pair
+from tests.support.pairs import Pair
 
 T = TypeVar("T")
 Direction = Literal["up", "down"]

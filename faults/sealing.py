@@ -6,16 +6,14 @@ The ciphers are those of `cryptography`, whose OpenSSL is its own.
 from __future__ import annotations
 
 import hmac
+import random
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-if TYPE_CHECKING:
-    import random
-    from pathlib import Path
 
 LENGTH: Final = struct.Struct("<I")
 HEADER: Final = struct.Struct(">BHH")

@@ -15,20 +15,17 @@ go on running, which is the point. Inside a copy, after its first byte, :mod:`fa
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from faults.gates import watched
+from llm_datadist._links.link import Link
+from llm_datadist._links.messages import Message
+from llm_datadist._transfer.engine import Engine
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMException, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist.datadist import LLMDataDist
-    from tests.support.world import World
+from tests.support.world import World
 
 _PATIENCE_SECONDS: Final = 30.0
 

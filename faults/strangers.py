@@ -6,8 +6,9 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -19,9 +20,6 @@ from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
 from llm_datadist._transport.samehost import exchange_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0

@@ -9,6 +9,7 @@ after that, in turns; every byte that it pulls is compared. Printed too: what al
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import mmap
 import os
@@ -17,26 +18,20 @@ import statistics
 import struct
 import termios
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from faults.harness import Processes, Threads, holds_within, numbered, words_of
+from faults.harness import Processes, Threads, Words, holds_within, numbered, words_of
 from faults.midcopy import frozen, peek
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+from tests.support.ends import ChildEnd
 from tests.support.frozen import freeze
 from tests.support.linking import SUCCESS, info
-from tests.support.world import make_config
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from faults.harness import Words
-    from tests.support.ends import ChildEnd
-    from tests.support.world import World
+from tests.support.world import World, make_config
 
 KEY: Final = BlocksCacheKey(1, 0)
 BLOCK: Final = 256 << 10

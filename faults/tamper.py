@@ -22,6 +22,7 @@ The only changes that an end may overlook are those that TLS 1.3 tells it to ign
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import socket
@@ -29,12 +30,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from faults.fuzz import Finding
 from faults.fuzz import trial as silence
@@ -45,7 +48,7 @@ from faults.sealing import FAR_KEYS, LANE_RECORDS, NEAR_KEYS, TLS_RECORDS
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.messages import Failed, Located, frame
+from llm_datadist._links.messages import Failed, Located, Message, frame
 from llm_datadist._links.seal import Seal
 from llm_datadist._native import (
     Ending,
@@ -62,15 +65,7 @@ from llm_datadist._transport.lanes import decode_request
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, LLMException
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._links.messages import Message
-
-    Bytes = NDArray[np.uint8]
+Bytes = NDArray[np.uint8]
 
 HARM: Final = (*BYTE_HARM, *RECORD_HARM)
 _EXTENT: Final = 400 << 10

@@ -14,31 +14,27 @@ looking at it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from faults.harness import Outcome, Processes, Report, differing, numbered, outcome_of, words_of
+from faults.harness import Outcome, Processes, Report, Words, differing, numbered, outcome_of, words_of
 from faults.midcopy import peek, stop_inside_copy
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType
 from llm_datadist.bench.progress import steps
 from llm_datadist.errors import DeadlineExceeded, OutOfMemory
+from tests.support.ends import ChildEnd
 from tests.support.linking import links
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator
-
-    from faults.harness import Words
-    from tests.support.ends import ChildEnd
-    from tests.support.world import World
+from tests.support.world import World
 
 TENSORS: Final = 4
 BLOCK: Final = 64 << 10

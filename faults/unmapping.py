@@ -8,9 +8,11 @@ thread. A linked peer asks it where a row is, again and again; printed is its lo
 
 from __future__ import annotations
 
+import argparse
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 from faults.crowd import REALTIME, measured_ends
 from llm_datadist import CacheKeyByIdAndIndex
@@ -18,12 +20,7 @@ from llm_datadist._memory.host import available_memory
 from llm_datadist._memory.segment import SharedSegment
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from tests.support.world import World
+from tests.support.world import World
 
 BOUND_MS: Final = 5.0
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from faults.campaign.schedule import TRANSPORTS
 from faults.campaign.supervisor import Supervisor
 from llm_datadist._links.credentials import new_secret
 from llm_datadist.bench.progress import Progress
 from tests.support.world import SECRETS_VARIABLE
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from random import Random
+from typing import Any, Final
 
 import numpy as np
 
 from faults.campaign.memory import GENERATIONS, Shape, Stamp
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from random import Random
 
 SLOTS: Final = 24
 WORKERS: Final = 8

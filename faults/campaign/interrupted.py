@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from faults.campaign.journal import Cancelled, Interrupted, Scene
@@ -18,9 +20,6 @@ from llm_datadist.errors import LLMException
 from tests.support.linking import info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-
     from faults.campaign.mover import Mover
 
 #: What a caller loses by an interrupt is the handle of what was made, or of the task: these are left alone.

@@ -16,22 +16,18 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from pathlib import Path
+from typing import Any, Final, Self
 
+from faults.campaign.directory import Directory
+from faults.campaign.schedule import Epoch
 from faults.gates import count_arrivals
+from llm_datadist import LLMDataDist
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from faults.campaign.directory import Directory
-    from faults.campaign.schedule import Epoch
-    from llm_datadist import LLMDataDist
-    from llm_datadist.cache_manager import CacheManager
-
 
 #: A call may return this much after its deadline, plus the time for which its whole process did not run.
 SLACK_SECONDS: Final = 5.0

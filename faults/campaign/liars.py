@@ -15,16 +15,18 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from faults.campaign.directory import Kind
+from faults.campaign.directory import Directory, Found, Kind
 from faults.campaign.producer import blocks_key, request_of
+from faults.campaign.schedule import Epoch
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from faults.lane_ends import READ, WRITE, frame_of
 from faults.strangers import Stranger
@@ -36,12 +38,6 @@ from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transfer.target import encode_handle
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from llm_datadist.errors import LLMException
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from faults.campaign.directory import Directory, Found
-    from faults.campaign.schedule import Epoch
 
 _PATIENCE_SECONDS: Final = 2.0
 _FOREVER_MS: Final = 2**62

@@ -9,23 +9,19 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from random import Random
+from typing import Any, Final
 
 import numpy as np
 
+from faults.campaign.journal import Scene
 from faults.campaign.memory import Shape, Stamp, difference, fill, whole
-from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole, RegisterMemStatus
+from llm_datadist import BlocksCacheKey, Cache, LLMDataDist, LLMRole, RegisterMemStatus
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.linking import info
 from tests.support.ranks import table
 from tests.support.world import make_config
-
-if TYPE_CHECKING:
-    from random import Random
-
-    from faults.campaign.journal import Scene
-    from llm_datadist import Cache
 
 _SHAPE: Final = Shape(4, 8, 64)
 _BUDGET_MS: Final = 2000

@@ -6,24 +6,22 @@ early, shifted, from another cache or half overwritten, is seen, and can be name
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, Placement
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from faults.campaign.journal import Journal
-    from llm_datadist.cache_manager import CacheManager
 
-    Words = NDArray[np.uint64]
+Words = NDArray[np.uint64]
 
 WORD_BYTES: Final = 8
 #: Generations and incarnations wrap there.

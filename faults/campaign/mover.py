@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from random import Random
+from typing import Any, Final
 
 import numpy as np
 
 from faults.campaign.directory import Found, Kind
 from faults.campaign.interrupted import Awaiting
-from faults.campaign.journal import Cancelled, Interrupted
-from faults.campaign.memory import Destination, Stamp, close_all, difference, pattern, stamp_of
+from faults.campaign.journal import Cancelled, Interrupted, Scene
+from faults.campaign.memory import Destination, Stamp, Words, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
 from faults.campaign.schedule import MOVERS
 from llm_datadist import (
+    Cache,
     CacheDesc,
     CacheKeyByIdAndIndex,
     DataType,
@@ -26,18 +29,10 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from llm_datadist.types.grant import Grant
 from tests.support.layers import Always
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from random import Random
-
-    from faults.campaign.journal import Scene
-    from faults.campaign.memory import Words
-    from llm_datadist import Cache
-    from llm_datadist.cache_manager import CacheManager
 
 _OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from faults.campaign.directory import Found, Kind
+from faults.campaign.journal import Scene
 from faults.campaign.memory import GENERATIONS, Memory, Shape, Stamp, fill, same
 from faults.campaign.schedule import MOVERS
 from llm_datadist import BlocksCacheKey, Cache, CacheKey
 from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import LLMException
+from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from random import Random
-
-    from numpy.typing import NDArray
-
-    from faults.campaign.journal import Scene
-    from llm_datadist.types.grant import Grant
 
 _BACK_TO_BACK_SECONDS = 0.6
 _HELD_SECONDS = 0.3

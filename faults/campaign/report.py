@@ -9,19 +9,16 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
 from faults.campaign.journal import CLASSES, STATES
+from faults.campaign.schedule import Epoch, Event
 from faults.gates import STEPS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from faults.campaign.schedule import Epoch, Event
 
 #: What makes a campaign fail, each with its line in the table.
 VIOLATIONS: Final = (

@@ -11,26 +11,22 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from faults.campaign import worker as work
 from faults.campaign.directory import Directory
 from faults.campaign.journal import states_in
 from faults.campaign.liars import Liars, Rubbish, Victim
 from faults.campaign.report import Report
-from faults.campaign.schedule import WORKERS, plan_epoch, schedule
+from faults.campaign.schedule import WORKERS, Epoch, Event, plan_epoch, schedule
 from faults.harness import holds_within
 from faults.relay import Relay
+from llm_datadist.bench.progress import Progress
 from tests.support.ends import ChildEnd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from faults.campaign.schedule import Epoch, Event
-    from llm_datadist.bench.progress import Progress
 
 _ANSWER_SECONDS: Final = 90.0
 _LEAVE_SECONDS: Final = 30.0

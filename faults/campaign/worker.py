@@ -17,12 +17,13 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from faults.campaign.directory import Directory, Kind
 from faults.campaign.interrupted import Bell, Linker, Roamer, RungScene
@@ -31,7 +32,7 @@ from faults.campaign.lodgers import Lodgers
 from faults.campaign.memory import Destination, Stamp, whole
 from faults.campaign.mover import Mover
 from faults.campaign.producer import Producer, Slot, blocks_key
-from faults.campaign.schedule import MOVERS
+from faults.campaign.schedule import MOVERS, Epoch
 from faults.gates import shut
 from faults.harness import holds_within
 from faults.limits import few_descriptors, few_threads
@@ -39,13 +40,7 @@ from faults.stalls import stall
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import LLMException, StateError
 from tests.support.linking import info
-from tests.support.world import make_config, residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from faults.campaign.schedule import Epoch
-    from tests.support.world import World
+from tests.support.world import World, make_config, residue, settled
 
 _SECONDS: Final = 20.0
 #: Exit status of a child whose call was not refused.

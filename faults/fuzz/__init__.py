@@ -12,15 +12,12 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from llm_datadist._log import logger
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: What the library logs when it is itself to blame; an alert is the peer's word.
 _FAULT: Final = re.compile(r"unexpected error|(?<!alert )internal error|a handler failed|never retrieved|Traceback")

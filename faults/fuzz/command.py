@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
-from faults.fuzz import greetings, lanes, links, nixl, readers
+from faults.fuzz import Targets, greetings, lanes, links, nixl, readers
 from llm_datadist.bench.progress import steps
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from faults.fuzz import Targets
 
 TARGETS: Final[Targets] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS | nixl.TARGETS
 

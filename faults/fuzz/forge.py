@@ -13,8 +13,9 @@ import random
 import ssl
 import struct
 from collections import deque
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 from msgspec.inspect import BoolType, BytesType, IntType, StrType, UnionType, type_info
@@ -22,9 +23,6 @@ from msgspec.inspect import BoolType, BytesType, IntType, StrType, UnionType, ty
 from llm_datadist._links import messages
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
 from llm_datadist._links.seal import Seal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]

@@ -11,13 +11,15 @@ from __future__ import annotations
 import array
 import os
 import queue
+import random
 import socket
 import ssl
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated
@@ -36,6 +38,7 @@ from llm_datadist._links.messages import (
     SEALED_PREAMBLE,
     Hello,
     Linked,
+    Message,
     Refused,
     decode,
     frame,
@@ -43,15 +46,9 @@ from llm_datadist._links.messages import (
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist._native import readable
 from llm_datadist._transport import inproc
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkError, LLMException
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator, Sequence
-
-    from llm_datadist._links.messages import Message
-    from llm_datadist._transport.peer_memory import PeerMemory
 
 #: What a seal may keep of what it was given, or has to send: a record, and a few answers.
 _MOST_PENDING: Final = 1 << 16

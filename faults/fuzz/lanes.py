@@ -7,13 +7,15 @@ reads from it again and again, and compares every byte.
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
@@ -27,11 +29,6 @@ from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, encode_request, plan_row
 from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, LaneSocket, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
-
-if TYPE_CHECKING:
-    import random
-
-    from numpy.typing import NDArray
 
 _EXTENT: Final = 4096
 _SECONDS: Final = 20.0

@@ -7,10 +7,10 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -21,24 +21,18 @@ from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
+from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import NewLink
-from llm_datadist._links.link import LinkOrigin, Peer
-from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
+from llm_datadist._links.link import Link, LinkOrigin, Peer
+from llm_datadist._links.messages import FRAME_HEADER, Located, Message, Resolve, Resolved, decode
 from llm_datadist._links.renewal import Renewal
+from llm_datadist._links.seal import Seal
 from llm_datadist._transfer.addresses import offsets_in
+from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from llm_datadist._links.credentials import Credentials
-    from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._links.seal import Seal
-    from llm_datadist._transfer.engine import Engine
 
 _STRANGER: Final = 666
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from unittest import mock
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
+from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, Tensors, encode_request, plan_row
 from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 from llm_datadist._transport.nixl import Ask, Done, Granted, Meet, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed, Progress
 from llm_datadist.errors import CacheNotFound, ProtocolError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._deadline import Deadline
 
 HANDLE: Final = b"mine"
 TAG: Final = 7

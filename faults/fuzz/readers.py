@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import random
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -15,14 +17,8 @@ from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._native import Plan, Tensors, encode_request
 from llm_datadist._native.lanes import check_plan
 from llm_datadist._transport import rendezvous
-from llm_datadist._transport.lanes import decode_request
+from llm_datadist._transport.lanes import LaneRequest, decode_request
 from llm_datadist.errors import ParamError, ProtocolError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from llm_datadist._transport.lanes import LaneRequest
 
 
 def fuzz_parser(frames: int, seed: int) -> Verdicts:

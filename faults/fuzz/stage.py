@@ -6,13 +6,15 @@ tables must agree with themselves, and the pins of the lost be gone.
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from faults.fuzz import Finding
+from llm_datadist._transfer.engine import Engine
 from llm_datadist.config import LLMConfig
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMStatusCode
@@ -25,13 +27,8 @@ from llm_datadist.types import (
     LLMClusterInfo,
     LLMRole,
 )
+from llm_datadist.types.descriptors import Cache
 from llm_datadist.views import tensor_views
-
-if TYPE_CHECKING:
-    import socket
-
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist.types.descriptors import Cache
 
 VICTIM: Final = 1
 FRIEND: Final = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +16,6 @@ from faults.campaign.journal import Doing, Interrupted, class_of, states_in
 from faults.campaign.memory import Shape, Stamp, difference, pattern, stamp_of, whole
 from faults.campaign.report import VIOLATIONS, Growth, Recoveries, Report, expected, overruns
 from faults.campaign.schedule import TRANSPORTS, plan_epoch, schedule
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_every_byte_is_right_and_nothing_is_left_after_a_short_campaign(

@@ -10,8 +10,9 @@ import math
 import ssl
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 import pytest
 
@@ -28,9 +29,6 @@ from llm_datadist._log import logger
 from llm_datadist._transfer.target import Target
 from llm_datadist.errors import AuthFailed, ProtocolError
 from tests.support.world import anonymous_bytes, residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 FRAMES: Final = 200_000
 SEED: Final = 20_260

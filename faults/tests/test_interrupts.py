@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,9 +23,7 @@ from faults.interrupts import (
 from llm_datadist import BlocksCacheKey
 from tests.support.linking import bytes_move_both_ways
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from tests.support.world import World
+from tests.support.world import World
 
 POINTS, TIMES = 24, 40
 

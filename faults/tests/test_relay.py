@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +16,6 @@ from llm_datadist._links.messages import CONTROL_PREAMBLE, SEALED_PREAMBLE
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.support.moves import wait_until
 from tests.support.world import residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DATA = bytes(range(1, 101))
 FLIPPED = bytes(byte ^ 0xFF for byte in DATA)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from faults.tamper import HARM, Channels, Lanes, Links, run
 from tests.support.world import residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SCENES: dict[str, tuple[Callable[[], Lanes | Channels | Links], int, set[str]]] = {
     "lanes": (lambda: Lanes(20, sealed=True), 10_000, {"good"}),
