@@ -15,18 +15,7 @@ from typing import Final, Self, TypeVar
 import numpy as np
 
 from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Opener, Sealer
-from llm_datadist._native import (
-    LaneEngine,
-    LaneEvent,
-    LaneLost,
-    Outcome,
-    Plan,
-    ReadAsked,
-    StandingGrants,
-    Tensors,
-    WriteAsked,
-    plan_row,
-)
+from llm_datadist import _native as native
 from tests.support import twin
 
 BUDGET_S: Final = 20.0
@@ -44,7 +33,7 @@ class Kind:
     sealed = False
 
 
-E = TypeVar("E", ReadAsked, WriteAsked, "LaneLost")
+E = TypeVar("E", native.ReadAsked, native.WriteAsked, native.LaneLost)
 
 
 def deadline(seconds: float = BUDGET_S) -> int:
@@ -58,29 +47,29 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def one_row(nbytes: int) -> Plan:
-    return twin.make_plan(plan_row(0, 0, nbytes))
+def one_row(nbytes: int) -> native.Plan:
+    return twin.make_plan(native.plan_row(0, 0, nbytes))
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: native.Plan) -> bytes:
     head = struct.pack("<QQQQ", plan.dst_first, plan.src_first, plan.count, plan.nbytes)
     return head + plan.runs.tobytes()
 
 
-def decode_plan(meta: bytes) -> Plan:
+def decode_plan(meta: bytes) -> native.Plan:
     dst_first, src_first, count, nbytes = struct.unpack_from("<QQQQ", meta)
     runs = np.frombuffer(meta, np.uint64, offset=32).reshape(-1, 3)
-    return Plan(dst_first, src_first, count, runs, False, nbytes)
+    return native.Plan(dst_first, src_first, count, runs, False, nbytes)
 
 
-def next_event(engine: LaneEngine, kind: type[E]) -> E:
+def next_event(engine: native.LaneEngine, kind: type[E]) -> E:
     """Return the next event, which must be the only one and of that kind."""
     (event,) = events_of(engine)
     assert isinstance(event, kind), event
     return event
 
 
-def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
+def events_of(engine: native.LaneEngine, timeout: float = BUDGET_S) -> list[native.LaneEvent]:
     """Return the events as soon as there are some, or none in time."""
     until = time.monotonic() + timeout
     while True:
@@ -94,8 +83,8 @@ def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
 class Target:
     """Answers every request from its tensors, in a thread of its own."""
 
-    engine: LaneEngine
-    tensors: Tensors
+    engine: native.LaneEngine
+    tensors: native.Tensors
     guards: list[tuple[int, int]] = field(default_factory=list)
     tag: int = 0
 
@@ -114,9 +103,9 @@ class Target:
             for event in events_of(self.engine, 0.005):
                 self.answer(event)
 
-    def answer(self, event: LaneEvent) -> None:
-        if isinstance(event, ReadAsked | WriteAsked):
-            verb = self.engine.accept_write if isinstance(event, WriteAsked) else self.engine.serve_read
+    def answer(self, event: native.LaneEvent) -> None:
+        if isinstance(event, native.ReadAsked | native.WriteAsked):
+            verb = self.engine.accept_write if isinstance(event, native.WriteAsked) else self.engine.serve_read
             try:
                 verb(event.lane, event.id, decode_plan(event.meta), self.tensors, self.guards, self.tag)
             except (ValueError, TypeError, struct.error) as error:
@@ -125,8 +114,8 @@ class Target:
 
 @dataclass
 class Ends:
-    near: LaneEngine
-    far: LaneEngine
+    near: native.LaneEngine
+    far: native.LaneEngine
     lanes: list[int] = field(default_factory=list)  # numbers at the near end
     far_lanes: list[int] = field(default_factory=list)
 
@@ -136,11 +125,11 @@ class Ends:
         self.far_lanes.append(self.far.add_lane(far.detach(), FAR_KEYS if Kind.sealed else None))
         return self.lanes[-1]
 
-    def start(self, lane: int, plan: Plan, local: Tensors, *, write: bool = False) -> int:
+    def start(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> int:
         start = self.near.start_write if write else self.near.start_read
         return start(lane, encode_plan(plan), plan, local)
 
-    def move(self, lane: int, plan: Plan, local: Tensors, *, write: bool = False) -> Outcome:
+    def move(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> native.Outcome:
         return self.near.wait(self.start(lane, plan, local, write=write), deadline())
 
     def close(self) -> None:
@@ -150,7 +139,7 @@ class Ends:
 
 @contextmanager
 def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
-    with closing(Ends(LaneEngine(threads), LaneEngine(threads))) as ends:
+    with closing(Ends(native.LaneEngine(threads), native.LaneEngine(threads))) as ends:
         for _ in range(lanes):
             ends.join()
         yield ends
@@ -168,7 +157,9 @@ class Wire:
     _seal: Sealer | None = None
     _open: Opener | None = None
 
-    def __init__(self, engine: LaneEngine, *, buffer: int | None = None, grants: StandingGrants | None = None) -> None:
+    def __init__(
+        self, engine: native.LaneEngine, *, buffer: int | None = None, grants: native.StandingGrants | None = None
+    ) -> None:
         near, self.sock = socket.socketpair()
         self.sock.settimeout(BUDGET_S)
         if buffer is not None:

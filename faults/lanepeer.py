@@ -21,18 +21,8 @@ from numpy.typing import NDArray
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
 from llm_datadist._native import Tensors
+from llm_datadist._transport import lanes as wire
 from llm_datadist._transport.connection import RemoteTensors
-from llm_datadist._transport.lanes import (
-    LANE_PREAMBLE,
-    LaneGrant,
-    LaneGroup,
-    LaneRequest,
-    Lanes,
-    LaneSocket,
-    accept_lane,
-    dial_lanes,
-    read_lane_greeting,
-)
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
@@ -56,12 +46,12 @@ class MemoryHandler:
         self.guards: list[tuple[int, int]] = []
         self._peer = peer
 
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+    def on_read(self, link: object, request: wire.LaneRequest) -> wire.LaneGrant:
         regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
         bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
-        return LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
+        return wire.LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
 
-    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
+    def on_write(self, link: object, request: wire.LaneRequest) -> wire.LaneGrant:
         if not self._peer.exports.writable:
             raise ParamError("this peer may not be written")
         return self.on_read(link, request)
@@ -104,15 +94,15 @@ class LanePeerProcess(OwnerProcess):
 
     def __init__(self, lanes: int = 2, threads: int = 1) -> None:
         super().__init__()
-        self.lanes = Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
+        self.lanes = wire.Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
         self._count = lanes
 
     def connect(self) -> RegionConnection:
         token = secrets.token_bytes(16)
         address = ("127.0.0.1", self._ask(int, "listen", token))
 
-        def dial(count: int, deadline: Deadline) -> list[LaneSocket]:
-            return dial_lanes(address, token, count, deadline)
+        def dial(count: int, deadline: Deadline) -> list[wire.LaneSocket]:
+            return wire.dial_lanes(address, token, count, deadline)
 
         group = self.lanes.open(dial(self._count, Deadline(10_000)))
         self.lanes.begin(group, None)
@@ -149,8 +139,8 @@ class _LaneChild(OwnerChild):
 
     def _serve(self, writable: bool, private: bool) -> None:
         super()._serve(writable, private)
-        self._lanes = Lanes(1, self._handler)
-        self._groups: dict[bytes, LaneGroup] = {}
+        self._lanes = wire.Lanes(1, self._handler)
+        self._groups: dict[bytes, wire.LaneGroup] = {}
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.setblocking(False)
         self._accepting = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
@@ -181,16 +171,16 @@ class _LaneChild(OwnerChild):
         while True:
             sock, _ = await self._loop.sock_accept(self._server)
             try:
-                preamble = await self._loop.sock_recv(sock, len(LANE_PREAMBLE))
-                token = await read_lane_greeting(self._loop, sock)
-                if preamble != LANE_PREAMBLE or token not in self._groups:
+                preamble = await self._loop.sock_recv(sock, len(wire.LANE_PREAMBLE))
+                token = await wire.read_lane_greeting(self._loop, sock)
+                if preamble != wire.LANE_PREAMBLE or token not in self._groups:
                     sock.close()
                     continue
-                await accept_lane(self._loop, sock)
+                await wire.accept_lane(self._loop, sock)
             except (OSError, LLMException):
                 sock.close()
             else:
-                self._lanes.add(self._groups[token], LaneSocket(sock))
+                self._lanes.add(self._groups[token], wire.LaneSocket(sock))
 
 
 if __name__ == "__main__":

@@ -45,22 +45,12 @@ from faults.fuzz.stage import Stage
 from faults.harness import Report, holds_within
 from faults.relay import BYTE_HARM, RECORD_HARM, Relay, Way, both_ways, carry
 from faults.sealing import FAR_KEYS, LANE_RECORDS, NEAR_KEYS, TLS_RECORDS
+from llm_datadist import _native as native
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Failed, Located, Message, frame
 from llm_datadist._links.seal import Seal
-from llm_datadist._native import (
-    Ending,
-    LaneEngine,
-    LaneEvent,
-    LaneLost,
-    Plan,
-    StandingGrants,
-    Tensors,
-    WriteAsked,
-    encode_request,
-)
 from llm_datadist._transport.lanes import decode_request
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, LLMException
@@ -91,10 +81,10 @@ class Tampered(Report):
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
 
-def _answer(engine: LaneEngine, event: LaneEvent, memory: Tensors) -> None:
-    if isinstance(event, LaneLost):
+def _answer(engine: native.LaneEngine, event: native.LaneEvent, memory: native.Tensors) -> None:
+    if isinstance(event, native.LaneLost):
         return
-    verb = engine.accept_write if isinstance(event, WriteAsked) else engine.serve_read
+    verb = engine.accept_write if isinstance(event, native.WriteAsked) else engine.serve_read
     try:
         verb(event.lane, event.id, decode_request(event.meta).plan, memory, [], 0)
     except LLMException as error:
@@ -103,7 +93,7 @@ def _answer(engine: LaneEngine, event: LaneEvent, memory: Tensors) -> None:
 
 class Lanes:
     def __init__(self, seed: int, *, sealed: bool) -> None:
-        self._near, self._far = LaneEngine(1), LaneEngine(1)
+        self._near, self._far = native.LaneEngine(1), native.LaneEngine(1)
         self._sealed = sealed
         self._rng, noise = random.Random(seed), np.random.default_rng(seed)
         self._ours, self._theirs = (noise.integers(0, 256, _EXTENT, np.uint8) for _ in range(2))
@@ -125,7 +115,7 @@ class Lanes:
         at = rng.choice((0, 0, 1, 2)) if fault in RECORD_HARM else rng.randrange(nbytes)
         ways = both_ways(fault, at, rng, LANE_RECORDS, backwards=against_payload == write)
         near, far = (
-            Tensors(np.array([memory.ctypes.data], np.uint64), _EXTENT, mapped=mapped)
+            native.Tensors(np.array([memory.ctypes.data], np.uint64), _EXTENT, mapped=mapped)
             for memory in (self._ours, self._theirs)
         )
         dst, src = (self._theirs, self._ours) if write else (self._ours, self._theirs)
@@ -139,7 +129,7 @@ class Lanes:
         with here, there:
             lane, far_lane = self._join(ours, theirs, far)
             start = self._near.start_write if write else self._near.start_read
-            job = start(lane, encode_request(_HANDLE, _EXTENT, plan, write), plan, near)
+            job = start(lane, native.encode_request(_HANDLE, _EXTENT, plan, write), plan, near)
             carry(here, there, ways, serve, (self._far.event_fd(),))
         outcome = self._near.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
         self._near.drop_lane(lane)
@@ -151,18 +141,18 @@ class Lanes:
         self.report.trials += 1
         self.report.hit[fault] += any(way.hit for way in ways)
 
-    def _join(self, ours: socket.socket, theirs: socket.socket, far: Tensors) -> tuple[int, int]:
+    def _join(self, ours: socket.socket, theirs: socket.socket, far: native.Tensors) -> tuple[int, int]:
         """Add the lane at both ends; the far one may have to ask its owner for each request."""
         grants = None
         if self._rng.random() < 0.6:
-            grants = StandingGrants()
+            grants = native.StandingGrants()
             for write in (False, True):
                 grants.keep(_HANDLE, write, far.native, [], 0, far.mapped)
         far_lane = self._far.reserve_lane()
         self._far.attach_lane(far_lane, theirs.detach(), grants, FAR_KEYS if self._sealed else None)
         return self._near.add_lane(ours.detach(), NEAR_KEYS if self._sealed else None), far_lane
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> native.Plan:
         """Return up to three runs apart from each other: small ones, around a record's size, and large ones."""
         rng = self._rng
         most = rng.choice((100, 3000, 3000, 23_000, 120_000))
@@ -173,18 +163,18 @@ class Lanes:
             for d, s in zip(dst, src, strict=True)
         ]
         runs = runs[: rng.randrange(1, 4)]
-        return Plan(0, 0, 1, np.array(runs, np.uint64), False, sum(run[2] for run in runs))
+        return native.Plan(0, 0, 1, np.array(runs, np.uint64), False, sum(run[2] for run in runs))
 
-    def _judge(self, name: str, plan: Plan, memory: tuple[Bytes, Bytes, Bytes], ending: Ending) -> None:
+    def _judge(self, name: str, plan: native.Plan, memory: tuple[Bytes, Bytes, Bytes], ending: native.Ending) -> None:
         dst, src, before = memory
         self.report.outcomes[ending.name.lower()] += 1
-        if ending is Ending.TIMEOUT:
+        if ending is native.Ending.TIMEOUT:
             self.report.hung.append(name)
         expected = before.copy()
         for to, from_, count in plan.runs.tolist():
             # Where a job failed its blocks may have anything.
             good, any_ = src[from_ : from_ + count], dst[to : to + count]
-            expected[to : to + count] = good if ending is Ending.GOOD else any_
+            expected[to : to + count] = good if ending is native.Ending.GOOD else any_
         if not np.array_equal(dst, expected):
             self.report.faults.append(name)
         dst[:] = before

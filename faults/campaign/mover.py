@@ -13,22 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
+import llm_datadist as dist
 from faults.campaign.directory import Found, Kind
 from faults.campaign.interrupted import Awaiting
 from faults.campaign.journal import Cancelled, Interrupted, Scene
 from faults.campaign.memory import Destination, Stamp, Words, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
 from faults.campaign.schedule import MOVERS
-from llm_datadist import (
-    Cache,
-    CacheDesc,
-    CacheKeyByIdAndIndex,
-    DataType,
-    LLMStatusCode,
-    Placement,
-    TransferConfig,
-    TransferWithCacheKeyConfig,
-)
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from llm_datadist.types.grant import Grant
@@ -132,7 +123,7 @@ class Mover:
                 host = index == 2
                 settings: dict[str, Any] = {"budget": scene.budget, "long": long}
                 settings["kind"] = "allocated" if host else self._rng.choice(("allocated", "inside", "private"))
-                settings["placement"] = Placement.HOST if host else Placement.DEVICE
+                settings["placement"] = dist.Placement.HOST if host else dist.Placement.DEVICE
                 stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
                 each = shape.long if long else shape
                 made.append(Destination(scene.journal, scene.cm, each, stamp, **settings))
@@ -210,7 +201,7 @@ class Mover:
 
     def _pull_row(self, own: _Own, found: Found) -> None:
         row = self._rng.randrange(found.shape.rows)
-        self._row(own, found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
+        self._row(own, found, dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
 
     def _row(self, own: _Own, found: Found, key: Any, row: int) -> Any:
         tensors = range(found.shape.tensors)
@@ -286,7 +277,7 @@ class Mover:
         identity = (found.worker, found.incarnation, found.slot, found.generation, row)
         link = self._link(found)
         by_id = self._rng.random() < 0.2
-        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
+        key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
         outcome = self._row(own, found, key, row)
         self._judge_key(found, identity, link, outcome, by_id=by_id)
 
@@ -334,7 +325,7 @@ class Mover:
         from_, to, ranges = self._layers(found.shape.tensors)
         key: Any = blocks_key(found)
         if self._rng.random() < 0.3:
-            key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
+            key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
         call = partial(self._scene.cm.push_blocks, key, letters.cache, sources, rows, **ranges)
         if self._push("push_blocks", call, found, letters):
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
@@ -382,7 +373,7 @@ class Mover:
     def _push_row(self, own: _Own, found: Found) -> None:
         letters, stamp = own.long_letters, self._letter(own.long_letters)
         row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
-        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
+        key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
         call = partial(self._scene.cm.push_cache, key, letters.cache, source)
         if self._push("push_cache", call, found, letters):
             back = self._rng.randrange(own.rows.shape.rows)
@@ -418,21 +409,21 @@ def _send(scene: Scene, found: Found, letters: Destination, sources: list[int], 
     """Send layers, and wait until the transfer has ended; raise what came of it."""
     config: Any
     if scene.epoch.rca:
-        config = TransferWithCacheKeyConfig(blocks_key(found), layers, layers)
+        config = dist.TransferWithCacheKeyConfig(blocks_key(found), layers, layers)
     else:
         addresses = np.frombuffer(found.extra, "<u8")[2 * layers.start : 2 * layers.stop]
-        config = TransferConfig(found.cluster_id, addresses.tolist(), layers)
+        config = dist.TransferConfig(found.cluster_id, addresses.tolist(), layers)
     task = scene.cm.transfer_cache_async(letters.cache, Always(), [config], sources, rows)
     # Nothing of it may go on: what is sent is written anew afterwards.
     code = task.synchronize(int((LAYERS * scene.budget + _SLACK_SECONDS) * 1e3))
-    if code is not LLMStatusCode.LLM_SUCCESS:
+    if code is not dist.LLMStatusCode.LLM_SUCCESS:
         raise task.errors[0] or LLMException("a transfer that failed has no error", status_code=code)
 
 
 class _Litter:
     """A grant and a cache, in a cycle, so that the collector frees them."""
 
-    def __init__(self, cm: CacheManager, grant: Grant, cache: Cache) -> None:
+    def __init__(self, cm: CacheManager, grant: Grant, cache: dist.Cache) -> None:
         self._me = self
         self._cm, self._grant, self._cache = cm, grant, cache
 
@@ -442,11 +433,11 @@ class _Litter:
             self._cm.deallocate_blocks_cache(self._cache)
 
 
-def _drop(scene: Scene, granted: Cache) -> None:
+def _drop(scene: Scene, granted: dist.Cache) -> None:
     grant = scene.call("grant", 0.0, granted.grant, [0], 60.0)
     if isinstance(grant, BaseException):
         return
-    desc = CacheDesc(1, [1, 64], DataType.DT_INT8)
+    desc = dist.CacheDesc(1, [1, 64], dist.DataType.DT_INT8)
     cache = scene.call("allocate", scene.budget, scene.cm.allocate_blocks_cache, desc)
     if isinstance(cache, BaseException):
         grant.revoke()

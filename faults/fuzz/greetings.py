@@ -29,20 +29,10 @@ from faults.sealing import HANDSHAKE as HANDSHAKE_RECORD
 from faults.sealing import HEADER, RecordWriter, logged_secret, meaning
 from faults.strangers import listener, welcome_of
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import Dial
-from llm_datadist._links.messages import (
-    CONTROL_PREAMBLE,
-    PREAMBLE_BYTES,
-    SEALED_PREAMBLE,
-    Hello,
-    Linked,
-    Message,
-    Refused,
-    decode,
-    frame,
-)
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist._native import readable
 from llm_datadist._transport import inproc
@@ -62,7 +52,7 @@ _LABELS: Final = {False: "CLIENT_TRAFFIC_SECRET_0", True: "SERVER_TRAFFIC_SECRET
 
 
 class Hostile:
-    preamble = CONTROL_PREAMBLE
+    preamble = wire.CONTROL_PREAMBLE
 
     def __init__(self, forge: Forge) -> None:
         self.forge = forge
@@ -80,7 +70,7 @@ class Hostile:
     def opened(self, data: bytes) -> bytes:
         return data
 
-    def hear_hello(self, sock: socket.socket) -> Hello:
+    def hear_hello(self, sock: socket.socket) -> wire.Hello:
         parser = FrameParser()
         parser.feed(self.opened(b""))  # it may have come with the end of the handshake
         while (payload := parser.take()) is None:
@@ -88,24 +78,24 @@ class Hostile:
             if not data:
                 raise ConnectionAbortedError("it said nothing")
             parser.feed(self.opened(data))
-        hello = decode(payload)
-        assert isinstance(hello, Hello)
+        hello = wire.decode(payload)
+        assert isinstance(hello, wire.Hello)
         return hello
 
-    def heard(self, data: bytes) -> list[Message]:
+    def heard(self, data: bytes) -> list[wire.Message]:
         """Return the messages of the victim, which must be right."""
         parser, found = FrameParser(), []
         with suppress(AuthFailed):  # the victim may refuse the session itself
             parser.feed(self.opened(data))
         while (payload := parser.take()) is not None:
-            found.append(decode(payload))
+            found.append(wire.decode(payload))
         return found
 
 
 class SealedHostile(Hostile):
     """A peer that has the secret; with a writer it says records of all kinds."""
 
-    preamble = SEALED_PREAMBLE
+    preamble = wire.SEALED_PREAMBLE
 
     def __init__(self, forge: Forge, seal: Seal, writer: RecordWriter | None = None) -> None:
         super().__init__(forge)
@@ -284,7 +274,7 @@ def _greet(port: int, peers: Plain, forge: Forge, verdicts: Verdicts) -> None:
     peers.judge(peer)
     if not messages:
         verdicts.refuse("hung up")
-    elif isinstance(messages[0], Refused):
+    elif isinstance(messages[0], wire.Refused):
         verdicts.refuse("Refused")
     else:
         verdicts.take(messages[0])
@@ -297,19 +287,19 @@ def _intrude(sock: socket.socket, sessions: Sessions, rng: random.Random) -> Non
         hello = seal.shake()
         match rng.randrange(5):
             case 0:
-                sock.sendall(mutated(SEALED_PREAMBLE, rng) + hello)
+                sock.sendall(mutated(wire.SEALED_PREAMBLE, rng) + hello)
             case 1:
-                sock.sendall(SEALED_PREAMBLE + garbage(rng))
+                sock.sendall(wire.SEALED_PREAMBLE + garbage(rng))
             case 2:
-                sock.sendall(SEALED_PREAMBLE + changed(hello, rng))
+                sock.sendall(wire.SEALED_PREAMBLE + changed(hello, rng))
             case 3:
-                sock.sendall(SEALED_PREAMBLE + hello)
+                sock.sendall(wire.SEALED_PREAMBLE + hello)
                 sock.sendall(changed(seal.shake(sock.recv(1 << 16)) or b"\0", rng))
             case 4:
                 context = sessions.foreign._current()[0]
                 context.verify_mode = ssl.CERT_NONE  # believe the other end whatever it shows
                 seal = Seal(context, server_side=False)
-                sock.sendall(SEALED_PREAMBLE + seal.shake())
+                sock.sendall(wire.SEALED_PREAMBLE + seal.shake())
                 sock.sendall(seal.shake(sock.recv(1 << 16)))
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
@@ -399,7 +389,7 @@ class Nonsense:
     def _serve(self, sock: socket.socket) -> None:
         error: BaseException | None = None
         try:
-            sock.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
+            sock.recv(wire.PREAMBLE_BYTES, socket.MSG_WAITALL)
             self._answer(sock, self._plans.get(timeout=PATIENCE_SECONDS))
         except BaseException as raised:  # noqa: BLE001 (the fuzzer's thread raises it)
             error = raised
@@ -413,7 +403,7 @@ class Nonsense:
         hello = peer.hear_hello(sock)
         inproc.accept(hello.token, self._exports)  # it is in this process, so that a welcome can come to something
         choice = self._forge.rng.random()
-        first = [frame(self._welcome), frame(Linked(7, b""))][: 2 if choice < 0.1 else int(choice < 0.3)]
+        first = [wire.frame(self._welcome), wire.frame(wire.Linked(7, b""))][: 2 if choice < 0.1 else int(choice < 0.3)]
         sock.sendall(peer.lie(first))
         sock.shutdown(socket.SHUT_WR)
         peer.heard(drain(sock))

@@ -14,27 +14,19 @@ from typing import Any, Final, Self
 import numpy as np
 
 from faults.fuzz import Finding
+from llm_datadist import types
 from llm_datadist._transfer.engine import Engine
 from llm_datadist.config import LLMConfig
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMStatusCode
-from llm_datadist.types import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    DataType,
-    LLMClusterInfo,
-    LLMRole,
-)
 from llm_datadist.types.descriptors import Cache
 from llm_datadist.views import tensor_views
 
 VICTIM: Final = 1
 FRIEND: Final = 2
 PATIENCE_SECONDS: Final = 20.0
-_KEY: Final = CacheKey(1, 2**40, 0)  # its number is out of the forge's reach
-_DESC: Final = CacheDesc(4, [8, 48], DataType.DT_UINT8)
+_KEY: Final = types.CacheKey(1, 2**40, 0)  # its number is out of the forge's reach
+_DESC: Final = types.CacheDesc(4, [8, 48], types.DataType.DT_UINT8)
 _POOL: Final = '{"memory_size": 4194304, "page_shift": 12}'
 
 
@@ -42,8 +34,8 @@ class Stage:
     """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both."""
 
     def __init__(self, *, rca: bool = False, extra: dict[str, str] | None = None) -> None:
-        self.victim = LLMDataDist(LLMRole.PROMPT, VICTIM)
-        self.friend = LLMDataDist(LLMRole.DECODER, FRIEND)
+        self.victim = LLMDataDist(types.LLMRole.PROMPT, VICTIM)
+        self.friend = LLMDataDist(types.LLMRole.DECODER, FRIEND)
         self._rca = rca
         self._extra = extra or {}
         self._pulls = 0
@@ -55,7 +47,7 @@ class Stage:
             undo.callback(self.victim.finalize)
             self.victim.init(_options(self._rca, "127.0.0.1:0") | self._extra)
             self.friend.init(_options(self._rca, None) | self._extra)
-            self._source = self.victim.cache_manager.allocate_blocks_cache(_DESC, BlocksCacheKey(VICTIM, 77))
+            self._source = self.victim.cache_manager.allocate_blocks_cache(_DESC, types.BlocksCacheKey(VICTIM, 77))
             self.paged = self.friend.cache_manager.allocate_blocks_cache(_DESC)
             self._row = self.friend.cache_manager.allocate_cache(_DESC)
             self.link()
@@ -80,8 +72,8 @@ class Stage:
             self.victim.unlink_clusters([self._info(0, FRIEND)], 10_000, True)
             time.sleep(0.001)
 
-    def _info(self, port: int, cluster_id: int = VICTIM) -> LLMClusterInfo:
-        info = LLMClusterInfo()
+    def _info(self, port: int, cluster_id: int = VICTIM) -> types.LLMClusterInfo:
+        info = types.LLMClusterInfo()
         info.remote_cluster_id = cluster_id
         info.append_local_ip_info("127.0.0.1", 0)
         info.append_remote_ip_info("127.0.0.1", port)
@@ -104,9 +96,9 @@ class Stage:
         manager = self.victim.cache_manager
         for old in self.published:
             for request in range(1, 8):
-                manager.remove_cache_key(CacheKey(VICTIM, request, 0))
+                manager.remove_cache_key(types.CacheKey(VICTIM, request, 0))
             manager.deallocate_cache(old)
-        keys = [CacheKey(VICTIM, request, 0) for request in range(1, 8)]
+        keys = [types.CacheKey(VICTIM, request, 0) for request in range(1, 8)]
         self.published = [manager.allocate_cache(_DESC, keys[:4]), manager.allocate_cache(_DESC, keys[4:])]
 
     def look(self) -> None:
@@ -115,13 +107,13 @@ class Stage:
         source = _filled(self._source, self._pulls)
         expected = _filled(self.paged, self._pulls + 1_000_000)
         manager = self.friend.cache_manager
-        manager.pull_blocks(BlocksCacheKey(VICTIM, 77), self.paged, [1, 6], [0, 3])
+        manager.pull_blocks(types.BlocksCacheKey(VICTIM, 77), self.paged, [1, 6], [0, 3])
         expected[:, [0, 3]] = source[:, [1, 6]]
         _same(self.paged, expected)
         published = self.victim.cache_manager.allocate_cache(_DESC, [_KEY])
         try:
             source, expected = _filled(published, self._pulls + 1), _filled(self._row, self._pulls + 2)
-            by_id = CacheKeyByIdAndIndex(VICTIM, published.cache_id, 0)
+            by_id = types.CacheKeyByIdAndIndex(VICTIM, published.cache_id, 0)
             manager.pull_cache(by_id if self._rca else _KEY, self._row, 5)
             expected[:, 5] = source[:, 0]
             _same(self._row, expected)
@@ -134,7 +126,7 @@ class Stage:
     def push(self) -> None:
         self._pulls += 1
         source, expected = _filled(self.paged, self._pulls), _filled(self._source, self._pulls + 1_000_000)
-        self.friend.cache_manager.push_blocks(BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
+        self.friend.cache_manager.push_blocks(types.BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
         expected[:, [7, 4]] = source[:, [2, 5]]
         _same(self._source, expected)
 
