@@ -10,7 +10,7 @@ from typing import Any, Final
 #: Name -> module. It has ``OPTIONS``, ``measure``, which yields lines of text and whether each is good, and may have a
 #: ``HEAD``. Its functions travel to other processes by the name of the module, so that none is run as __main__.
 PROGRAMS: Final = {
-    "campaign": "faults.campaign.command",
+    "campaign": "faults.campaign.supervisor",
     "crowd": "faults.crowd",
     "fuzz": "faults.fuzz.command",
     "grants": "faults.grants",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from faults.campaign.directory import Directory
+from faults.campaign.memory import Directory
 from faults.campaign.schedule import Epoch
 from faults.gates import count_arrivals
 from llm_datadist import LLMDataDist

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from faults.campaign.directory import Directory, Found, Kind
+from faults.campaign.memory import Directory, Found, Kind
 from faults.campaign.producer import blocks_key, request_of
 from faults.campaign.schedule import Epoch
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge

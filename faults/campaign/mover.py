@@ -14,10 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 import llm_datadist as dist
-from faults.campaign.directory import Found, Kind
 from faults.campaign.interrupted import Awaiting
 from faults.campaign.journal import Cancelled, Interrupted, Scene
-from faults.campaign.memory import Destination, Stamp, Words, close_all, difference, pattern, stamp_of
+from faults.campaign.memory import Destination, Found, Kind, Stamp, Words, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
 from faults.campaign.schedule import MOVERS
 from llm_datadist.cache_manager import CacheManager

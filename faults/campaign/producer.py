@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from faults.campaign.directory import Found, Kind
 from faults.campaign.journal import Scene
-from faults.campaign.memory import GENERATIONS, Memory, Shape, Stamp, fill, same
+from faults.campaign.memory import GENERATIONS, Found, Kind, Memory, Shape, Stamp, fill, same
 from faults.campaign.schedule import MOVERS
 from llm_datadist import BlocksCacheKey, Cache, CacheKey
 from llm_datadist._checks import INVALID_ID

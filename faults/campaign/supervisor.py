@@ -1,32 +1,40 @@
-"""The supervisor: epoch after epoch of faults, each followed by healing, proof and a look at what is left.
+"""The long campaign of faults, see docs/faults.md: epoch after epoch, each followed by healing, proof and a last look.
 
-It sees the workers as processes that are killed, stopped, and born again at the same address.
+The supervisor sees the workers as processes that are killed, stopped, and born again at the same address.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
+import json
+import os
+import secrets
 import signal
 import socket
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any, Final
 
 from faults.campaign import worker as work
-from faults.campaign.directory import Directory
 from faults.campaign.journal import states_in
 from faults.campaign.liars import Liars, Rubbish, Victim
+from faults.campaign.memory import Directory
 from faults.campaign.report import Report
-from faults.campaign.schedule import WORKERS, Epoch, Event, plan_epoch, schedule
+from faults.campaign.schedule import TRANSPORTS, WORKERS, Epoch, Event, plan_epoch, schedule
 from faults.harness import holds_within
 from faults.relay import Relay
+from llm_datadist._links.credentials import new_secret
 from llm_datadist.bench.progress import Progress
 from tests.support.ends import ChildEnd
+from tests.support.world import SECRETS_VARIABLE
 
 _ANSWER_SECONDS: Final = 90.0
 _LEAVE_SECONDS: Final = 30.0
@@ -450,3 +458,28 @@ def _free_ports(rng: Random) -> list[int]:
         if port not in ports:
             ports.append(port)
     return ports
+
+
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    yield f"seed {seed}", True
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        if options.secure:
+            os.environ[SECRETS_VARIABLE] = str(new_secret(Path(folder) / "secrets", "campaign"))
+        with Progress(sys.stdout, "seconds") as progress:
+            supervisor = Supervisor(seed, tuple(options.transport), Path(folder), progress)
+            supervisor.run(options.seconds, options.epoch)
+    report = supervisor.report
+    if options.json:
+        Path(options.json).write_text(json.dumps(report.as_dict() | {"seed": seed}, indent=1) + "\n")
+    yield f"\n{report.table()}\n\nseed {seed}: {'FAILED' if report.failed else 'passed'}", not report.failed
+
+
+OPTIONS: Final = {
+    "seconds": (600.0, "how long, about"),
+    "epoch": (20.0, "seconds of faults between two looks at what is left"),
+    "seed": (None, "what it is made from; any, if left out"),
+    "transport": (TRANSPORTS, "taken in turn"),
+    "secure": (False, "with links that are authenticated and sealed"),
+    "json": ("", "a file for the numbers"),
+}

@@ -25,11 +25,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from faults.campaign.directory import Directory, Kind
 from faults.campaign.interrupted import Bell, Linker, Roamer, RungScene
 from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
-from faults.campaign.memory import Destination, Stamp, whole
+from faults.campaign.memory import Destination, Directory, Kind, Stamp, whole
 from faults.campaign.mover import Mover
 from faults.campaign.producer import Producer, Slot, blocks_key
 from faults.campaign.schedule import MOVERS, Epoch
