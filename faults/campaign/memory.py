@@ -23,7 +23,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from faults.campaign.journal import Journal
+    from faults.campaign.journal import Journal, Scene
 
 Words = NDArray[np.uint64]
 
@@ -167,22 +167,27 @@ def same(journal: Journal, what: str, views: Sequence[NDArray[np.uint64]], stamp
 class Destination:
     """A cache that one thread pulls into, with every byte that it must hold. Blocks, or rows where ``long``."""
 
-    def __init__(self, journal: Journal, cm: CacheManager, shape: Shape, stamp: Stamp, **settings: Any) -> None:
-        self.shape = shape
-        self._journal, self._cm = journal, cm
-        self._stamp = stamp
-        self._fillings = 0
-        self._budget: float = settings["budget"]
-        self._long: bool = settings.get("long", False)
+    def __init__(
+        self,
+        scene: Scene,
+        shape: Shape,
+        stamp: Stamp,
+        kind: str = "allocated",
+        *,
+        long: bool = False,
+        placement: Placement = Placement.DEVICE,
+    ) -> None:
+        cm = scene.cm
+        self.shape, self._stamp, self._long, self._fillings = shape, stamp, long, 0
+        self._journal, self._cm, self._budget = scene.journal, cm, scene.budget
         self._memory: Memory | None = None
-        if settings["kind"] == "allocated":
-            allocate = cm.allocate_cache if self._long else cm.allocate_blocks_cache
-            placement = settings.get("placement", Placement.DEVICE)
-            made = journal.call("allocate", self._budget, allocate, shape.desc(placement))
+        if kind == "allocated":
+            allocate = cm.allocate_cache if long else cm.allocate_blocks_cache
+            made = self._journal.call("allocate", self._budget, allocate, shape.desc(placement))
         else:
             # Rows are as long as they are: four blocks of the shape that memory has.
-            self._memory = Memory(journal, cm, shape, self._budget, private=settings["kind"] == "private")
-            made = self._memory.register(self._budget, rows=shape if self._long else None)
+            self._memory = Memory(self._journal, cm, shape, self._budget, private=kind == "private")
+            made = self._memory.register(self._budget, rows=shape if long else None)
         if isinstance(made, Exception):
             raise made
         self.cache: Cache = made
@@ -204,17 +209,13 @@ class Destination:
             self.expected = found
         elif new is not None:
             self._journal.verified(found.nbytes)
-        if new is None:
-            self._write_anew(tensors, rows)
+        if new is None:  # as a caller may do at once: bytes that come late are seen then
+            self._fillings += 1
+            stamp = replace(self._stamp, slot=self._stamp.slot ^ 4, generation=self._fillings)
+            self.expected[index] = fresh = pattern(stamp, tensors, rows, self.shape.words)
+            for tensor, words in zip(tensors, fresh, strict=True):
+                self.views[tensor][list(rows)] = words
         return right
-
-    def _write_anew(self, tensors: Sequence[int], rows: Sequence[int]) -> None:
-        self._fillings += 1
-        stamp = replace(self._stamp, slot=self._stamp.slot ^ 4, generation=self._fillings)
-        fresh = pattern(stamp, tensors, rows, self.shape.words)
-        self.expected[np.ix_(list(tensors), list(rows))] = fresh
-        for tensor, words in zip(tensors, fresh, strict=True):
-            self.views[tensor][list(rows)] = words
 
     def close(self) -> bool:
         if self._memory is None:
@@ -237,22 +238,12 @@ def close_all(destinations: Sequence[Destination]) -> bool:
 SLOTS: Final = 24
 WORKERS: Final = 8
 _REMEMBERED: Final = 32
+_NUMBERS: Final = ("turn", "kind", "incarnation", "generation", "tensors", "rows", "words", "length")
+#: The last two: when the owner began to take a generation back, and when nobody could find it any more: monotonic ns,
+#: or 0.
 _RECORD: Final = np.dtype(
-    [
-        ("turn", "u8"),
-        ("kind", "u8"),
-        ("incarnation", "u8"),
-        ("generation", "u8"),
-        ("cache_id", "i8"),
-        ("tensors", "u8"),
-        ("rows", "u8"),
-        ("words", "u8"),
-        ("length", "u8"),
-        ("extra", "u1", (256,)),
-        # When the owner began to take a generation back, and when nobody could find it any more: monotonic ns, or 0.
-        ("ending", "u8", (_REMEMBERED,)),
-        ("ended", "u8", (_REMEMBERED,)),
-    ]
+    [(name, "u8") for name in _NUMBERS]
+    + [("cache_id", "i8"), ("extra", "u1", (256,)), ("ending", "u8", (_REMEMBERED,)), ("ended", "u8", (_REMEMBERED,))]
 )
 
 
@@ -289,7 +280,7 @@ class Found:
 
     @property
     def stamp(self) -> Stamp:
-        return Stamp(self.worker, self.incarnation, self.slot, self.generation)
+        return self.at(self.generation)
 
     def at(self, generation: int) -> Stamp:
         return Stamp(self.worker, self.incarnation, self.slot, generation)

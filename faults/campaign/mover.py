@@ -120,12 +120,11 @@ class Mover:
         try:
             for index, long in enumerate((False, True, False, False, True)):
                 host = index == 2
-                settings: dict[str, Any] = {"budget": scene.budget, "long": long}
-                settings["kind"] = "allocated" if host else self._rng.choice(("allocated", "inside", "private"))
-                settings["placement"] = dist.Placement.HOST if host else dist.Placement.DEVICE
+                kind = "allocated" if host else self._rng.choice(("allocated", "inside", "private"))
+                placement = dist.Placement.HOST if host else dist.Placement.DEVICE
                 stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
                 each = shape.long if long else shape
-                made.append(Destination(scene.journal, scene.cm, each, stamp, **settings))
+                made.append(Destination(scene, each, stamp, kind, long=long, placement=placement))
         except LLMException:
             close_all(made)
             return None

@@ -295,7 +295,7 @@ def prove(world: World) -> None:
         if found is None:
             scene.journal.violation("not healed", f"worker {peer} has published nothing after healing")
             continue
-        target = Destination(scene.journal, scene.cm, found.shape, stamp, budget=scene.budget, kind="allocated")
+        target = Destination(scene, found.shape, stamp)
         rows = list(range(found.shape.rows))
         for _ in range(_ATTEMPTS):
             pull = partial(scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows)

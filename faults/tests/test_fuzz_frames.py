@@ -35,58 +35,28 @@ SEED: Final = 20_260
 MOST_GROWTH: Final = 64 << 20
 #: What a reader may say no with; anything else would be news.
 TYPED: Final = {
-    "ProtocolError",
-    "header: ProtocolError",
-    "ParamError",
-    "LinkError",
-    "LinkRefused",
-    "LLMException",
-    "CacheMismatch",
-    "CacheNotFound",
-    "TransferFailed",
-    "DeadlineExceeded",
-    "PeerLost",
-    "NotLinked",
-    "AuthFailed",
-    "Refused",
-    "hung up",
-    "dropped",
-    "breach",
-    "another message",
+    *("ProtocolError", "header: ProtocolError", "ParamError", "LinkError", "LinkRefused", "LLMException"),
+    *("CacheMismatch", "CacheNotFound", "TransferFailed", "DeadlineExceeded", "PeerLost", "NotLinked", "AuthFailed"),
+    *("Refused", "hung up", "dropped", "breach", "another message"),
 }
+_LINKED: Final = {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01}
+_READ: Final = {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.005}
 #: Per target, kinds of which at least that part of its frames must be: it did not pass by doing one thing only.
 TAKEN: Final[dict[str, dict[str, float]]] = {
-    "parser": {
-        "Resolve": 0.05,
-        "Release": 0.03,
-        "Hello": 0.01,
-        "Resolved": 0.005,
-        "TransportChoice": 0.005,
-        "UnlinkAck": 0.002,
-    },
+    "parser": _READ | {"TransportChoice": 0.005, "UnlinkAck": 0.002},
     "same-host packets": {"RendezvousHello": 0.1, "Refusal": 0.01},
     "lane requests": {"LaneRequest": 0.1},
-    "handlers": {
-        "Resolve": 0.1,
-        "Release": 0.1,
-        "Consumed": 0.03,
-        "Resolved": 0.01,
-        "UnlinkCancel": 0.01,
-        "Verify": 0.01,
-    },
-    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "UnlinkRequest": 0.005},
+    "handlers": _LINKED | {"UnlinkCancel": 0.01, "Verify": 0.01},
+    "handlers, RCA": _LINKED | {"UnlinkRequest": 0.005},
+    "sealed handlers": _LINKED | {"Verify": 0.01},
     "answers": {"Resolved": 0.02, "pull": 0.0001},
-    "greetings": {"Welcome": 0.02},
-    "dials": {"Welcome": 0.05, "Linked": 0.01},
+    **{target: {"Welcome": 0.02} for target in ("greetings", "sealed greetings")},
+    **{target: {"Welcome": 0.05, "Linked": 0.01} for target in ("dials", "sealed dials")},
+    **{target: {"read": 0.1, "write": 0.1} for target in ("lanes", "sealed lanes")},
     "rendezvous": {},
-    "lanes": {"read": 0.1, "write": 0.1},
     "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
     "nixl requests": {"Moved": 0.05, "Granted": 0.01, "Meet": 0.01},
-    "sealed handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Verify": 0.01},
-    "sealed lanes": {"read": 0.1, "write": 0.1},
-    "sealed greetings": {"Welcome": 0.02},
-    "sealed dials": {"Welcome": 0.05, "Linked": 0.01},
 }
 #: Targets that are fed with messages, and those of which each kind must have been taken.
 ALL_TAKEN: Final = {
