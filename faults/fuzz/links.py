@@ -7,16 +7,15 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import msgspec
 
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
-from faults.fuzz.greetings import SealedHostile, check_bounded, secured
+from faults.fuzz.greetings import Hostile, SealedHostile, check_bounded, secured
 from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
@@ -40,15 +39,20 @@ _STRANGER: Final = 666
 # --- the dispatcher and its handlers ---------------------------------------------------------------------------------
 
 
-def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | None = None) -> Verdicts:
+def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, sealed: bool = False) -> Verdicts:
     """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim.
 
-    ``speak`` says what each peer has to say, in place of :func:`_speak`.
+    ``sealed``: behind TLS, with wrong frames, odd records, or records that somebody changes on their way.
     """
     forge = Forge(seed, LINK, wrong=0.02)
     odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
-    name = "sealed handlers" if speak else "handlers, RCA" if rca else "handlers"
-    with Stage(rca=rca) as stage, trial(name, seed) as verdicts, _counting(stage, verdicts) as taken:
+    name = "sealed handlers" if sealed else "handlers, RCA" if rca else "handlers"
+    with (
+        secured() if sealed else nullcontext() as sessions,
+        Stage(rca=rca) as stage,
+        trial(name, seed) as verdicts,
+        _counting(stage, verdicts) as taken,
+    ):
         session = 0
         while verdicts.judged < frames:
             if session % 100 == 0:
@@ -60,24 +64,19 @@ def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | N
             if session % 3 == 0:
                 said.append(odd.frame())
             taken.clear()
-            if speak is None:
-                _speak(stage, b"".join(said), verdicts, session)
-            else:
-                speak(Session(stage, session, verdicts, taken), said)
+            if sessions is None:
+                _speak(stage, session, verdicts, Hostile(forge), said)
+                continue
+            strange = forge.rng.random() < 0.05
+            seal, victim, *writer = sessions.odd_pair(server_side=False) if strange else sessions.fresh_pair()
+            peer = SealedHostile(forge, seal, *writer)
+            peer.heard(_speak(stage, session, verdicts, peer, said, victim, sessions.foreign))
+            check_bounded(victim)
+            if not strange:
+                _check_taken(taken, said)
         _hoard(stage, verdicts)
         stage.settled()
     return verdicts
-
-
-@dataclass(frozen=True)
-class Session:
-    stage: Stage
-    number: int
-    verdicts: Verdicts
-    taken: list[Message]
-
-
-Speak = Callable[[Session, list[bytes]], None]
 
 
 @contextmanager
@@ -134,23 +133,19 @@ def join(
     return engine._control.call(install)
 
 
-def _speak(stage: Stage, data: bytes, verdicts: Verdicts, sequence: int) -> None:
+def _speak(stage: Stage, number: int, verdicts: Verdicts, peer: Hostile, said: list[bytes], *sealed: Any) -> bytes:
     """One peer says its piece, hears what it is answered, and goes."""
     ours, theirs = socket.socketpair()
     with ours:
-        link = join(stage, theirs, sequence)
-        say(ours, data)
-        drain(ours)
-    judge(link, verdicts)
-
-
-def judge(link: Link, verdicts: Verdicts) -> None:
-    """Count why a link has ended, unless its peer has just gone."""
+        link = join(stage, theirs, number, *sealed)
+        say(ours, peer.put(said))
+        heard = drain(ours)
     reason = link.channel.reason if link.channel is not None else ""
     if "tampered" in reason or reason.startswith("not authenticated again"):
         verdicts.refuse("AuthFailed")
-    elif "closed the connection" not in reason and "broke" not in reason:
+    elif "closed the connection" not in reason and "broke" not in reason:  # its peer has not just gone
         verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
+    return heard
 
 
 def say(sock: socket.socket, data: bytes) -> None:
@@ -281,32 +276,6 @@ def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
             stage.link()
 
 
-# --- a hostile peer of a sealed link ---------------------------------------------------------------------------------
-
-
-def fuzz_sealed_handlers(frames: int, seed: int) -> Verdicts:
-    """Be many linked peers behind TLS: wrong frames, odd records, or records that somebody changes on their way."""
-    forge = Forge(seed, LINK)
-    rng = forge.rng
-    with secured() as sessions:
-
-        def speak(session: Session, said: list[bytes]) -> None:
-            odd = rng.random() < 0.05
-            ours, theirs = socket.socketpair()
-            seal, victim, *writer = sessions.odd_pair(server_side=False) if odd else sessions.fresh_pair()
-            peer = SealedHostile(forge, seal, *writer)
-            with ours:
-                link = join(session.stage, theirs, session.number, victim, sessions.foreign)
-                say(ours, peer.put(said))
-                peer.heard(drain(ours))
-            judge(link, session.verdicts)
-            check_bounded(victim)
-            if not odd:
-                _check_taken(session.taken, said)
-
-        return fuzz_handlers(frames, seed, speak=speak)
-
-
 def _check_taken(taken: list[Message], said: list[bytes]) -> None:
     """Raise Finding where the victim took a message that was not said, or not in its turn."""
     parser = FrameParser()
@@ -321,5 +290,5 @@ TARGETS: Final[Targets] = {
     "handlers": (0.1, fuzz_handlers),
     "handlers, RCA": (0.04, lambda frames, seed: fuzz_handlers(frames, seed, rca=True)),
     "answers": (0.1, fuzz_answers),
-    "sealed handlers": (0.05, fuzz_sealed_handlers),
+    "sealed handlers": (0.05, lambda frames, seed: fuzz_handlers(frames, seed, sealed=True)),
 }

@@ -7,13 +7,13 @@ tables must agree with themselves, and the pins of the lost be gone.
 from __future__ import annotations
 
 import socket
-import time
 from contextlib import ExitStack
 from typing import Any, Final, Self
 
 import numpy as np
 
 from faults.fuzz import Finding
+from faults.harness import holds_within
 from llm_datadist import types
 from llm_datadist._transfer.engine import Engine
 from llm_datadist.config import LLMConfig
@@ -21,6 +21,7 @@ from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.descriptors import Cache
 from llm_datadist.views import tensor_views
+from tests.support.world import cluster_info
 
 VICTIM: Final = 1
 FRIEND: Final = 2
@@ -59,25 +60,20 @@ class Stage:
 
     def link(self, port: int | None = None) -> None:
         """Link the friend to the victim, unless it is, at another port if there is one."""
-        code, _ = self.friend.link_clusters([self._info(port or self.port)], 10_000)
+        code, _ = self.friend.link_clusters([cluster_info(VICTIM, port or self.port)], 10_000)
         if code not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
             raise Finding(f"the friend cannot link: {code}")
 
     def unlink(self) -> None:
-        self.friend.unlink_clusters([self._info(self.port)], 10_000, True)
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while self.victim.statistics().links or self.friend.statistics().links:
-            if time.monotonic() > limit:
-                raise Finding("an unlinked peer stays")
-            self.victim.unlink_clusters([self._info(0, FRIEND)], 10_000, True)
-            time.sleep(0.001)
+        """End the link of the friend at both ends, if there is one."""
+        self.friend.unlink_clusters([cluster_info(VICTIM, self.port)], 10_000, True)
 
-    def _info(self, port: int, cluster_id: int = VICTIM) -> types.LLMClusterInfo:
-        info = types.LLMClusterInfo()
-        info.remote_cluster_id = cluster_id
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info("127.0.0.1", port)
-        return info
+        def gone() -> bool:
+            self.victim.unlink_clusters([cluster_info(FRIEND, 0)], 10_000, True)
+            return not (self.victim.statistics().links or self.friend.statistics().links)
+
+        if not holds_within(gone, PATIENCE_SECONDS, 0.001):
+            raise Finding("an unlinked peer stays")
 
     @property
     def engine(self) -> Engine:
@@ -132,14 +128,14 @@ class Stage:
 
     def settled(self) -> None:
         """Wait until only the friend is linked and no pin is held; then :meth:`look`."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while True:
+
+        def alone() -> bool:
             now = self.victim.statistics()
-            if now.pins == 0 and [link.remote_cluster_id for link in now.links] == [FRIEND]:
-                break
-            if time.monotonic() > limit:
-                raise Finding(f"left behind after all strangers went: {now.pins} pins, links {now.links}")
-            time.sleep(0.001)
+            return now.pins == 0 and [link.remote_cluster_id for link in now.links] == [FRIEND]
+
+        if not holds_within(alone, PATIENCE_SECONDS, 0.001):
+            now = self.victim.statistics()
+            raise Finding(f"left behind after all strangers went: {now.pins} pins, links {now.links}")
         self.look()
 
 

@@ -215,7 +215,7 @@ def test_a_seal_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Seal, "open", patient)
     with pytest.raises(fuzz.Finding, match=r"a seal keeps \d+ bytes unopened"):
-        links.fuzz_sealed_handlers(10_000, 1)
+        links.fuzz_handlers(10_000, 1, sealed=True)
 
 
 def test_what_the_library_logs_against_itself_is_found() -> None:
