@@ -1,7 +1,5 @@
 """Run a program of the fault tool: ``python -m faults NAME [option ...]``; without a name, list them."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib import import_module

@@ -8,8 +8,6 @@ is on, so that nothing is consumed. Every byte that it pulls is compared. Printe
 strangers, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

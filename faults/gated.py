@@ -1,7 +1,5 @@
 """Calls that stand at a gate of `faults/gates.py`, at an end of either kind, and counts of messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial

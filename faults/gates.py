@@ -20,8 +20,6 @@ Each gate stops one call, the first that comes. At a step of the target its cont
 heartbeat and answers nothing meanwhile.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

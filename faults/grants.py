@@ -9,8 +9,6 @@ that a successful pull brought, and that no other was written. It releases, lets
 one reader is killed at times and born again. At the end nothing may be left at the owner: no claim, no guard, no pin.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import random

@@ -4,8 +4,6 @@ Processes at both ends that end with the run, threads whose errors come out, cal
 differ, waiting in bounds, and a command that prints one line for each report.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

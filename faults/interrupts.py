@@ -4,8 +4,6 @@
 process, because handlers run in the main thread of a process; its peer in another one.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """Two engines joined by lanes, and a peer that speaks the wire by hand: what the tests of the lanes stand on."""
 
-from __future__ import annotations
-
 import select
 import socket
 import struct

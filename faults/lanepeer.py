@@ -3,8 +3,6 @@
 What the cache layer would do is reduced to the least: a handle names its tensors by regions and offsets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """Limits of a process, reached for a while: descriptors that it may open, threads that the library may start."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -5,8 +5,6 @@ it was in time. Callers that need a number of trials repeat those that it missed
 :class:`~llm_datadist.testing.PageTrap` is exact, but the kernel may deny it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 Requests and answers travel over a stream socket instead of a link; a handle names its tensors as for lanes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import socket

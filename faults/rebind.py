@@ -10,8 +10,6 @@ binding may only have been consumed by a pull that brought its bytes. A pull cou
 binding, for certain, after the pull had begun and before it ended, and the pull had found the key.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

@@ -14,8 +14,6 @@ connections to come (:meth:`Relay.plan`) or for those that there are (:meth:`Rel
 bytes or to records; :func:`carry` takes two sockets along their ways in the caller's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

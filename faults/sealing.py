@@ -3,8 +3,6 @@
 The ciphers are those of `cryptography`, whose OpenSSL is its own.
 """
 
-from __future__ import annotations
-
 import hmac
 import random
 import struct

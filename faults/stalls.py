@@ -12,8 +12,6 @@ The block itself must not need what is stalled: use it from a thread, or an end,
 go on running, which is the point. Inside a copy, after its first byte, :mod:`faults.midcopy` stops.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress

@@ -1,7 +1,5 @@
 """Strangers: peers and listeners made of a raw socket and the messages, which say what a test wants."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -7,8 +7,6 @@ stopped (SIGSTOP) while all of them are inside a pull. The healthy one, in anoth
 after that, in turns; every byte that it pulls is compared. Printed too: what all TCP sockets of the host hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import mmap

@@ -20,8 +20,6 @@ The only changes that an end may overlook are those that TLS 1.3 tells it to ign
 (:func:`faults.sealing.meaning`); they are counted as "neutral".
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

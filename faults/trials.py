@@ -12,8 +12,6 @@ whose it is: a version, the tensor, its place. So each byte that moved, and each
 looking at it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

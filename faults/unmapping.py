@@ -6,8 +6,6 @@ An end has a mapping of so much memory, every page of it touched, and drops the 
 thread. A linked peer asks it where a row is, again and again; printed is its longest wait, without and with that.
 """
 
-from __future__ import annotations
-
 import argparse
 import threading
 import time

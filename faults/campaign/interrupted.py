@@ -4,8 +4,6 @@ Handlers run in the main thread of a process. So a worker's main thread makes ca
 of it, under a timer that rings at any moment. Awaited calls are made by the other threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
@@ -13,14 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Self
 
 from faults.campaign.journal import Cancelled, Interrupted, Scene
 from llm_datadist.errors import LLMException
 from tests.support.linking import info
-
-if TYPE_CHECKING:
-    from faults.campaign.mover import Mover
 
 #: What a caller loses by an interrupt is the handle of what was made, or of the task: these are left alone.
 _QUIET: Final = frozenset(
@@ -66,7 +61,7 @@ class RungScene(Scene):
     rng: Random
 
     @classmethod
-    def beside(cls, scene: Scene, bell: Bell, rng: Random) -> RungScene:
+    def beside(cls, scene: Scene, bell: Bell, rng: Random) -> Self:
         """Return the same scene, in which calls are interrupted."""
         return cls(**vars(scene), bell=bell, rng=rng)
 
@@ -172,17 +167,3 @@ class Linker:
             repr(self._scene.dd.explain(cluster_id))
         except LLMException:
             self._scene.journal.note("links gone before they were explained")
-
-
-class Roamer:
-    """What the main thread does: it moves bytes, links and unlinks."""
-
-    def __init__(self, mover: Mover, linker: Linker, rng: Random) -> None:
-        self.mover, self._linker, self._rng = mover, linker, rng
-
-    def run(self, seconds: float, stop: Callable[[], bool]) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not stop():
-            if self._rng.random() < 0.02:
-                self._linker.look_after(self._linker.any_peer())
-            self.mover.step()

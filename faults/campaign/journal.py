@@ -5,8 +5,6 @@ steps, and what must not be. The counts are written to a file every second and e
 loses little.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

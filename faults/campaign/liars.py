@@ -9,8 +9,6 @@ What a liar may do by the protocol it does not do, because the campaign would ta
 over shared memory, where a release is believed, and it writes with no handle that may become true.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

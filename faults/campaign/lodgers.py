@@ -4,8 +4,6 @@ One pair is two CacheManagers that link by ``link_clusters`` and take each other
 has the v1 interface. Addresses, ports and pools are their own; the worker's threads, signals and faults are not.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from random import Random

@@ -1,7 +1,5 @@
 """A thread of a worker that pulls, pushes and copies, and judges every byte of what it pulled into after each call."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 import llm_datadist as dist
-from faults.campaign.interrupted import Awaiting
+from faults.campaign.interrupted import Awaiting, Linker
 from faults.campaign.journal import Cancelled, Interrupted, Scene
 from faults.campaign.memory import Destination, Found, Kind, Stamp, Words, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
@@ -442,3 +440,17 @@ def _drop(scene: Scene, granted: dist.Cache) -> None:
         return
     _Litter(scene.cm, grant, cache)
     scene.journal.note("left to finalizers")
+
+
+class Roamer:
+    """What the main thread does: it moves bytes, links and unlinks."""
+
+    def __init__(self, mover: Mover, linker: Linker, rng: Random) -> None:
+        self.mover, self._linker, self._rng = mover, linker, rng
+
+    def run(self, seconds: float, stop: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not stop():
+            if self._rng.random() < 0.02:
+                self._linker.look_after(self._linker.any_peer())
+            self.mover.step()

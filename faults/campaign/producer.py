@@ -3,8 +3,6 @@
 Every kind of memory that the interface protects is reused at once, under whoever still reads or writes it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Times that come from a journal are counted in classes of a twentieth of a decade of milliseconds.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """What is set for one epoch, and which fault comes when: all of it from a seed. No I/O, no clock."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final

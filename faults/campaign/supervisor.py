@@ -3,8 +3,6 @@
 The supervisor sees the workers as processes that are killed, stopped, and born again at the same address.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import itertools

@@ -3,8 +3,6 @@
 Among them: processes that fork under load, and that leave as any interpreter does, in the middle of their calls.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc
@@ -25,11 +23,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from faults.campaign.interrupted import Bell, Linker, Roamer, RungScene
+from faults.campaign.interrupted import Bell, Linker, RungScene
 from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
 from faults.campaign.memory import Destination, Directory, Kind, Stamp, whole
-from faults.campaign.mover import Mover
+from faults.campaign.mover import Mover, Roamer
 from faults.campaign.producer import Producer, Slot, blocks_key
 from faults.campaign.schedule import MOVERS, Epoch
 from faults.gates import shut

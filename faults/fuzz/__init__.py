@@ -6,8 +6,6 @@ logs as its own fault, is raised as :class:`Finding`, with the seed. ``python -m
 ``make faults`` does so for longer than the tests.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """Fuzz all that reads from peers: every target, or some. A finding ends the run with its traceback."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ them reach deep into the code, and none of the ways to be wrong is left out: ran
 repeated.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import ssl

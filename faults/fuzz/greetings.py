@@ -6,8 +6,6 @@ the connection before; the others do their own handshake. Everything else is as 
 real dialling end, real sockets.
 """
 
-from __future__ import annotations
-
 import array
 import os
 import queue

@@ -4,8 +4,6 @@ The victim is a real :class:`~llm_datadist._transport.lanes.Lanes` over real mem
 reads from it again and again, and compares every byte.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

@@ -1,7 +1,5 @@
 """Fuzz targets with links behind them: the dispatcher and every handler, and answers to an initiator."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import select

@@ -1,7 +1,5 @@
 """Fuzz target: what a peer asks of the owner over nixl. Agents here move nothing, so that no NIXL is needed."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

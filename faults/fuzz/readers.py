@@ -1,7 +1,5 @@
 """Fuzz targets without a socket: the parser of frames, packets of the rendezvous, requests of lanes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, Final

@@ -4,8 +4,6 @@ The healthy peer pulls again and again while the victim is fed, and compares eve
 tables must agree with themselves, and the pins of the lost be gone.
 """
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack
 from typing import Any, Final, Self

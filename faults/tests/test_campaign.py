@@ -1,7 +1,5 @@
 """A short campaign from a fixed seed, over shm with pushes and over tcp with keys; `make faults` runs the long one."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

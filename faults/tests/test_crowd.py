@@ -1,7 +1,5 @@
 """2,000 connections of strangers at a listener (docs/faults.md, Attacks); ``strangers.py`` measures what they cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from faults.crowd import CROWD, MANNERS, Crowd, footprint, prepare, pull

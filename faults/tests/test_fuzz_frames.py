@@ -4,8 +4,6 @@ The targets raise a Finding by themselves for whatever must not happen; here is 
 message was said and taken, and every way to be wrong was gone. `make faults` judges ten times as many.
 """
 
-from __future__ import annotations
-
 import math
 import ssl
 import sys

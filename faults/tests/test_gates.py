@@ -1,7 +1,5 @@
 """Every gate of walk 1: an end that stands at it, sees what the step says, goes on, and moves the right bytes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Interrupts in every call, a sample of what ``python -m faults interrupts`` does (docs/faults.md, Attacks)."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

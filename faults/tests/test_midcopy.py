@@ -1,7 +1,5 @@
 """Stopping inside a copy: exactly, by a trap on a page, and by luck, with a signal."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

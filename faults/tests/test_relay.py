@@ -1,7 +1,5 @@
 """The relay: carries faithfully, and does to a stream exactly what a fault says; nothing is left of it."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

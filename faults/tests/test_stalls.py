@@ -1,7 +1,5 @@
 """Stalls: what is stalled waits, deadlines go on, and everything goes on afterwards with the right bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 from faults.stalls import STALLS, go_on, stall, stall_there

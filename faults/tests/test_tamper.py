@@ -1,7 +1,5 @@
 """One wrong thing to a sealed lane or control connection: nothing wrong passes, and nothing hangs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

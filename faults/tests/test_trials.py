@@ -1,8 +1,6 @@
 """Some trials of each kind (`faults/trials.py` makes as many as one likes), the rebind race and grants, in
 short."""
 
-from __future__ import annotations
-
 import pytest
 
 from faults import grants, rebind, trials
