@@ -27,6 +27,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar
 
 from faults.sealing import Framing, meaning
@@ -548,15 +549,14 @@ class Relay:
 KEY: Final = CacheKey(1, 10)
 BIG: Final = Spec(tensors=4, rows=2, stride=1 << 20, keys=(KEY,))
 DEADLINE_MS: Final = 1_500
-HARM: Final[dict[str, Callable[[int], Fault]]] = {
-    "truncate": lambda at: Fault("truncate", at=at),
-    "reset": lambda at: Fault("reset", at=at),
-    "half_close": lambda at: Fault("half_close", at=at),
-    "corrupt": lambda at: Fault("corrupt", at=at, count=4),
-    "duplicate": lambda at: Fault("duplicate", at=at, count=9),
-    "drop": lambda at: Fault("drop", at=at),
-    "stall": lambda at: Fault("stall", at=at),
-}
+
+
+def _harm(what: str, count: int, at: int) -> Fault:
+    return Fault(what, at, count)
+
+
+_COUNTS: Final = {"truncate": 0, "reset": 0, "half_close": 0, "corrupt": 4, "duplicate": 9, "drop": 0, "stall": 0}
+HARM: Final = {what: partial(_harm, what, count) for what, count in _COUNTS.items()}
 
 
 class Relayed:

@@ -24,9 +24,10 @@ from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Keys, Sealer
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
-from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, encode_request, plan_row
+from llm_datadist._native import Ending, LaneEngine, Plan, encode_request, plan_row
 from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, LaneSocket, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
+from tests.support.twin import tensors_of
 
 _EXTENT: Final = 4096
 _SECONDS: Final = 20.0
@@ -43,12 +44,10 @@ class _Owner:
         self.granted = 0  # requests of the bad ones
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        self._note(link, "read")
-        return self._grant(link, request, self.memory)
+        return self._grant(link, request, "read", self.memory)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        self._note(link, "write")
-        return self._grant(link, request, self.sink)
+        return self._grant(link, request, "write", self.sink)
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         self.lost += 1
@@ -56,19 +55,13 @@ class _Owner:
         if self.verdicts is not None and link != "honest" and "closed" not in reason and "ended" not in reason:
             self.verdicts.refuse("breach")
 
-    def _note(self, link: object, what: str) -> None:
+    def _grant(self, link: object, request: LaneRequest, what: str, memory: NDArray[np.uint8]) -> LaneGrant:
         if self.verdicts is not None and link != "honest":
             self.verdicts.accepted[what] += 1
-
-    def _grant(self, link: object, request: LaneRequest, memory: NDArray[np.uint8]) -> LaneGrant:
         if request.handle != b"mine":
             raise CacheNotFound(f"no memory is called {request.handle!r}")
         self.granted += link != "honest"
-        return LaneGrant(_tensors(memory))
-
-
-def _tensors(memory: NDArray[np.uint8]) -> Tensors:
-    return Tensors(memory.ctypes.data + _EXTENT * np.arange(4, dtype=np.uint64), _EXTENT)
+        return LaneGrant(tensors_of(list(memory)))
 
 
 class _Scene:
@@ -97,7 +90,7 @@ class _Scene:
         self._into[:] = 0
         plan = Plan(0, 0, 4, plan_row(0, 0, _EXTENT), False, 4 * _EXTENT)
         meta = encode_request(b"mine", _EXTENT, plan, False)
-        job = self._honest.start_read(self._lane, meta, plan, _tensors(self._into))
+        job = self._honest.start_read(self._lane, meta, plan, tensors_of(list(self._into)))
         outcome = self._honest.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
         if outcome.ending is not Ending.GOOD or not np.array_equal(self._into, self.owner.memory):
             raise Finding(f"an honest read beside the bad lanes ended with {outcome}")
@@ -238,32 +231,27 @@ def fuzz_lane_greetings(frames: int, seed: int) -> Verdicts:
     rng = Forge(seed, LINK).rng
 
     async def run(verdicts: Verdicts) -> None:
-        loop = asyncio.get_running_loop()
         while verdicts.judged < frames:
             greeting = rng.randbytes(TOKEN_BYTES)
             said = mutated(greeting, rng) if rng.random() < 0.6 else greeting
-            await _one_greeting(loop, said, verdicts)
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                theirs.setblocking(False)
+                ours.send(said)
+                ours.shutdown(socket.SHUT_WR)
+                try:
+                    token = await read_lane_greeting(asyncio.get_running_loop(), theirs)
+                except ProtocolError as error:
+                    verdicts.refuse(error)
+                    continue
+                rest = theirs.recv(1 << 16)
+            if token + rest != said:
+                raise Finding(f"{said!r} was read as {token!r}, and {rest!r} was left for the engine")
+            verdicts.accepted["greeting"] += 1
 
     with trial("lane greetings", seed) as verdicts:
         asyncio.run(run(verdicts))
     return verdicts
-
-
-async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: Verdicts) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setblocking(False)
-        ours.send(said)
-        ours.shutdown(socket.SHUT_WR)
-        try:
-            token = await read_lane_greeting(loop, theirs)
-        except ProtocolError as error:
-            verdicts.refuse(error)
-            return
-        rest = theirs.recv(1 << 16)
-    if token + rest != said:
-        raise Finding(f"{said!r} was read as {token!r}, and {rest!r} was left for the engine")
-    verdicts.accepted["greeting"] += 1
 
 
 TARGETS: Final[Targets] = {

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import Plan, Tensors, encode_request, plan_row
+from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 from llm_datadist._transport.nixl import Ask, Done, Granted, Meet, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed, Progress
 from llm_datadist.errors import CacheNotFound, ProtocolError
+from tests.support.twin import tensors_of
 
 HANDLE: Final = b"mine"
 TAG: Final = 7
@@ -27,7 +28,7 @@ EXTENT: Final = 4096
 _MOVES: Final = 8  # so that a Done finds a move that was granted
 _PATIENCE_SECONDS: Final = 10.0
 _MEMORY: Final = np.zeros((4, EXTENT), np.uint8)
-_TENSORS: Final = Tensors(_MEMORY.ctypes.data + EXTENT * np.arange(4, dtype=np.uint64), EXTENT)
+_TENSORS: Final = tensors_of(list(_MEMORY))
 _decode: Final = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
 _requests: Final = msgspec.msgpack.Decoder(Ask | Done | Meet).decode
 

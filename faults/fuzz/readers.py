@@ -12,11 +12,12 @@ from faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated, wild
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Message, decode, encode
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._native import Plan, Tensors, encode_request
+from llm_datadist._native import Plan, encode_request
 from llm_datadist._native.lanes import check_plan
 from llm_datadist._transport import rendezvous
 from llm_datadist._transport.lanes import LaneRequest, decode_request
 from llm_datadist.errors import ParamError, ProtocolError
+from tests.support.twin import tensors_of
 
 
 def fuzz_parser(frames: int, seed: int) -> Verdicts:
@@ -106,7 +107,7 @@ def _lane_request(rng: random.Random) -> bytes:
 
 
 _MEMORY: Final = np.zeros((4, 4096), np.uint8)
-_TENSORS: Final = Tensors(_MEMORY.ctypes.data + 4096 * np.arange(4, dtype=np.uint64), 4096)
+_TENSORS: Final = tensors_of(list(_MEMORY))
 
 
 def _read_request(data: bytes) -> LaneRequest:
