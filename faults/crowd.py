@@ -22,6 +22,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from faults.harness import timed
 from faults.strangers import hello_of
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist._links import messages as wire
@@ -128,18 +129,14 @@ def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
     if kind not in world.caches:
         make(world, kind, Spec(len(source), len(source[0]), source[0].shape[1], blocks=kind == "blocks"), 3)
     target, cm, times = world.caches[kind], world.cm, []
-    views = views_of(world, kind)
     rows = list(range(len(source[0])))
+    views = [view.reshape(len(rows), -1).view(np.uint8) for view in tensor_views(target)]
+    call = (cm.pull_blocks, BLOCKS_KEY, target, rows, rows) if kind == "blocks" else (cm.pull_cache, key, target, 0)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for view in views:
             view[:] = 0
-        since = time.perf_counter()
-        if kind == "blocks":
-            cm.pull_blocks(BLOCKS_KEY, target, rows, rows)
-        else:
-            cm.pull_cache(key, target, 0)
-        times.append((time.perf_counter() - since) * 1e3)
+        times.append(timed(*call))
         for view, wanted in zip(views, source, strict=True):
             assert np.array_equal(view, wanted)
         time.sleep(0.0005)
@@ -147,17 +144,8 @@ def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
     return times
 
 
-def views_of(world: World, name: str) -> list[Any]:
-    cache = world.caches[name]
-    return [view.reshape(cache.cache_desc.shape[0], -1).view(np.uint8) for view in tensor_views(cache)]
-
-
 def footprint(world: World) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), anonymous_bytes()
-
-
-def quantile(times: Sequence[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def _beside(decoder: ChildEnd, crowd: Crowd, size: int, rate: float, *call: Any) -> list[float]:
@@ -209,12 +197,12 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
                     came += crowd.counts
                     after = prompt.do(footprint)
                 time.sleep(0.3)
-        ratio = quantile(beside, 0.99) / quantile(quiet, 0.99)
-        text = f"quiet p50 {quantile(quiet, 0.5):.3f} p99 {quantile(quiet, 0.99):.3f} ms; beside p50 "
-        text += f"{quantile(beside, 0.5):.3f} p99 {quantile(beside, 0.99):.3f} max {max(beside):.3f} ms "
-        text += f"({len(beside)} pulls); p99 {ratio:.2f} times; {came['said']} came, {came['welcomed']} welcomed"
-        text += f"; +{after[0] - before[0]} descriptors, {(after[1] - before[1]) / 2**20:+.1f} MiB"
-        yield f"{transport:4} by {kind:6} {manner:6}: {text}", ratio <= _RATIO
+        (quiet50, quiet99), (beside50, beside99) = (np.quantile(each, (0.5, 0.99)) for each in (quiet, beside))
+        text = f"quiet p50 {quiet50:.3f} p99 {quiet99:.3f} ms; beside p50 "
+        text += f"{beside50:.3f} p99 {beside99:.3f} max {max(beside):.3f} ms "
+        text += f"({len(beside)} pulls); p99 {beside99 / quiet99:.2f} times; {came['said']} came, "
+        text += f"{came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, {(after[1] - before[1]) / 2**20:+.1f} MiB"
+        yield f"{transport:4} by {kind:6} {manner:6}: {text}", bool(beside99 <= _RATIO * quiet99)
 
 
 OPTIONS: Final = {

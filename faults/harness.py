@@ -110,6 +110,13 @@ def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
     return Outcome()
 
 
+def timed(function: Callable[..., object], *args: Any) -> float:
+    """Call; return how many milliseconds that took."""
+    since = time.perf_counter()
+    function(*args)
+    return (time.perf_counter() - since) * 1e3
+
+
 def words_of(cache: Cache) -> list[Words]:
     return [view.reshape(-1).view(np.uint64) for view in tensor_views(cache)]
 

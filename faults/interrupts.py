@@ -24,9 +24,7 @@ import numpy as np
 import llm_datadist
 from llm_datadist import (
     BlocksCacheKey,
-    Cache,
     CacheKey,
-    CacheManager,
     CacheTask,
     LayerSynchronizer,
     LLMDataDist,
@@ -78,21 +76,9 @@ class Scene:
     counts: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
 
-    @property
-    def world(self) -> World:
-        return self.here.world
-
-    @property
-    def cm(self) -> CacheManager:
-        return self.world.cm
-
-    @property
-    def caches(self) -> dict[str, Cache]:
-        return self.world.caches
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        return self.world.memory
+    def __post_init__(self) -> None:
+        self.world = self.here.world
+        self.cm, self.caches, self.memory = self.world.cm, self.world.caches, self.world.memory
 
     @property
     def blocks(self) -> list[int]:

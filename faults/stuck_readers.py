@@ -15,15 +15,14 @@ import signal
 import statistics
 import struct
 import termios
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from faults.harness import Processes, Threads, Words, holds_within, numbered, words_of
+from faults.harness import Processes, Threads, Words, holds_within, numbered, timed, words_of
 from faults.midcopy import frozen, peek
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
 from tests.support.ends import ChildEnd
@@ -55,16 +54,12 @@ def offer(world: World, private: bool) -> None:
 
 def clogged(world: World) -> int:
     """Return how many sockets of this process hold bytes that their peers do not take."""
-    return sum(_unsent(int(fd)) > 0 for fd in os.listdir("/proc/self/fd"))
-
-
-def _unsent(fd: int) -> int:
-    try:
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-            return 0
-        return int(struct.unpack("i", fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)))[0])
-    except OSError:  # the listing's own descriptor, or no stream
-        return 0
+    full = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own descriptor, or no stream
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                full += struct.unpack("i", fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4)))[0] > 0
+    return full
 
 
 class Crowd(Threads):
@@ -115,10 +110,6 @@ def crowd(world: World, count: int, port: int, transport: str) -> int:
     return int(made.counts.ctypes.data)
 
 
-def flags(raw: bytes) -> list[bool]:
-    return [bool(count % 2) for count in np.frombuffer(raw, np.uint64)]
-
-
 def tell(world: World, what: str) -> None:
     """Have the readers do that."""
     getattr(world.memory["crowd"], what)()
@@ -134,9 +125,8 @@ def pull_healthy(world: World, count: int) -> list[float]:
     for turn in range(count):
         first = turn % (ASKED - HEALTHY)
         words[:] = 0
-        since = time.perf_counter()
-        world.cm.pull_blocks(KEY, mine, list(range(first, first + HEALTHY)), list(range(HEALTHY)))
-        times.append((time.perf_counter() - since) * 1e3)
+        blocks = list(range(first, first + HEALTHY))
+        times.append(timed(world.cm.pull_blocks, KEY, mine, blocks, list(range(HEALTHY))))
         np.testing.assert_array_equal(words, _words(first, HEALTHY))
     return times
 
@@ -175,7 +165,7 @@ class Scene:
 
     def stuck(self) -> int:
         assert frozen(self.crowd.pid)
-        return sum(flags(peek(self.crowd.pid, self._flags, 8 * self.readers)))
+        return int((np.frombuffer(peek(self.crowd.pid, self._flags, 8 * self.readers), np.uint64) % 2).sum())
 
     def full(self) -> int:
         full: int = self.owner.do(clogged)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from faults.crowd import REALTIME, measured_ends
+from faults.harness import timed
 from llm_datadist import CacheKeyByIdAndIndex
 from llm_datadist._memory.host import available_memory
 from llm_datadist._memory.segment import SharedSegment
@@ -33,21 +34,14 @@ def drop(world: World) -> float:
     engine = world.dd._engine
     assert engine is not None
 
-    def close() -> float:
-        since = time.perf_counter()
-        held.pop().close()
-        return (time.perf_counter() - since) * 1e3
-
-    return engine._control.call(close)
+    return engine._control.call(lambda: timed(held.pop().close))
 
 
 def ask(world: World, cache_id: int, seconds: float) -> float:
     """Pull a row, for which the owner is asked, again and again; return the longest wait in milliseconds."""
     longest, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
-        since = time.perf_counter()
-        call(world, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 0), Use("row"), 0)
-        longest = max(longest, (time.perf_counter() - since) * 1e3)
+        longest = max(longest, timed(call, world, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 0), Use("row"), 0))
     return longest
 
 
@@ -78,9 +72,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             held_up = prompt.do(drop)
             beside = decoder.finish()
             prompt.do(hold, nbytes)
-            since = time.perf_counter()
-            prompt.do(drop_here)
-            here = (time.perf_counter() - since) * 1e3
+            here = timed(prompt.do, drop_here)
             text = f"the control thread was held up for {held_up:.3f} ms (another thread needs {here:.0f} ms)"
             text += f"; longest wait of the peer {quiet:.2f} ms before, {beside:.2f} ms meanwhile"
             yield f"{nbytes / 2**30:.2f} GiB: {text}", held_up <= BOUND_MS
