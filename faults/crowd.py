@@ -201,7 +201,8 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         text = f"quiet p50 {quiet50:.3f} p99 {quiet99:.3f} ms; beside p50 "
         text += f"{beside50:.3f} p99 {beside99:.3f} max {max(beside):.3f} ms "
         text += f"({len(beside)} pulls); p99 {beside99 / quiet99:.2f} times; {came['said']} came, "
-        text += f"{came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, {(after[1] - before[1]) / 2**20:+.1f} MiB"
+        mib = (after[1] - before[1]) / 2**20
+        text += f"{came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, {mib:+.1f} MiB"
         yield f"{transport:4} by {kind:6} {manner:6}: {text}", bool(beside99 <= _RATIO * quiet99)
 
 
