@@ -189,11 +189,9 @@ class Mover:
             return range(tensors), range(tensors), {}
         count = self._rng.randint(1, layers)
         there, here = self._rng.randint(0, layers - count), self._rng.randint(0, layers - count)
-        ranges: dict[str, Any] = {
-            "src_layer_range": range(there, there + count),
-            "dst_layer_range": range(here, here + count),
-        }
-        return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
+        src, dst = range(there, there + count), range(here, here + count)
+        ranges = {"src_layer_range": src, "dst_layer_range": dst}
+        return range(2 * there, 2 * src.stop), range(2 * here, 2 * dst.stop), ranges
 
     def _pull_row(self, own: _Own, found: Found) -> None:
         row = self._rng.randrange(found.shape.rows)
@@ -248,10 +246,8 @@ class Mover:
     def _judge_time(self, about: str, found: Found, generation: int, started: int) -> None:
         ended = self._scene.directory.moment(found, generation, "ended")
         if ended and ended < started:
-            late = (started - ended) / 1e6
-            self._scene.journal.violation(
-                "wrong bytes", f"{about}: generation {generation} had ended {late:.1f} ms before"
-            )
+            text = f"{about}: generation {generation} had ended {(started - ended) / 1e6:.1f} ms before"
+            self._scene.journal.violation("wrong bytes", text)
 
     def _judge_error(self, what: str, outcome: Any) -> None:
         if isinstance(outcome, ChecksumMismatch):
@@ -274,22 +270,7 @@ class Mover:
         link = self._link(found)
         by_id = self._rng.random() < 0.2
         key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
-        outcome = self._row(own, found, key, row)
-        self._judge_key(found, identity, link, outcome, by_id=by_id)
-
-    def _pull_prefix(self, own: _Own, found: Found) -> None:
-        row = self._rng.randrange(found.shape.rows)
-        outcome = self._row(own, found, prefix_of(found, row), row)
-        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
-            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
-
-    def _should_be_there(self, found: Found) -> bool:
-        directory = self._scene.directory
-        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
-        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
-
-    def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
-        journal = self._scene.journal
+        outcome, journal = self._row(own, found, key, row), self._scene.journal
         known = identity in self._consumed
         lost = isinstance(outcome, CacheNotFound) and not known and identity[:4] not in self._inherited
         if outcome is None:
@@ -302,6 +283,17 @@ class Mover:
             self._consumed.setdefault(identity, None)  # it may have been about to return
         elif lost and self._should_be_there(found):
             journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
+
+    def _pull_prefix(self, own: _Own, found: Found) -> None:
+        row = self._rng.randrange(found.shape.rows)
+        outcome = self._row(own, found, prefix_of(found, row), row)
+        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
+            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
+
+    def _should_be_there(self, found: Found) -> bool:
+        directory = self._scene.directory
+        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
+        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
 
     def _taker(self, owner: int) -> int:
         return self._scene.epoch.peers(owner).index(self._scene.worker) * MOVERS + self._number
@@ -349,9 +341,8 @@ class Mover:
         """Pull back what was pushed, and layers that were not: these may hold anything."""
         scene, dst, back = self._scene, into.dst, into.rows
         started = time.monotonic_ns()
-        outcome = scene.call(
-            "pull_blocks back", scene.budget, scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, back
-        )
+        pull = partial(scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, list(back))
+        outcome = scene.call("pull_blocks back", scene.budget, pull)
         self._judge_error("pull_blocks back", outcome)
         everything = range(found.shape.tensors)
         found_now = [view[list(back)].copy() for view in dst.views]

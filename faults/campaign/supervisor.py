@@ -176,15 +176,12 @@ class Supervisor:
     """Owns the workers, the relays and the schedule. One thread."""
 
     def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
-        self._seed = seed
-        self._transports = transports
-        self._folder, self._progress = folder, progress
+        self._seed, self._transports, self._folder, self._progress = seed, transports, folder, progress
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)
         ports = _free_ports(SystemRandom())
         self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
-        self._rubbish = Rubbish()
-        self._liars = Liars()
+        self._rubbish, self._liars = Rubbish(), Liars()
         self._relays: dict[tuple[int, int], Relay] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -226,10 +223,8 @@ class Supervisor:
                 hand.bear()
         self._all(work.begin, lambda hand: (epoch, hand.port))
         with ExitStack() as undo:
-            self._relays = {
-                pair: undo.enter_context(Relay(("127.0.0.1", self._hands[pair[1]].port)))
-                for pair in sorted(epoch.relayed)
-            }
+            targets = {pair: ("127.0.0.1", self._hands[pair[1]].port) for pair in sorted(epoch.relayed)}
+            self._relays = {pair: undo.enter_context(Relay(target)) for pair, target in targets.items()}
             self._all(work.go, lambda hand: (self._ports(epoch, hand.number),))
             self._harm(epoch, schedule(epoch, seconds), time.monotonic() + seconds)
             self.report.phase("calm")
@@ -272,9 +267,7 @@ class Supervisor:
 
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
-        states = [
-            state for each in event.pair or (event.worker,) for state in states_in(int(self._directory.doing[each]))
-        ]
+        masks = [int(self._directory.doing[each]) for each in event.pair or (event.worker,)]
         match event.what:
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
@@ -286,9 +279,7 @@ class Supervisor:
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
-                self._rubbish.throw(
-                    event.details["kind"], event.details["seed"], hand.port, hand.child.pid, self._folder
-                )
+                self._rubbish.throw(*event.details.values(), hand.port, hand.child.pid, self._folder)
             case "liar" if hand.state in {"up", "stopped"}:
                 victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
                 self._liars.send(event.details["seed"], victim, event.details["seconds"])
@@ -308,7 +299,7 @@ class Supervisor:
             case _:
                 done = False
         if done:
-            self.report.happened(event, sorted(set(states)))
+            self.report.happened(event, sorted({state for mask in masks for state in states_in(mask)}))
 
     def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
         """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
@@ -407,7 +398,6 @@ class Supervisor:
             if hand.state == "rising":
                 hand.collect()
                 hand.state = "up"
-        for hand in self._hands:
             hand.rest()
         self._all(work.halt, lambda hand: ())
 

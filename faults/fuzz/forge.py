@@ -195,8 +195,6 @@ FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
     "version": _one_of(PROTOCOL_VERSION),
     "cluster_id": _member,
     "welcome.cluster_id": _one_of(1),
-    "pid": _one_of(4242),
-    "host": _one_of("fuzz"),
     "transport": _one_of(None, None, "shm", "rdma"),
     "welcome.transport": _one_of(None, "tcp", "x\ny"),
     "transportchoice.transport": _one_of("inproc", "shm", "cma", "tcp", "x\ny"),
