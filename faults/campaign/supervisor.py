@@ -279,7 +279,7 @@ class Supervisor:
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
-                self._rubbish.throw(*event.details.values(), hand.port, hand.child.pid, self._folder)
+                self._rubbish.throw(**event.details, port=hand.port, pid=hand.child.pid, folder=self._folder)
             case "liar" if hand.state in {"up", "stopped"}:
                 victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
                 self._liars.send(event.details["seed"], victim, event.details["seconds"])
