@@ -181,7 +181,6 @@ def _subject(datadist: LLMDataDist, step: Step, peer: int | None) -> object:
 
 
 Watcher = Callable[[str, object, tuple[Any, ...]], None]
-
 #: Replaced, never changed: threads of the library go through it without the lock.
 _watchers: tuple[Watcher, ...] = ()
 _lock: Final = threading.Lock()

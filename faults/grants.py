@@ -31,7 +31,6 @@ from tests.support.world import World
 
 TRANSPORTS: Final = ("shm", "tcp")
 HEAD: Final = "transport     steps  seconds  wrong  what came of the owner's steps and the readers'"
-
 _KEY: Final = BlocksCacheKey(1, 0)
 _PLACES: Final = 8
 _BLOCKS: Final = 4

@@ -25,7 +25,6 @@ from tests.support.linking import SUCCESS, info, link
 from tests.support.world import World
 
 Words = NDArray[np.uint64]
-
 _SHOWN_FAULTS: Final = 20
 
 

@@ -42,7 +42,6 @@ from tests.support.pairs import Pair
 T = TypeVar("T")
 Direction = Literal["up", "down"]
 Kind = Literal["control", "lane"]
-
 _CHUNK: Final = 1 << 16
 _REMEMBERED: Final = 256
 #: More than this on its way in one direction, and the sender has to wait.
@@ -53,7 +52,6 @@ _RESET: Final = struct.pack("ii", 1, 0)  # linger for no time: close sends a res
 #: When nothing moves for so long after a wrong byte the relay hangs up: an end may wait for what was dropped.
 _QUIET_SECONDS: Final = 0.004
 _LINK_QUIET_SECONDS: Final = 0.03
-
 #: What a fault can do, at the byte numbered ``at`` of its direction.
 FAULTS: Final = {
     "drop": "``count`` bytes vanish, all that follow if it is 0",

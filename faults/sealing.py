@@ -18,12 +18,9 @@ HEADER: Final = struct.Struct(">BHH")
 TAG_BYTES: Final = 16
 MAX_RECORD: Final = 64 << 10
 OVERHEAD: Final = LENGTH.size + TAG_BYTES
-
 Keys = tuple[bytes, bytes]
-
 NEAR_KEYS: Final[Keys] = (bytes(range(32)), bytes(range(100, 132)))
 FAR_KEYS: Final[Keys] = (NEAR_KEYS[1], NEAR_KEYS[0])
-
 CHANGE_CIPHER, ALERT, HANDSHAKE, DATA = 20, 21, 22, 23
 _VERSION: Final = 0x0303
 

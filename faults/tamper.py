@@ -54,7 +54,6 @@ from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, LLMException
 
 Bytes = NDArray[np.uint8]
-
 HARM: Final = (*BYTE_HARM, *RECORD_HARM)
 _EXTENT: Final = 400 << 10
 _HANDLE: Final = b"memory"

@@ -31,8 +31,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, Stat
 SLACK_SECONDS: Final = 5.0
 _TICK_SECONDS: Final = 0.02
 _FLUSH_SECONDS: Final = 1.0
-
-
 #: Of times, in a decade.
 CLASSES: Final = 20
 STATES: Final = ("idle", "linking", "linked idle", "calls running", "draining", "redialling")

@@ -26,13 +26,22 @@ if TYPE_CHECKING:
     from faults.campaign.journal import Journal, Scene
 
 Words = NDArray[np.uint64]
-
 WORD_BYTES: Final = 8
 #: Generations and incarnations wrap there.
 GENERATIONS: Final = 1 << 20
 INCARNATIONS: Final = 1 << 6
 _PLACE_BITS: Final = 28
 _PLACES: Final = 1 << 12
+SLOTS: Final = 24
+WORKERS: Final = 8
+_REMEMBERED: Final = 32
+_NUMBERS: Final = ("turn", "kind", "incarnation", "generation", "tensors", "rows", "words", "length")
+#: The last two: when the owner began to take a generation back, and when nobody could find it any more: monotonic ns,
+#: or 0.
+_RECORD: Final = np.dtype(
+    [(name, "u8") for name in _NUMBERS]
+    + [("cache_id", "i8"), ("extra", "u1", (256,)), ("ending", "u8", (_REMEMBERED,)), ("ended", "u8", (_REMEMBERED,))]
+)
 
 
 @dataclass(frozen=True)
@@ -233,18 +242,6 @@ def close_all(destinations: Sequence[Destination]) -> bool:
     for each in destinations:
         each.views.clear()
     return all(done)
-
-
-SLOTS: Final = 24
-WORKERS: Final = 8
-_REMEMBERED: Final = 32
-_NUMBERS: Final = ("turn", "kind", "incarnation", "generation", "tensors", "rows", "words", "length")
-#: The last two: when the owner began to take a generation back, and when nobody could find it any more: monotonic ns,
-#: or 0.
-_RECORD: Final = np.dtype(
-    [(name, "u8") for name in _NUMBERS]
-    + [("cache_id", "i8"), ("extra", "u1", (256,)), ("ending", "u8", (_REMEMBERED,)), ("ended", "u8", (_REMEMBERED,))]
-)
 
 
 class Kind(IntEnum):

@@ -36,6 +36,15 @@ from tests.support.world import SECRETS_VARIABLE
 
 _ANSWER_SECONDS: Final = 90.0
 _LEAVE_SECONDS: Final = 30.0
+_STEP_SECONDS: Final = 0.02
+_ROAM_SECONDS: Final = 0.4
+_PROGRESS_SECONDS: Final = 30.0
+_LINK_SECONDS: Final = 20.0
+#: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
+#: of communicators try, here and in other runs on this host: what they dial must be theirs.
+_PORTS: Final = range(21000, 27000)
+_TOLD: dict[str, Callable[..., None]] = {"stall": work.stop_for, "fork": work.fork, "limit": work.limit}
+_TOLD |= {"storm": work.storm, "exhaust": work.exhaust}
 
 
 class Lost(Exception):
@@ -159,17 +168,6 @@ def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: 
     work.prepare(world, folder, number)
     work.begin(world, epoch, port, dialled=True)
     work.go(world, ports)
-
-
-_STEP_SECONDS: Final = 0.02
-_ROAM_SECONDS: Final = 0.4
-_PROGRESS_SECONDS: Final = 30.0
-_LINK_SECONDS: Final = 20.0
-#: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
-#: of communicators try, here and in other runs on this host: what they dial must be theirs.
-_PORTS: Final = range(21000, 27000)
-_TOLD: dict[str, Callable[..., None]] = {"stall": work.stop_for, "fork": work.fork, "limit": work.limit}
-_TOLD |= {"storm": work.storm, "exhaust": work.exhaust}
 
 
 class Supervisor:

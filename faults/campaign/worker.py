@@ -42,6 +42,14 @@ from tests.support.world import World, make_config, residue, settled
 _SECONDS: Final = 20.0
 #: Exit status of a child whose call was not refused.
 _NOT_REFUSED: Final = 70
+_TIDY_SECONDS: Final = 15.0
+_PROOF_SLOT: Final = 20
+_IDS: Final = 1_000_000
+_ATTEMPTS: Final = 10
+#: For somebody to come to a gate.
+_PATIENCE_SECONDS: Final = 1.0
+#: Longer than any call that a thread may be in.
+_JOIN_SECONDS: Final = 12.0
 
 
 def leave() -> None:
@@ -84,16 +92,6 @@ class Child:
             time.sleep(0.01)
         if code := os.waitstatus_to_exitcode(ended[1]):
             journal.violation("crashes", f"a forked child that leaves by {self._how} ended with {code}")
-
-
-_TIDY_SECONDS: Final = 15.0
-_PROOF_SLOT: Final = 20
-_IDS: Final = 1_000_000
-_ATTEMPTS: Final = 10
-#: For somebody to come to a gate.
-_PATIENCE_SECONDS: Final = 1.0
-#: Longer than any call that a thread may be in.
-_JOIN_SECONDS: Final = 12.0
 
 
 @dataclass
