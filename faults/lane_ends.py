@@ -12,7 +12,8 @@ from typing import Final, Self, TypeVar
 
 import numpy as np
 
-from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Opener, Sealer
+from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS
+from faults.strangers import LaneKeys, Plain
 from llm_datadist import _native as native
 from tests.support import twin
 
@@ -152,8 +153,7 @@ def frame_of(kind: int, id: int, meta: bytes = b"", payload: bytes = b"", declar
 class Wire:
     """The far end of one lane, by hand: sends and receives frames, right or wrong ones."""
 
-    _seal: Sealer | None = None
-    _open: Opener | None = None
+    _codec, _here = Plain(), b""
 
     def __init__(
         self, engine: native.LaneEngine, *, buffer: int | None = None, grants: native.StandingGrants | None = None
@@ -166,13 +166,13 @@ class Wire:
         self.lane = engine.reserve_lane()
         engine.attach_lane(self.lane, near.detach(), grants, NEAR_KEYS if Kind.sealed else None)
         if Kind.sealed:
-            self._seal, self._open = Sealer(FAR_KEYS[0]), Opener(FAR_KEYS[1])
+            self._codec = LaneKeys(FAR_KEYS)
 
     def send(self, kind: int, id: int, meta: bytes = b"", payload: bytes = b"", *, declared: int | None = None) -> None:
         self.sendall(frame_of(kind, id, meta, payload, declared))
 
     def sendall(self, data: bytes | bytearray) -> None:
-        self.sock.sendall(data if self._seal is None else self._seal.seal(data))
+        self.sock.sendall(self._codec.put(bytes(data)))
 
     def receive(self, nbytes: int) -> bytes:
         data = bytearray()
@@ -183,14 +183,11 @@ class Wire:
         return bytes(data)
 
     def _receive_some(self, nbytes: int) -> bytes:
-        if self._open is None:
-            return self.sock.recv(nbytes)
-        while not self._open.plain:
-            if not (more := self.sock.recv(MAX_RECORD)):
+        while not self._here:
+            if not (more := self.sock.recv(MAX_RECORD if Kind.sealed else nbytes)):
                 return b""
-            self._open.feed(more)
-        data = bytes(self._open.plain[:nbytes])
-        del self._open.plain[:nbytes]
+            self._here = self._codec.opened(more)
+        data, self._here = self._here[:nbytes], self._here[nbytes:]
         return data
 
     def header(self) -> tuple[int, int, int, int]:
@@ -215,7 +212,4 @@ class Wire:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for direction in (self._seal, self._open):
-            if direction is not None:
-                direction.close()
         self.sock.close()

@@ -1,4 +1,7 @@
-"""Strangers: peers and listeners made of a raw socket and the messages, which say what a test wants."""
+"""Strangers: peers and listeners made of a raw socket and the messages, which say what a test wants.
+
+What they say goes through a codec: as it is, through a session of TLS, or sealed with the keys of a lane.
+"""
 
 import os
 import secrets
@@ -10,10 +13,12 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from faults.sealing import Keys, Opener, Sealer
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
+from llm_datadist._links.seal import Seal
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
@@ -40,13 +45,70 @@ def _greeting(cluster_id: int, incarnation: bytes, cookie: bytes) -> dict[str, A
     return who | where | {"nonce": bytes(16), "lane_share": b""}
 
 
+class Plain:
+    """A codec: what is said goes as it is."""
+
+    preamble = wire.CONTROL_PREAMBLE
+
+    def shake(self, sock: socket.socket) -> None:
+        """Authenticate both ends, unless they are."""
+
+    def put(self, data: bytes) -> bytes:
+        return data
+
+    def opened(self, data: bytes) -> bytes:
+        return data
+
+
+class Tls(Plain):
+    preamble = wire.SEALED_PREAMBLE
+
+    def __init__(self, seal: Seal) -> None:
+        self.seal = seal
+
+    def shake(self, sock: socket.socket) -> None:
+        if self.seal.authenticated:
+            return
+        sock.sendall(self.seal.shake())
+        while not self.seal.authenticated:
+            data = sock.recv(65536)
+            assert data, "a peer with the secret was not authenticated"
+            sock.sendall(self.seal.shake(data))
+
+    def put(self, data: bytes) -> bytes:
+        return self.seal.seal(data)
+
+    def opened(self, data: bytes) -> bytes:
+        return self.seal.open(data)
+
+
+class LaneKeys(Plain):
+    def __init__(self, keys: Keys) -> None:
+        self._sealer, self._opener = Sealer(keys[0]), Opener(keys[1])
+
+    def put(self, data: bytes) -> bytes:
+        return self._sealer.seal(data)
+
+    def opened(self, data: bytes) -> bytes:
+        self._opener.feed(data)
+        plain = bytes(self._opener.plain)
+        self._opener.plain.clear()
+        return plain
+
+
 class Stranger:
     """A peer at a listener's port; ``known`` are secrets that prove it was there before. A context manager."""
 
     def __init__(
-        self, port: int | None, cluster_id: int = 66, incarnation: bytes | None = None, known: PeerSecrets | None = None
+        self,
+        port: int | None,
+        cluster_id: int = 66,
+        incarnation: bytes | None = None,
+        known: PeerSecrets | None = None,
+        codec: Plain | None = None,
     ) -> None:
         assert port is not None
+        self.codec = codec or Plain()
         self.known = PeerSecrets() if known is None else known
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
@@ -56,7 +118,8 @@ class Stranger:
         self._guards: GuardTable | None = None
 
     def say(self, *what: bytes | wire.Message) -> None:
-        self.sock.sendall(b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what))
+        said = b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what)
+        self.sock.sendall(self.codec.put(said))
 
     def hear(self, kind: type[M]) -> M:
         """Return the next message of a kind; others are skipped."""
@@ -64,7 +127,7 @@ class Stranger:
             while (payload := self._parser.take()) is None:
                 data = self.sock.recv(65536)
                 assert data, f"hung up on while waiting for {kind}"
-                self._parser.feed(data)
+                self._parser.feed(self.codec.opened(data))
             message = wire.decode(payload)
             if isinstance(message, kind):
                 return message
@@ -89,7 +152,9 @@ class Stranger:
     def link(self, sequence: int = 1, over: str = "shm", choice: dict[str, Any] | None = None, **hello: Any) -> None:
         """Become linked, properly but for the changes of its choice and its Hello; over tcp with two ``lanes``."""
         said, deadline = self.hello(**hello), Deadline(int((self.sock.gettimeout() or _SECONDS) * 1e3))
-        self.say(wire.CONTROL_PREAMBLE, said)
+        self.sock.sendall(self.codec.preamble)
+        self.codec.shake(self.sock)
+        self.say(said)
         welcome = self.hear(wire.Welcome)
         if over == "tcp":
             self.lanes = [each.socket for each in dial_lanes(self.sock.getpeername(), welcome.lane_token, 2, deadline)]

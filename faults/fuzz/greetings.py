@@ -25,7 +25,7 @@ from faults.fuzz.readers import packet
 from faults.fuzz.stage import PATIENCE_SECONDS, Stage, drain
 from faults.sealing import HANDSHAKE as HANDSHAKE_RECORD
 from faults.sealing import HEADER, RecordWriter, logged_secret, meaning
-from faults.strangers import listener, welcome_of
+from faults.strangers import Plain, Tls, listener, welcome_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
@@ -50,32 +50,31 @@ _LABELS: Final = {False: "CLIENT_TRAFFIC_SECRET_0", True: "SERVER_TRAFFIC_SECRET
 
 
 class Hostile:
-    preamble = wire.CONTROL_PREAMBLE
+    """What a peer says in one connection, through its codec; with a writer it says records of all kinds."""
 
-    def __init__(self, forge: Forge) -> None:
-        self.forge = forge
-
-    def shake(self, sock: socket.socket) -> None:
-        sock.settimeout(PATIENCE_SECONDS)
+    def __init__(self, forge: Forge, codec: Plain, writer: RecordWriter | None = None) -> None:
+        self.forge, self.codec, self._writer = forge, codec, writer
 
     def lie(self, first: Sequence[bytes] = ()) -> bytes:
         """Return a few frames; ``first`` are said before them."""
         return self.put([*first, *(self.forge.frame() for _ in range(self.forge.rng.randrange(1, 4)))])
 
     def put(self, frames: list[bytes]) -> bytes:
-        return b"".join(frames)
-
-    def opened(self, data: bytes) -> bytes:
-        return data
+        """Return frames sealed each, or all together; sometimes somebody changes sealed ones on their way."""
+        rng, put = self.forge.rng, self.codec.put
+        if self._writer is not None:
+            return self._writer.odd(b"".join(frames), rng)
+        data = b"".join(map(put, frames)) if rng.random() < 0.3 else put(b"".join(frames))
+        return mutated(data, rng) if isinstance(self.codec, Tls) and rng.random() < 0.1 else data
 
     def hear_hello(self, sock: socket.socket) -> wire.Hello:
         parser = FrameParser()
-        parser.feed(self.opened(b""))  # it may have come with the end of the handshake
+        parser.feed(self.codec.opened(b""))  # it may have come with the end of the handshake
         while (payload := parser.take()) is None:
             data = sock.recv(1 << 16)
             if not data:
                 raise ConnectionAbortedError("it said nothing")
-            parser.feed(self.opened(data))
+            parser.feed(self.codec.opened(data))
         hello = wire.decode(payload)
         assert isinstance(hello, wire.Hello)
         return hello
@@ -84,44 +83,15 @@ class Hostile:
         """Return the messages of the victim, which must be right."""
         parser, found = FrameParser(), []
         with suppress(AuthFailed):  # the victim may refuse the session itself
-            parser.feed(self.opened(data))
+            parser.feed(self.codec.opened(data))
         while (payload := parser.take()) is not None:
             found.append(wire.decode(payload))
         return found
 
 
-class SealedHostile(Hostile):
-    """A peer that has the secret; with a writer it says records of all kinds."""
+class Unsealed:
+    """The peers of ends without authentication."""
 
-    preamble = wire.SEALED_PREAMBLE
-
-    def __init__(self, forge: Forge, seal: Seal, writer: RecordWriter | None = None) -> None:
-        super().__init__(forge)
-        self._seal, self._writer = seal, writer
-
-    def shake(self, sock: socket.socket) -> None:
-        super().shake(sock)
-        if self._seal.authenticated:
-            return
-        sock.sendall(self._seal.shake())
-        while not self._seal.authenticated:
-            if not (data := sock.recv(1 << 16)):
-                raise Finding("a peer with the secret was not authenticated")
-            sock.sendall(self._seal.shake(data))
-
-    def put(self, frames: list[bytes]) -> bytes:
-        """Return frames sealed each, or all together; sometimes somebody changes them on their way."""
-        rng = self.forge.rng
-        if self._writer is not None:
-            return self._writer.odd(b"".join(frames), rng)
-        data = b"".join(map(self._seal.seal, frames)) if rng.random() < 0.3 else self._seal.seal(b"".join(frames))
-        return mutated(data, rng) if rng.random() < 0.1 else data
-
-    def opened(self, data: bytes) -> bytes:
-        return self._seal.open(data)
-
-
-class Plain:
     share = b""
     sealed = False
 
@@ -131,13 +101,13 @@ class Plain:
 
     def hostile(self, forge: Forge, *, server_side: bool) -> Hostile | None:
         """Return the peer of the next connection; None is one that is not believed."""
-        return Hostile(forge)
+        return Hostile(forge, Plain())
 
     def judge(self, peer: Hostile | None) -> None:
         """Raise Finding for what the victim has made of that peer."""
 
 
-class Sessions(Plain, Credentials):
+class Sessions(Unsealed, Credentials):
     """The credentials of victim and fuzzer, which gives the victim the session that the fuzzer wants it to have."""
 
     def __init__(self, folder: Path) -> None:
@@ -167,12 +137,12 @@ class Sessions(Plain, Credentials):
             case "stranger":
                 return None
             case "fresh":
-                return SealedHostile(forge, self.own(server_side=server_side))
+                return Hostile(forge, Tls(self.own(server_side=server_side)))
             case "odd":
                 seal, self.planned, writer = self.odd_pair(server_side=server_side)
-                return SealedHostile(forge, seal, writer)
+                return Hostile(forge, Tls(seal), writer)
         seal, self.planned = self.kept_pair(server_side=server_side)
-        return SealedHostile(forge, seal)
+        return Hostile(forge, Tls(seal))
 
     def judge(self, peer: Hostile | None) -> None:
         if self.given is None:
@@ -239,7 +209,7 @@ def fuzz_greetings(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
     """Connect to the listener of the victim with bad greetings, with the secret or without it. Counts greetings."""
     forge, name = Forge(seed, HANDSHAKE, wrong=0.15, sealed=sealed), "sealed greetings" if sealed else "greetings"
     with (
-        secured() if sealed else nullcontext(Plain()) as peers,
+        secured() if sealed else nullcontext(Unsealed()) as peers,
         Stage(extra=peers.options) as stage,
         trial(name, seed) as verdicts,
     ):
@@ -254,7 +224,7 @@ def fuzz_greetings(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
     return verdicts
 
 
-def _greet(port: int, peers: Plain, forge: Forge, verdicts: Verdicts) -> None:
+def _greet(port: int, peers: Unsealed, forge: Forge, verdicts: Verdicts) -> None:
     peer, messages = peers.hostile(forge, server_side=False), []
     with socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS) as sock:
         if peer is None:
@@ -264,8 +234,9 @@ def _greet(port: int, peers: Plain, forge: Forge, verdicts: Verdicts) -> None:
         else:
             with suppress(OSError):  # it may have hung up before it has heard all of this
                 spoiled = not peers.sealed and forge.rng.random() < 0.1
-                sock.sendall(mutated(peer.preamble, forge.rng) if spoiled else peer.preamble)
-                peer.shake(sock)
+                preamble = peer.codec.preamble
+                sock.sendall(mutated(preamble, forge.rng) if spoiled else preamble)
+                peer.codec.shake(sock)
                 sock.sendall(peer.lie())
                 sock.shutdown(socket.SHUT_WR)
             messages = peer.heard(drain(sock))
@@ -326,7 +297,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
     forge = Forge(seed, HANDSHAKE | {"welcome": 60}, wrong=0.15, sealed=sealed)
     name = "sealed dials" if sealed else "dials"
     with (
-        secured() if sealed else nullcontext(Plain()) as peers,
+        secured() if sealed else nullcontext(Unsealed()) as peers,
         Stage(extra=peers.options) as stage,
         trial(name, seed) as verdicts,
     ):
@@ -356,7 +327,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
 class Nonsense:
     """A listener that says to each connection what it is told to. A context manager."""
 
-    def __init__(self, stage: Stage, forge: Forge, peers: Plain) -> None:
+    def __init__(self, stage: Stage, forge: Forge, peers: Unsealed) -> None:
         assert stage.friend._engine is not None
         self._exports = stage.friend._engine.store.exports
         self._forge, self._peers = forge, peers
@@ -397,7 +368,7 @@ class Nonsense:
         if peer is None:
             self._intrude(sock)
             return
-        peer.shake(sock)
+        peer.codec.shake(sock)
         hello = peer.hear_hello(sock)
         inproc.accept(hello.token, self._exports)  # it is in this process, so that a welcome can come to something
         choice = self._forge.rng.random()

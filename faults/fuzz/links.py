@@ -13,8 +13,9 @@ import msgspec
 
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
-from faults.fuzz.greetings import Hostile, SealedHostile, check_bounded, secured
+from faults.fuzz.greetings import Hostile, check_bounded, secured
 from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
+from faults.strangers import Plain, Tls
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
@@ -63,11 +64,11 @@ def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, sealed: bool = F
                 said.append(odd.frame())
             taken.clear()
             if sessions is None:
-                _speak(stage, session, verdicts, Hostile(forge), said)
+                _speak(stage, session, verdicts, Hostile(forge, Plain()), said)
                 continue
             strange = forge.rng.random() < 0.05
             seal, victim, *writer = sessions.odd_pair(server_side=False) if strange else sessions.fresh_pair()
-            peer = SealedHostile(forge, seal, *writer)
+            peer = Hostile(forge, Tls(seal), *writer)
             peer.heard(_speak(stage, session, verdicts, peer, said, victim, sessions.foreign))
             check_bounded(victim)
             if not strange:
