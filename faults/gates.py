@@ -3,18 +3,8 @@
 The steps are those of walk 1 of docs/architecture.md, by number: :data:`STEPS`. The library names its steps in its code
 (`llm_datadist._native.steps`) and calls this module at each of them while a gate is shut or arrivals are counted; a
 pull_cache or another public method is wrapped instead. A gate is two files in a folder: ``reached`` appears when the
-end is there, and it goes on when ``go`` appears. An end that stands at a gate can be killed or stopped by a signal.
-
-In the process to be stopped::
-
-    with shut(datadist, "before copy", folder, peer=1):
-        datadist.cache_manager.pull_blocks(...)
-
-and in the one that decides::
-
-    gate = Gate(folder)
-    gate.wait()  # it stands there now
-    gate.open()
+end is there, and it goes on when ``go`` appears. An end that stands at a gate can be killed or stopped by a signal. See
+docs/faults.md.
 
 Each gate stops one call, the first that comes. At a step of the target its control thread stops: such an end sends no
 heartbeat and answers nothing meanwhile.
