@@ -8,21 +8,21 @@ is on, so that nothing is consumed. Every byte that it pulls is compared. Printe
 strangers, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
+import asyncio
 import os
 import secrets
-import select
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from itertools import product
+from typing import Any, Final, Self
 
 import numpy as np
 
-from faults.harness import say
+from faults.harness import timed
 from faults.strangers import hello_of
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist._links import messages as wire
@@ -30,12 +30,7 @@ from llm_datadist.views import tensor_views
 from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import Spec, make, moved, same_bytes, show
-from tests.support.world import anonymous_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.support.world import World
+from tests.support.world import World, anonymous_bytes
 
 #: What a stranger does once it is connected: says a Hello and stays, says it and goes, says it in two halves of which
 #: the second never comes, or says nothing.
@@ -46,7 +41,7 @@ BLOCKS_KEY: Final = BlocksCacheKey(1, 0)
 _COMING: Final = 100
 _KINDS: Final = ("blocks", "key")
 _RATIO: Final = 2.0
-_BUSY: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
+REALTIME: Final = "both ends go first, where others use the machine too"
 
 
 def greeting(cluster_id: int) -> bytes:
@@ -57,83 +52,64 @@ def greeting(cluster_id: int) -> bytes:
 
 
 class Crowd:
-    """Connections of strangers to one port. A context manager: closes what is open.
-
-    Attributes:
-        counts: How many said what they say, and how many were welcomed.
-    """
+    """Connections of strangers to one port; ``counts`` says how many came. A context manager: closes what is open."""
 
     def __init__(self, port: int, manners: Sequence[str]) -> None:
-        self._address = ("127.0.0.1", port)
-        self._manners = manners
-        self._made = 0
-        self._poll = select.epoll()
-        self._here: dict[int, tuple[socket.socket, str]] = {}
-        self._said: set[int] = set()
+        self._address, self._manners = ("127.0.0.1", port), manners
+        self._loop = asyncio.new_event_loop()
+        self._here: set[asyncio.Task[None]] = set()
+        self._made = self._coming = 0  # the second has not said anything yet
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._here)
 
     def dial(self) -> None:
-        """Begin one more connection."""
-        sock = socket.socket()
-        sock.setblocking(False)
-        with suppress(BlockingIOError):
-            sock.connect(self._address)
-        self._here[sock.fileno()] = sock, self._manners[self._made % len(self._manners)]
+        task = self._loop.create_task(self._come(self._manners[self._made % len(self._manners)], 1_000 + self._made))
+        self._here.add(task)
+        task.add_done_callback(self._here.discard)
         self._made += 1
-        self._poll.register(sock, _BUSY)
+        self._coming += 1
+
+    async def _come(self, manner: str, number: int) -> None:
+        with socket.socket() as sock, suppress(OSError):
+            sock.setblocking(False)
+            data = b"" if manner == "silent" else greeting(number)
+            try:
+                await self._loop.sock_connect(sock, self._address)
+                await self._loop.sock_sendall(sock, data[: len(data) // 2] if manner == "stops" else data)
+                self.counts["said"] += 1
+            finally:
+                self._coming -= 1
+            while manner != "goes" and await self._loop.sock_recv(sock, 65536):
+                self.counts["welcomed"] += 1
 
     def serve(self, seconds: float) -> None:
-        """Wait for what happens, and let each stranger do what it does."""
-        for descriptor, events in self._poll.poll(seconds):
-            sock, manner = self._here[descriptor]
-            try:
-                gone = self._serve(sock, manner, events)
-            except OSError:
-                gone = True
-            if gone:
-                self._said.discard(descriptor)
-                del self._here[descriptor]
-                sock.close()
-
-    def _serve(self, sock: socket.socket, manner: str, events: int) -> bool:
-        """Return True when the connection has ended."""
-        if events & select.EPOLLOUT and sock.fileno() not in self._said:
-            data = b"" if manner == "silent" else greeting(1_000 + self._made)
-            sock.sendall(data[: len(data) // 2] if manner == "stops" else data)
-            self._said.add(sock.fileno())
-            self._poll.modify(sock, _BUSY & ~select.EPOLLOUT)
-            self.counts["said"] += 1
-            return manner == "goes"
-        if events & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
-            data = sock.recv(65536)
-            self.counts["welcomed"] += bool(data)
-            return not data
-        return False
+        """Let each stranger do what it does."""
+        self._loop.run_until_complete(asyncio.sleep(seconds))
 
     def come(self, count: int) -> None:
         """Have so many strangers come, one after the other, and say what they say."""
         for _ in range(count):
             self.dial()
             self.serve(0)
-            while self._coming() > _COMING:
-                self.serve(0.1)
-        while self._coming():
-            self.serve(0.1)
-
-    def _coming(self) -> int:
-        """Return how many are there and have not said anything yet."""
-        return len(self._here) - len(self._said)
+            while self._coming > _COMING:
+                self.serve(0.01)
+        while self._coming:
+            self.serve(0.01)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for sock, _ in self._here.values():
-            sock.close()
-        self._poll.close()
+        async def leave() -> None:
+            left = list(self._here)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self._loop.run_until_complete(leave())
+        self._loop.close()
 
 
 def prepare(world: World) -> Any:
@@ -153,18 +129,14 @@ def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
     if kind not in world.caches:
         make(world, kind, Spec(len(source), len(source[0]), source[0].shape[1], blocks=kind == "blocks"), 3)
     target, cm, times = world.caches[kind], world.cm, []
-    views = views_of(world, kind)
     rows = list(range(len(source[0])))
+    views = [view.reshape(len(rows), -1).view(np.uint8) for view in tensor_views(target)]
+    call = (cm.pull_blocks, BLOCKS_KEY, target, rows, rows) if kind == "blocks" else (cm.pull_cache, key, target, 0)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for view in views:
             view[:] = 0
-        since = time.perf_counter()
-        if kind == "blocks":
-            cm.pull_blocks(BLOCKS_KEY, target, rows, rows)
-        else:
-            cm.pull_cache(key, target, 0)
-        times.append((time.perf_counter() - since) * 1e3)
+        times.append(timed(*call))
         for view, wanted in zip(views, source, strict=True):
             assert np.array_equal(view, wanted)
         time.sleep(0.0005)
@@ -172,20 +144,8 @@ def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
     return times
 
 
-def views_of(world: World, name: str) -> list[Any]:
-    """Return the memory of a cache itself, one (rows, stride) array per tensor."""
-    cache = world.caches[name]
-    return [view.reshape(cache.cache_desc.shape[0], -1).view(np.uint8) for view in tensor_views(cache)]
-
-
 def footprint(world: World) -> tuple[int, int]:
-    """Return how many descriptors a process has, and its anonymous memory in bytes."""
     return len(os.listdir("/proc/self/fd")), anonymous_bytes()
-
-
-def quantile(times: Sequence[float], share: float) -> float:
-    """Return the time that this share of the pulls did not exceed."""
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def _beside(decoder: ChildEnd, crowd: Crowd, size: int, rate: float, *call: Any) -> list[float]:
@@ -203,13 +163,11 @@ def _beside(decoder: ChildEnd, crowd: Crowd, size: int, rate: float, *call: Any)
 
 
 def go_first(_: World) -> None:
-    """Let this process run before those of others; its threads to come as well."""
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 @contextmanager
 def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd, ChildEnd]]:
-    """Start a prompt and a decoder, in interpreters of their own."""
     with ExitStack() as stack:
         prompt, decoder = (ChildEnd(name, fresh=True) for name in ("prompt", "decoder"))
         stack.callback(prompt.close)
@@ -221,49 +179,39 @@ def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd,
         yield prompt, decoder
 
 
-def measure(transport: str, options: argparse.Namespace) -> bool:
-    """Measure over one transport and print; return True if all is within bounds."""
-    good = True
-    with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
-        sources = prompt.do(prepare)
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        assert prompt.port is not None
-        for manner in options.manners:
-            for kind in _KINDS:
-                decoder.do(pull, kind, sources, 1.0)
-                quiet: list[float] = []
-                beside: list[float] = []
-                before, came = prompt.do(footprint), Counter[str]()
-                for _ in range(options.rounds):
-                    quiet += decoder.do(pull, kind, sources, options.seconds)
-                    with Crowd(prompt.port, [manner]) as crowd:
-                        call = kind, sources, options.seconds
-                        beside += _beside(decoder, crowd, options.strangers, options.rate, *call)
-                        came += crowd.counts
-                        after = prompt.do(footprint)
-                    time.sleep(0.3)
-                ratio = quantile(beside, 0.99) / quantile(quiet, 0.99)
-                good &= ratio <= _RATIO
-                say(
-                    f"{transport:4} by {kind:6} {manner:6}: quiet p50 {quantile(quiet, 0.5):.3f} p99 "
-                    f"{quantile(quiet, 0.99):.3f} ms; beside p50 {quantile(beside, 0.5):.3f} p99 "
-                    f"{quantile(beside, 0.99):.3f} max {max(beside):.3f} ms ({len(beside)} pulls); p99 {ratio:.2f} "
-                    f"times; {came['said']} came, {came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, "
-                    f"{(after[1] - before[1]) / 2**20:+.1f} MiB"
-                )
-    return good
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    for transport, manner, kind in product(options.transport, options.manners, _KINDS):
+        with measured_ends(transport, realtime=options.realtime) as (prompt, decoder):
+            sources = prompt.do(prepare)
+            assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+            assert prompt.port is not None
+            decoder.do(pull, kind, sources, 1.0)
+            quiet: list[float] = []
+            beside: list[float] = []
+            before, came = prompt.do(footprint), Counter[str]()
+            call = kind, sources, options.seconds
+            for _ in range(options.rounds):
+                quiet += decoder.do(pull, *call)
+                with Crowd(prompt.port, [manner]) as crowd:
+                    beside += _beside(decoder, crowd, options.strangers, options.rate, *call)
+                    came += crowd.counts
+                    after = prompt.do(footprint)
+                time.sleep(0.3)
+        (quiet50, quiet99), (beside50, beside99) = (np.quantile(each, (0.5, 0.99)) for each in (quiet, beside))
+        text = f"quiet p50 {quiet50:.3f} p99 {quiet99:.3f} ms; beside p50 "
+        text += f"{beside50:.3f} p99 {beside99:.3f} max {max(beside):.3f} ms "
+        text += f"({len(beside)} pulls); p99 {beside99 / quiet99:.2f} times; {came['said']} came, "
+        mib = (after[1] - before[1]) / 2**20
+        text += f"{came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, {mib:+.1f} MiB"
+        yield f"{transport:4} by {kind:6} {manner:6}: {text}", bool(beside99 <= _RATIO * quiet99)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the p99 of a linked peer's pulls beside strangers is more than twice the quiet one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strangers", type=int, default=CROWD, help="connections at a time")
-    parser.add_argument("--rate", type=float, default=1_000.0, help="connections in a second")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each part of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--transport", choices=("tcp", "shm"), nargs="+", default=["tcp", "shm"])
-    parser.add_argument("--manners", choices=MANNERS, nargs="+", default=list(MANNERS))
-    parser.add_argument("--realtime", action="store_true", help="both ends go first, where others use the machine too")
-    options = parser.parse_args(arguments)
-    good = [measure(transport, options) for transport in options.transport]
-    return 0 if all(good) else 1
+OPTIONS: Final = {
+    "strangers": (CROWD, "connections at a time"),
+    "rate": (1_000.0, "connections in a second"),
+    "seconds": (2.0, "of each part of a round"),
+    "rounds": (3, ""),
+    "transport": (("tcp", "shm"), ""),
+    "manners": (MANNERS, ""),
+    "realtime": (False, REALTIME),
+}

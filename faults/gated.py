@@ -1,30 +1,20 @@
 """Calls that stand at a gate of `faults/gates.py`, at an end of either kind, and counts of messages."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from faults.gates import STEPS, Gate, shut, watched
+from faults.gates import Gate, Watcher, shut, watched
 from llm_datadist._links.messages import Release, Resolve
-from tests.support.ends import Call, ChildEnd, LocalEnd
+from tests.support.ends import Call, ChildEnd, End, LocalEnd
 from tests.support.moves import call
 from tests.support.v1 import kv_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from faults.gates import Watcher
-    from tests.support.ends import End
-    from tests.support.world import World
-
-__all__ = ["STEPS"]  # as if it were made here
+from tests.support.world import World
 
 
 def gated_call(world: World, cluster_id: int, step: str, folder: Path, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Make a call that stops at ``step``."""
     with shut(world.dd, step, folder, peer=cluster_id):
         return call(world, method, *args, **kwargs)
 
@@ -43,7 +33,6 @@ class Stopped:
         self.finished = False
 
     def finish(self) -> Any:
-        """Let the call go on; return its result or raise what it raised."""
         assert not self.finished
         self.finished = True
         self.gate.open()
@@ -76,7 +65,6 @@ def begin(end: End, function: Callable[..., Any], *args: Any) -> Callable[[], An
 
 
 def shut_there(world: World, step: str, folder: Path, peer: int) -> None:
-    """Shut a gate in the way of an end; :func:`open_there` takes it away."""
     world.memory["gate"] = stack = ExitStack()
     stack.enter_context(shut(world.dd, step, folder, peer=peer))
 

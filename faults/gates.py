@@ -3,48 +3,29 @@
 The steps are those of walk 1 of docs/architecture.md, by number: :data:`STEPS`. The library names its steps in its code
 (`llm_datadist._native.steps`) and calls this module at each of them while a gate is shut or arrivals are counted; a
 pull_cache or another public method is wrapped instead. A gate is two files in a folder: ``reached`` appears when the
-end is there, and it goes on when ``go`` appears. An end that stands at a gate can be killed or stopped by a signal.
-
-In the process to be stopped::
-
-    with shut(datadist, "before copy", folder, peer=1):
-        datadist.cache_manager.pull_blocks(...)
-
-and in the one that decides::
-
-    gate = Gate(folder)
-    gate.wait()  # it stands there now
-    gate.open()
+end is there, and it goes on when ``go`` appears. An end that stands at a gate can be killed or stopped by a signal. See
+docs/faults.md.
 
 Each gate stops one call, the first that comes. At a step of the target its control thread stops: such an end sends no
 heartbeat and answers nothing meanwhile.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import Consumed, Release, Resolve
+from llm_datadist._links.messages import Consumed, Message, Release, Resolve
 from llm_datadist._native import steps
+from llm_datadist.cache_manager import CacheManager
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._links.messages import Message
-    from llm_datadist.cache_manager import CacheManager
-    from llm_datadist.datadist import LLMDataDist
-
-__all__ = ["STEPS", "Gate", "Step", "count_arrivals", "shut", "watched"]
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
@@ -53,64 +34,47 @@ _CALLS: Final = ("pull_cache", "pull_blocks", "push_cache", "push_blocks")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place where an end can be stopped.
-
-    Attributes:
-        number: Of the row of walk 1.
-        end: "initiator" or "target".
-        name: What the library calls it, see ``steps.watch``; "call": a public method is about to be called.
-        text: What is true there.
-        detail: The first detail of the step: a class of which it is an instance, or True for a push, False for a pull.
-        expire: Wait there until the call's own time has passed as well.
-    """
-
-    number: int
+    number: int  # of the row of walk 1
     end: str
-    name: str
-    text: str
+    name: str  # what the library calls it, see ``steps.watch``; "call": a public method is about to be called
+    text: str  # what is true there
+    # first detail of the step: a class it is an instance of, or True for a push
     detail: type[Message] | bool | None = None
-    expire: bool = False
+    expire: bool = False  # wait there until the call's own time has passed as well
 
     def meets(self, details: tuple[Any, ...]) -> bool:
-        """Return True if an arrival with these details is one at this step."""
         if self.detail is None:
             return True
         return details[0] is self.detail if isinstance(self.detail, bool) else isinstance(details[0], self.detail)
 
 
-def _initiator(number: int, name: str, text: str, detail: type[Message] | bool | None = None, **more: bool) -> Step:
-    return Step(number, "initiator", name, text, detail, **more)
-
-
-def _target(number: int, name: str, text: str, detail: type[Message]) -> Step:
-    return Step(number, "target", name, text, detail)
-
-
 #: Every gate there is. "copy" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
 STEPS: Final[dict[str, Step]] = {
-    "call": _initiator(1, "call", "nothing has been looked at"),
-    "hold": _initiator(2, "use", "the arguments were fine, nothing is held"),
-    "link": _initiator(3, "link", "the destination is held, no link has been looked for"),
-    "ask": _initiator(4, "ask", "the question has not been sent"),
-    "asked": _initiator(4, "sent", "the question is on its way", Resolve),
-    "target asked": _target(5, "handle", "the question has come, nothing has been looked up", Resolve),
-    "target answered": _target(5, "handled", "what had to be pinned is, and the answer is on its way", Resolve),
-    "answer": _initiator(6, "answer", "the answer has come, nothing of it has been mapped"),
-    "resolved": _initiator(6, "resolved", "the answer is mapped, nothing has been compared"),
-    "plan": _initiator(7, "plan", "the guards were fine, there is no plan yet"),
-    "guards": _initiator(8, "guards", "the guards have not been compared"),
-    "before copy": _initiator(9, "copy", "there is a plan, no byte has moved", False),
-    "before write": _initiator(9, "copy", "as before copy", True),
-    "deadline": _initiator(9, "copy", "as before copy, and the call's time passes there", False, expire=True),
-    "write deadline": _initiator(9, "copy", "as deadline", True, expire=True),
-    "after copy": _initiator(10, "copied", "every byte has moved, the guards are not compared", False),
-    "after write": _initiator(10, "copied", "as after copy", True),
-    "release": _initiator(11, "send", "all is done, no release has been sent", Release),
-    "consumed": _initiator(11, "send", "a push is done, the target does not know it", Consumed),
-    "released": _initiator(11, "sent", "the release is on its way", Release),
-    "target release": _target(12, "handle", "the release has come, the pin is there", Release),
-    "target released": _target(12, "handled", "the pin is gone, and whatever waited for it", Release),
-    "target consumed": _target(12, "handle", "a push is known to be done, its row is not consumed yet", Consumed),
+    "call": Step(1, "initiator", "call", "nothing has been looked at"),
+    "hold": Step(2, "initiator", "use", "the arguments were fine, nothing is held"),
+    "link": Step(3, "initiator", "link", "the destination is held, no link has been looked for"),
+    "ask": Step(4, "initiator", "ask", "the question has not been sent"),
+    "asked": Step(4, "initiator", "sent", "the question is on its way", Resolve),
+    "target asked": Step(5, "target", "handle", "the question has come, nothing has been looked up", Resolve),
+    "target answered": Step(5, "target", "handled", "what had to be pinned is, and the answer is on its way", Resolve),
+    "answer": Step(6, "initiator", "answer", "the answer has come, nothing of it has been mapped"),
+    "resolved": Step(6, "initiator", "resolved", "the answer is mapped, nothing has been compared"),
+    "plan": Step(7, "initiator", "plan", "the guards were fine, there is no plan yet"),
+    "guards": Step(8, "initiator", "guards", "the guards have not been compared"),
+    "before copy": Step(9, "initiator", "copy", "there is a plan, no byte has moved", False),
+    "before write": Step(9, "initiator", "copy", "as before copy", True),
+    "deadline": Step(9, "initiator", "copy", "as before copy, and the call's time passes there", False, expire=True),
+    "write deadline": Step(9, "initiator", "copy", "as deadline", True, expire=True),
+    "after copy": Step(10, "initiator", "copied", "every byte has moved, the guards are not compared", False),
+    "after write": Step(10, "initiator", "copied", "as after copy", True),
+    "release": Step(11, "initiator", "send", "all is done, no release has been sent", Release),
+    "consumed": Step(11, "initiator", "send", "a push is done, the target does not know it", Consumed),
+    "released": Step(11, "initiator", "sent", "the release is on its way", Release),
+    "target release": Step(12, "target", "handle", "the release has come, the pin is there", Release),
+    "target released": Step(12, "target", "handled", "the pin is gone, and whatever waited for it", Release),
+    "target consumed": Step(
+        12, "target", "handle", "a push is known to be done, its row is not consumed yet", Consumed
+    ),
 }
 
 
@@ -123,27 +87,15 @@ class Gate:
 
     @property
     def reached(self) -> bool:
-        """True once an end stands there, or has."""
         return self._reached.exists()
 
     def wait(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Return when an end stands there.
-
-        Raises:
-            TimeoutError: None came.
-        """
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
     def open(self) -> None:
-        """Let it go on, also when it has not come yet. Idempotent."""
         self._go.touch()
 
     def pass_through(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Stand at the gate: called in the process that is stopped.
-
-        Raises:
-            TimeoutError: The gate was not opened.
-        """
         self._reached.touch()
         _poll(self._go.exists, seconds, f"nobody opened the gate {self._reached.parent}")
 
@@ -152,17 +104,7 @@ class Gate:
 def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = None) -> Iterator[Gate]:
     """Stop the first call that comes to ``step``, for the length of the block.
 
-    Args:
-        datadist: The end to be stopped, initialised, in this process.
-        step: A key of :data:`STEPS`.
-        folder: Where the two files of the gate are.
-        peer: Cluster id of the linked peer whose link is meant; the initiator's steps after "link" need it.
-
-    Raises:
-        KeyError: There is no such step.
-        StateError: Not initialised.
-        ValueError: The step needs ``peer``.
-        NotLinked: There is no link to ``peer``.
+    ``peer`` is the linked peer whose link is meant; the initiator's steps after "link" need it.
     """
     chosen, gate = STEPS[step], Gate(folder)
     stop = _Stop(chosen, gate, _subject(datadist, chosen, peer))
@@ -176,11 +118,7 @@ def shut(datadist: LLMDataDist, step: str, folder: Path, *, peer: int | None = N
 
 @contextmanager
 def count_arrivals() -> Iterator[Counter[str]]:
-    """Count for the length of the block how often a call of this process comes to each step.
-
-    Yields:
-        The counts, by "step, transport of the link"; a step that comes before there is a link has no transport.
-    """
+    """Count how often a call of this process comes to each step, by "step, transport of the link" if it has one."""
     counts: Counter[str] = Counter()
 
     def count(name: str, subject: object, details: tuple[Any, ...]) -> None:
@@ -204,9 +142,7 @@ class _Stop:
     """Stops the first arrival at one step. The subject says at which end, and on which link."""
 
     def __init__(self, step: Step, gate: Gate, subject: object) -> None:
-        self._step = step
-        self._gate = gate
-        self._subject = subject
+        self._step, self._gate, self._subject = step, gate, subject
         self._taken = threading.Lock()
 
     def __call__(self, name: str, subject: object, details: tuple[Any, ...]) -> None:
@@ -235,7 +171,6 @@ def _subject(datadist: LLMDataDist, step: Step, peer: int | None) -> object:
 
 
 Watcher = Callable[[str, object, tuple[Any, ...]], None]
-
 #: Replaced, never changed: threads of the library go through it without the lock.
 _watchers: tuple[Watcher, ...] = ()
 _lock: Final = threading.Lock()

@@ -4,61 +4,31 @@ Processes at both ends that end with the run, threads whose errors come out, cal
 differ, waiting in bounds, and a command that prints one line for each report.
 """
 
-from __future__ import annotations
-
 import signal
-import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llm_datadist.bench.progress import steps
+from llm_datadist import Cache
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, info, link
+from tests.support.world import World
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from llm_datadist import Cache
-    from tests.support.world import World
-
-    Words = NDArray[np.uint64]
-
-__all__ = [
-    "Outcome",
-    "Processes",
-    "Report",
-    "Threads",
-    "command",
-    "differing",
-    "holds_within",
-    "numbered",
-    "outcome_of",
-    "say",
-    "words_of",
-]
-
+Words = NDArray[np.uint64]
 _SHOWN_FAULTS: Final = 20
 
 
 class Processes(ExitStack):
-    """An owner and its readers, each a process of its own but over inproc. A context manager: ends all of them.
-
-    Args:
-        transport: As in ``llm.Transport``.
-        pool_bytes: Size of each end's pool.
-        settings: More of every end's, as :func:`tests.support.world.make_config`.
-    """
+    """An owner and its readers, each a process of its own but over inproc. A context manager: ends all of them."""
 
     def __init__(self, transport: str, pool_bytes: int, *, page_shift: int = 12, **settings: Any) -> None:
         super().__init__()
@@ -71,7 +41,6 @@ class Processes(ExitStack):
         }
 
     def process(self, name: str) -> Any:
-        """Return an end that is not started yet."""
         end = LocalEnd(name) if self._local else ChildEnd(name)
         self.callback(_end, end)
         return end
@@ -93,7 +62,6 @@ class Processes(ExitStack):
 
 
 def _end(end: LocalEnd | ChildEnd) -> None:
-    """End one, whether a signal has stopped it or killed it."""
     if isinstance(end, LocalEnd):
         end.stop()
         return
@@ -109,11 +77,9 @@ class Threads:
         self._calls: list[Call] = []
 
     def start(self, function: Callable[..., object], *args: Any) -> None:
-        """Start one."""
         self._calls.append(Call(function, *args))
 
     def join(self) -> None:
-        """Wait until all have ended; raise what the first of them raised."""
         self.stop.set()
         for call in self._calls:
             call.thread.join()
@@ -123,13 +89,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to.
-
-    Attributes:
-        name: "success", or the name of the error's class.
-        typed: It succeeded, or failed with an error of the library.
-        text: The error's.
-    """
+    """What a call came to: "success", or the class of its error; typed if that is one of the library."""
 
     name: str = "success"
     typed: bool = True
@@ -137,12 +97,10 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """True for a success."""
         return self.name == "success"
 
 
 def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
-    """Call, and return what it came to."""
     try:
         function(*args)
     except Exception as error:  # noqa: BLE001 (all of them are judged)
@@ -150,8 +108,14 @@ def outcome_of(function: Callable[..., object], *args: Any) -> Outcome:
     return Outcome()
 
 
+def timed(function: Callable[..., object], *args: Any) -> float:
+    """Call; return how many milliseconds that took."""
+    since = time.perf_counter()
+    function(*args)
+    return (time.perf_counter() - since) * 1e3
+
+
 def words_of(cache: Cache) -> list[Words]:
-    """Return every tensor of a cache as 64-bit words."""
     return [view.reshape(-1).view(np.uint64) for view in tensor_views(cache)]
 
 
@@ -161,7 +125,6 @@ def numbered(base: int, count: int) -> Words:
 
 
 def differing(found: Iterable[Words], expected: Iterable[Words]) -> int:
-    """Return how many bytes differ."""
     return sum(
         int((words.view(np.uint8) != right.view(np.uint8)).sum())
         for words, right in zip(found, expected, strict=True)
@@ -170,7 +133,6 @@ def differing(found: Iterable[Words], expected: Iterable[Words]) -> int:
 
 
 def holds_within(condition: Callable[[], object], seconds: float, every: float = 0.01) -> bool:
-    """Return True as soon as the condition holds, False when it does not in time."""
     limit = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > limit:
@@ -181,45 +143,25 @@ def holds_within(condition: Callable[[], object], seconds: float, every: float =
 
 @dataclass
 class Report:
-    """What came of one run over one transport. Subclasses count and judge more, and say it in :meth:`line`."""
+    """What came of one run. Subclasses count and judge more, and say it in :meth:`line`."""
 
-    transport: str
-    asked: int
-    seconds: float = 0.0
+    name: str  # its transport, as a rule
+    asked: int  # how many were asked for, or its seed
+    began: float = field(default_factory=time.monotonic)
     wrong_bytes: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what must not be
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
     @property
     def good(self) -> bool:
-        """True when nothing went wrong."""
         return not self.wrong_bytes and not self.faults
 
     def line(self) -> str:
-        """Return one row of the table."""
         return ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
 
-
-def command(
-    parser: argparse.ArgumentParser,
-    transports: Sequence[str],
-    head: str,
-    run: Callable[[str, argparse.Namespace], Iterator[Report]],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Run over the transports asked for, print a row for each report; return 1 when one of them is not good."""
-    parser.add_argument("--transport", choices=(*transports, "all"), default="all")
-    options = parser.parse_args(arguments)
-    good = True
-    say(head)
-    for transport in steps(transports if options.transport == "all" else (options.transport,)):
-        for report in run(transport, options):
-            good &= report.good
-            say("\n    ".join([report.line(), *report.faults[:_SHOWN_FAULTS]]))
-    return int(not good)
-
-
-def say(text: str) -> None:
-    """Print at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    def told(self) -> tuple[str, bool]:
+        return "\n    ".join([self.line(), *self.faults[:_SHOWN_FAULTS]]), self.good

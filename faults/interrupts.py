@@ -4,8 +4,6 @@
 process, because handlers run in the main thread of a process; its peer in another one.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -15,17 +13,19 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 import numpy as np
 
 import llm_datadist
-from faults.harness import say
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
+    CacheTask,
     LayerSynchronizer,
     LLMDataDist,
     LLMException,
@@ -42,13 +42,7 @@ from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, make, picture, show, wait_until
-from tests.support.world import make_config, small_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
-
-    from tests.support.world import World
+from tests.support.world import World, make_config, small_pool
 
 TRANSPORTS: Final = ("shm", "cma", "tcp")
 #: A call that ends later than this after it began hangs.
@@ -82,13 +76,19 @@ class Scene:
     counts: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
 
-    @property
-    def world(self) -> World:
-        return self.here.world
+    def __post_init__(self) -> None:
+        self.world = self.here.world
+        self.cm, self.caches, self.memory = self.world.cm, self.world.caches, self.world.memory
 
     @property
     def blocks(self) -> list[int]:
         return list(range(self.window * _BLOCKS, (self.window + 1) * _BLOCKS))
+
+    def dial(self) -> None:
+        assert self.world.dd.link_clusters([info(1, self.there.port)], 5000) == SUCCESS
+
+    def unlink(self, *, force: bool = False) -> None:
+        assert self.world.dd.unlink_clusters([info(1, self.there.port)], 5000, force=force) == SUCCESS
 
     def link(self) -> None:
         """Link, unless there is a link; a loss may be about to be noticed."""
@@ -96,35 +96,6 @@ class Scene:
         if not self.here.do(links):
             assert self.here.do(link, [info(1, self.there.port)]) == SUCCESS
         wait_until(lambda: list(self.there.do(links).values()) == ["ready"])
-
-
-def _pull(scene: Scene) -> None:
-    scene.world.cm.pull_blocks(_SERVED, scene.world.caches["kv"], scene.blocks, scene.blocks)
-
-
-def _pull_by_key(scene: Scene) -> None:
-    scene.world.cm.pull_cache(CacheKey(1, 9, 0), scene.world.caches["row"], 0)
-
-
-def _push(scene: Scene) -> None:
-    scene.world.cm.push_blocks(_SERVED, scene.world.caches["source"], scene.blocks, scene.blocks)
-
-
-def _copy(scene: Scene) -> None:
-    other = [(block + 2 * _BLOCKS) % (_WINDOWS * _BLOCKS) for block in scene.blocks]
-    scene.world.cm.copy_blocks(scene.world.caches["copied"], {a: [b] for a, b in zip(scene.blocks, other, strict=True)})
-
-
-def _swap(scene: Scene) -> None:
-    blocks = {block: block for block in scene.blocks}
-    scene.world.cm.swap_blocks(scene.world.caches["source"], scene.world.caches["host"], blocks)
-
-
-def _send_layers(scene: Scene) -> None:
-    to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
-    task = scene.world.cm.transfer_cache_async(scene.world.caches["source"], Always(), [to], scene.blocks, scene.blocks)
-    scene.world.memory["task"] = task
-    task.synchronize(int(BOUND_SECONDS * 1e3))
 
 
 class _Held(LayerSynchronizer):
@@ -137,17 +108,22 @@ class _Held(LayerSynchronizer):
         return self.gate.wait(BOUND_SECONDS)
 
 
-def _start_layers(scene: Scene) -> None:
+def _send_layers(scene: Scene, synchronizer: LayerSynchronizer) -> CacheTask:
     to = TransferWithCacheKeyConfig(_SERVED, range(1), range(1))
-    scene.world.memory["held"] = held = _Held()
-    scene.world.memory["task"] = scene.world.cm.transfer_cache_async(
-        scene.world.caches["source"], held, [to], scene.blocks, scene.blocks
+    scene.memory["task"] = task = scene.cm.transfer_cache_async(
+        scene.caches["source"], synchronizer, [to], scene.blocks, scene.blocks
     )
+    return task
+
+
+def _start_layers(scene: Scene) -> None:
+    scene.memory["held"] = held = _Held()
+    _send_layers(scene, held)
 
 
 def _nothing_is_sent_late(scene: Scene) -> None:
     """Let the model go on: a transfer whose caller was interrupted sends nothing of what is written from now on."""
-    task, held = scene.world.memory.pop("task", None), scene.world.memory.pop("held", None)
+    task, held = scene.memory.pop("task", None), scene.memory.pop("held", None)
     sources = _tensors(scene.world, "source")
     mine = [tensor[scene.blocks].copy() for tensor in sources]
     if task is None:
@@ -168,59 +144,26 @@ def _nothing_is_sent_late(scene: Scene) -> None:
 def _init(scene: Scene) -> None:
     dd = LLMDataDist(LLMRole.PROMPT, 3)
     dd.init(make_config(listen_ip_info="127.0.0.1:0", **small_pool()))
-    scene.world.memory["other"] = dd
+    scene.memory["other"] = dd
 
 
 def _init_is_undone(scene: Scene) -> None:
-    other = scene.world.memory.pop("other", None)
+    other = scene.memory.pop("other", None)
     if other is not None:
         other.finalize()
     assert len(LLMDataDist._live) == 1, "an instance listens that nobody holds"
 
 
-def _link(scene: Scene) -> None:
-    assert scene.world.dd.link_clusters([info(1, scene.there.port)], 5000) == SUCCESS
-
-
-def _unlink(scene: Scene) -> None:
-    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000) == SUCCESS
-
-
-def _unlink_by_force(scene: Scene) -> None:
-    assert scene.world.dd.unlink_clusters([info(1, scene.there.port)], 5000, force=True) == SUCCESS
-
-
-def _allocate(scene: Scene) -> None:
-    cache = scene.world.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1, 0), CacheKey(2, 2, 0)])
-    scene.world.memory["mine"] = cache
-
-
-def _register(scene: Scene) -> None:
-    scene.world.memory["mine"] = scene.world.cm.register_blocks_cache(
-        Spec(tensors=2, blocks=True).desc, list(scene.world.caches["host"].tensor_addrs), BlocksCacheKey(2, 5)
-    )
-
-
-def _nothing(_: Scene) -> None:
-    """Need nothing."""
-
-
 def _give_back(scene: Scene) -> None:
-    """Give back what the last call has made, if it was not interrupted."""
-    cache = scene.world.memory.pop("mine", None)
+    cache = scene.memory.pop("mine", None)
     if cache is None:
         return
     if cache.is_blocks_cache:
-        scene.world.cm.unregister_cache(cache.cache_id)
+        scene.cm.unregister_cache(cache.cache_id)
         return
     for request in (1, 2):
-        scene.world.cm.remove_cache_key(CacheKey(2, request, 0))
-    scene.world.cm.deallocate_cache(cache)
-
-
-def _offer_key(scene: Scene) -> None:
-    """Let the peer have a row under the key, whether the last pull has consumed it or not."""
-    scene.there.do(_offer)
+        scene.cm.remove_cache_key(CacheKey(2, request, 0))
+    scene.cm.deallocate_cache(cache)
 
 
 def _offer(world: World) -> None:
@@ -238,8 +181,7 @@ def _apart(scene: Scene) -> None:
 
 
 def _join_task(scene: Scene) -> None:
-    """Wait for the end of a transfer whose caller was interrupted while it waited."""
-    task = scene.world.memory.pop("task", None)
+    task = scene.memory.pop("task", None)
     if task is not None:
         assert task.synchronize(int(BOUND_SECONDS * 1e3)) is LLMStatusCode.LLM_SUCCESS
 
@@ -248,32 +190,61 @@ def _join_task(scene: Scene) -> None:
 class Verb:
     """One call. ``before`` and ``after`` are not interrupted."""
 
-    call: Callable[[Scene], None]
-    before: Callable[[Scene], None] = _nothing
-    after: Callable[[Scene], None] = _nothing
-    #: The cache that it writes here, by the blocks of the window.
-    writes: str | None = None
+    call: Callable[[Scene], object]
+    before: Callable[[Scene], object] = lambda _: None
+    after: Callable[[Scene], object] = lambda _: None
+    writes: str | None = None  # the cache that it writes here, by the blocks of the window
     transports: Sequence[str] = TRANSPORTS
-    #: With remote cache access.
     rca: bool = True
-    #: False where the caller loses a handle by an interrupt between the end of the call and its own next instruction.
+    # False where the caller loses a handle by an interrupt between the end of the call and its own next instruction.
     at_random: bool = True
 
 
+_ROWS: Final = Spec(rows=2).desc
+_TWO: Final = Spec(tensors=2, blocks=True).desc
+#: Verbs of one process need no other transport.
+_HERE: Final = ("shm",)
 VERBS: Final[dict[str, Verb]] = {
-    "pull_blocks": Verb(_pull, writes="kv"),
-    "pull_cache": Verb(_pull_by_key, before=_offer_key, rca=False),
-    "push_blocks": Verb(_push),
-    "transfer_cache_async": Verb(_send_layers, after=_join_task),
+    "pull_blocks": Verb(lambda s: s.cm.pull_blocks(_SERVED, s.caches["kv"], s.blocks, s.blocks), writes="kv"),
+    "pull_cache": Verb(
+        lambda s: s.cm.pull_cache(CacheKey(1, 9, 0), s.caches["row"], 0),
+        before=lambda s: s.there.do(_offer),  # whether the last pull has consumed the key or not
+        rca=False,
+    ),
+    "push_blocks": Verb(lambda s: s.cm.push_blocks(_SERVED, s.caches["source"], s.blocks, s.blocks)),
+    "transfer_cache_async": Verb(
+        lambda s: _send_layers(s, Always()).synchronize(int(BOUND_SECONDS * 1e3)), after=_join_task
+    ),
     "transfer_cache_async, begun": Verb(_start_layers, after=_nothing_is_sent_late, at_random=False),
-    "init": Verb(_init, after=_init_is_undone, transports=("shm",), at_random=False),
-    "copy_blocks": Verb(_copy, transports=("shm",)),
-    "swap_blocks": Verb(_swap, writes="host", transports=("shm",)),
-    "allocate_cache": Verb(_allocate, after=_give_back, transports=("shm",), at_random=False),
-    "register_blocks_cache": Verb(_register, after=_give_back, transports=("shm",), at_random=False),
-    "link_clusters": Verb(_link, before=_apart),
-    "unlink_clusters": Verb(_unlink, before=Scene.link),
-    "unlink_clusters, forced": Verb(_unlink_by_force, before=Scene.link),
+    "init": Verb(_init, after=_init_is_undone, transports=_HERE, at_random=False),
+    "copy_blocks": Verb(
+        lambda s: s.cm.copy_blocks(
+            s.caches["copied"], {block: [(block + 2 * _BLOCKS) % (_WINDOWS * _BLOCKS)] for block in s.blocks}
+        ),
+        transports=_HERE,
+    ),
+    "swap_blocks": Verb(
+        lambda s: s.cm.swap_blocks(s.caches["source"], s.caches["host"], {block: block for block in s.blocks}),
+        writes="host",
+        transports=_HERE,
+    ),
+    "allocate_cache": Verb(
+        lambda s: s.memory.update(mine=s.cm.allocate_cache(_ROWS, [CacheKey(2, 1, 0), CacheKey(2, 2, 0)])),
+        after=_give_back,
+        transports=_HERE,
+        at_random=False,
+    ),
+    "register_blocks_cache": Verb(
+        lambda s: s.memory.update(
+            mine=s.cm.register_blocks_cache(_TWO, list(s.caches["host"].tensor_addrs), BlocksCacheKey(2, 5))
+        ),
+        after=_give_back,
+        transports=_HERE,
+        at_random=False,
+    ),
+    "link_clusters": Verb(Scene.dial, before=_apart),
+    "unlink_clusters": Verb(Scene.unlink, before=Scene.link),
+    "unlink_clusters, forced": Verb(lambda s: s.unlink(force=True), before=Scene.link),
 }
 
 
@@ -316,18 +287,21 @@ class Walk:
     """Calls a verb and interrupts it; then compares everything that the call may not leave behind."""
 
     def __init__(self, scene: Scene, verb: Verb) -> None:
-        self.scene = scene
-        self.verb = verb
-        self._idle: Any = None  # what the end shows between two calls
+        self.scene, self.verb = scene, verb
         self._written: list[list[int]] = []  # windows that were written over after an interrupt
-
-    def begin(self) -> None:
-        """Call once, and note what an idle end looks like."""
         self._prepare()
-        self.verb.call(self.scene)
-        self._tidy()
-        self.verb.before(self.scene)
-        self._idle = self._picture()
+        verb.call(scene)
+        verb.after(scene)
+        verb.before(scene)
+        self._idle = self._picture()  # what the end shows between two calls
+
+    def all(self, interrupts: Iterable[Callable[[Callable[[], object]], object]]) -> None:
+        """Make a call for each of these, and look at what is left now and then."""
+        for count, interrupt in enumerate(interrupts, 1):
+            self.run(interrupt)
+            if count % _WINDOWS == 0:
+                self.check()
+        self.check()
 
     def _prepare(self) -> None:
         self.scene.window = (self.scene.window + 1) % _WINDOWS
@@ -335,11 +309,7 @@ class Walk:
             self.check_bytes()
         self.verb.before(self.scene)
 
-    def _tidy(self) -> None:
-        self.verb.after(self.scene)
-
-    def run(self, interrupt: Callable[[Callable[[], None]], None]) -> None:
-        """Make one call that ``interrupt`` interrupts."""
+    def run(self, interrupt: Callable[[Callable[[], object]], object]) -> None:
         scene = self.scene
         self._prepare()
         since = time.monotonic()
@@ -348,24 +318,18 @@ class Walk:
             scene.counts["done"] += 1
         except Interrupted:
             scene.counts["interrupted"] += 1
-            self._write_over()
+            if self.verb.writes is not None:  # use the memory of the interrupted call at once, as its caller may
+                for tensor in _tensors(scene.world, self.verb.writes):
+                    tensor[scene.blocks] = _REFILL
+                self._written.append(scene.blocks)
         except LLMException as error:
             raise AssertionError(f"an interrupt became {error!r}") from error
         took = time.monotonic() - since
         scene.slowest = max(scene.slowest, took)
         assert took < BOUND_SECONDS + PROMPT_SECONDS, f"a call took {took:.1f} s"
-        self._tidy()
-
-    def _write_over(self) -> None:
-        """Use the memory of the interrupted call at once, as its caller may."""
-        if self.verb.writes is None:
-            return
-        for tensor in _tensors(self.scene.world, self.verb.writes):
-            tensor[self.scene.blocks] = _REFILL
-        self._written.append(self.scene.blocks)
+        self.verb.after(self.scene)
 
     def check_bytes(self) -> None:
-        """Find bytes that came after the exception."""
         if self.verb.writes is not None:
             for tensor in _tensors(self.scene.world, self.verb.writes):
                 for blocks in self._written:
@@ -373,7 +337,6 @@ class Walk:
         self._written.clear()
 
     def check(self) -> None:
-        """Compare tables, counts and bytes, then use the end."""
         scene = self.scene
         self.check_bytes()
         self.verb.before(scene)
@@ -383,8 +346,8 @@ class Walk:
         scene.link()
         wait_until(lambda: not _busy(scene.world))
         served = scene.there.do(show, "served")
-        cache = scene.world.caches["kv"]
-        scene.world.cm.pull_blocks(_SERVED, cache, list(range(_WINDOWS * _BLOCKS)), list(range(_WINDOWS * _BLOCKS)))
+        cache = scene.caches["kv"]
+        scene.cm.pull_blocks(_SERVED, cache, list(range(_WINDOWS * _BLOCKS)), list(range(_WINDOWS * _BLOCKS)))
         for got, given in zip(show(scene.world, "kv"), served, strict=True):
             assert np.array_equal(got, given)
 
@@ -400,7 +363,6 @@ def _tensors(world: World, name: str) -> list[Any]:
 
 
 def _busy(world: World) -> list[str]:
-    """Return what a link still holds of calls that are over."""
     assert world.dd._engine is not None
     there = world.dd._engine.links.peek(1)
     assert there is not None
@@ -426,7 +388,7 @@ class AtInstruction:
         self._wanted = wanted
         self.seen = 0
 
-    def __call__(self, function: Callable[[], None]) -> None:
+    def __call__(self, function: Callable[[], object]) -> None:
         sys.settrace(self._trace)
         try:
             function()
@@ -446,35 +408,25 @@ class AtInstruction:
 
 def instructions(scene: Scene, verb: Verb) -> int:
     """Return how many instructions of the library one call of a verb runs in its caller's thread."""
-    walk, counted = Walk(scene, verb), AtInstruction(0)
-    walk.begin()
-    walk.run(counted)
-    walk.check()
+    counted = AtInstruction(0)
+    Walk(scene, verb).all([counted])
     return counted.seen
 
 
-def at_each_instruction(scene: Scene, verb: Verb, points: Sequence[int]) -> None:
-    """Interrupt a call at each of these instructions, once."""
-    walk = Walk(scene, verb)
-    walk.begin()
-    for count, point in enumerate(points, 1):
-        walk.run(AtInstruction(point))
-        if count % _WINDOWS == 0:
-            walk.check()
-    walk.check()
+def at_each_instruction(scene: Scene, verb: Verb, points: Iterable[int]) -> None:
+    Walk(scene, verb).all(map(AtInstruction, points))
 
 
 def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> None:
     """Interrupt calls by a timer, at any moment of theirs."""
     walk = Walk(scene, verb)
-    walk.begin()
     since = time.perf_counter()
     for _ in range(20):
         walk.run(lambda function: function())
     mean = (time.perf_counter() - since) / 20
     handler = signal.signal(signal.SIGALRM, _interrupt)
 
-    def ring(function: Callable[[], None]) -> None:
+    def ring(function: Callable[[], object]) -> None:
         try:
             signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-6, 1.2 * mean))
             function()
@@ -482,11 +434,7 @@ def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> No
             _silence()
 
     try:
-        for count in range(1, times + 1):
-            walk.run(ring)
-            if count % _WINDOWS == 0:
-                walk.check()
-        walk.check()
+        walk.all([ring] * times)
     finally:
         signal.signal(signal.SIGALRM, handler)
 
@@ -500,31 +448,29 @@ def _silence() -> None:
         raise
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Interrupt every verb at each instruction, then at random; print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="only each n-th instruction")
-    parser.add_argument("--random", type=int, default=20_000, help="interrupts at random moments, in all")
-    parser.add_argument("--verb", choices=sorted(VERBS), action="append", help="only this one; may be repeated")
-    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="only this one; may be repeated")
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    options = parser.parse_args(arguments)
-    say(f"seed {options.seed}")
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    seed = options.seed or int(time.time())
+    yield f"seed {seed}", True
     logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
-    source = random.Random(options.seed)
-    rows = [
-        (transport, name, verb)
-        for transport in options.transport or TRANSPORTS
-        for name, verb in VERBS.items()
-        if transport in verb.transports and name in (options.verb or VERBS)
-    ]
-    for transport, name, verb in rows:
+    source = random.Random(seed)
+    rows = [(each, name) for each in options.transport for name in options.verb if each in VERBS[name].transports]
+    for transport, name in rows:
+        verb = VERBS[name]
         with interrupted_end(transport, rca=verb.rca) as scene:
             count = instructions(scene, verb)
             points = range(1 + source.randrange(options.every), count + 1, options.every)
             at_each_instruction(scene, verb, points)
             if verb.at_random:
                 at_random(scene, verb, options.random // len(rows), source)
-            say(f"{transport:4} {name:24} {count:5} instructions, {dict(scene.counts)}, slowest {scene.slowest:.3f} s")
-    say("0 late bytes, 0 hangs, nothing left behind")
-    return 0
+            counts = f"{dict(scene.counts)}, slowest {scene.slowest:.3f} s"
+            yield f"{transport:4} {name:24} {count:5} instructions, {counts}", True
+    yield "0 late bytes, 0 hangs, nothing left behind", True
+
+
+OPTIONS: Final = {
+    "every": (1, "only each n-th instruction"),
+    "random": (20_000, "interrupts at random moments, in all"),
+    "verb": (tuple(VERBS), "only these"),
+    "transport": (TRANSPORTS, ""),
+    "seed": (None, "any, if left out"),
+}

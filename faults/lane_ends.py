@@ -1,26 +1,21 @@
 """Two engines joined by lanes, and a peer that speaks the wire by hand: what the tests of the lanes stand on."""
 
-from __future__ import annotations
-
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import numpy as np
 
-from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Opener, Sealer
-from llm_datadist._native import LaneEngine, LaneEvent, Outcome, Plan, ReadAsked, Tensors, WriteAsked, plan_row
+from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS
+from faults.strangers import LaneKeys, Plain
+from llm_datadist import _native as native
 from tests.support import twin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._native import LaneLost, StandingGrants
 
 BUDGET_S: Final = 20.0
 """For what is expected to happen: only a hang can use it up."""
@@ -37,7 +32,7 @@ class Kind:
     sealed = False
 
 
-E = TypeVar("E", ReadAsked, WriteAsked, "LaneLost")
+E = TypeVar("E", native.ReadAsked, native.WriteAsked, native.LaneLost)
 
 
 def deadline(seconds: float = BUDGET_S) -> int:
@@ -45,37 +40,35 @@ def deadline(seconds: float = BUDGET_S) -> int:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of one TCP connection over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     return near, far
 
 
-def one_row(nbytes: int) -> Plan:
-    """Return a plan of one run, from the beginning to the beginning."""
-    return twin.make_plan(plan_row(0, 0, nbytes))
+def one_row(nbytes: int) -> native.Plan:
+    return twin.make_plan(native.plan_row(0, 0, nbytes))
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: native.Plan) -> bytes:
     head = struct.pack("<QQQQ", plan.dst_first, plan.src_first, plan.count, plan.nbytes)
     return head + plan.runs.tobytes()
 
 
-def decode_plan(meta: bytes) -> Plan:
+def decode_plan(meta: bytes) -> native.Plan:
     dst_first, src_first, count, nbytes = struct.unpack_from("<QQQQ", meta)
     runs = np.frombuffer(meta, np.uint64, offset=32).reshape(-1, 3)
-    return Plan(dst_first, src_first, count, runs, False, nbytes)
+    return native.Plan(dst_first, src_first, count, runs, False, nbytes)
 
 
-def next_event(engine: LaneEngine, kind: type[E]) -> E:
+def next_event(engine: native.LaneEngine, kind: type[E]) -> E:
     """Return the next event, which must be the only one and of that kind."""
     (event,) = events_of(engine)
     assert isinstance(event, kind), event
     return event
 
 
-def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
+def events_of(engine: native.LaneEngine, timeout: float = BUDGET_S) -> list[native.LaneEvent]:
     """Return the events as soon as there are some, or none in time."""
     until = time.monotonic() + timeout
     while True:
@@ -89,8 +82,8 @@ def events_of(engine: LaneEngine, timeout: float = BUDGET_S) -> list[LaneEvent]:
 class Target:
     """Answers every request from its tensors, in a thread of its own."""
 
-    engine: LaneEngine
-    tensors: Tensors
+    engine: native.LaneEngine
+    tensors: native.Tensors
     guards: list[tuple[int, int]] = field(default_factory=list)
     tag: int = 0
 
@@ -109,9 +102,9 @@ class Target:
             for event in events_of(self.engine, 0.005):
                 self.answer(event)
 
-    def answer(self, event: LaneEvent) -> None:
-        if isinstance(event, ReadAsked | WriteAsked):
-            verb = self.engine.accept_write if isinstance(event, WriteAsked) else self.engine.serve_read
+    def answer(self, event: native.LaneEvent) -> None:
+        if isinstance(event, native.ReadAsked | native.WriteAsked):
+            verb = self.engine.accept_write if isinstance(event, native.WriteAsked) else self.engine.serve_read
             try:
                 verb(event.lane, event.id, decode_plan(event.meta), self.tensors, self.guards, self.tag)
             except (ValueError, TypeError, struct.error) as error:
@@ -120,25 +113,22 @@ class Target:
 
 @dataclass
 class Ends:
-    """An initiator and a target in this process, with lanes between them."""
-
-    near: LaneEngine
-    far: LaneEngine
+    near: native.LaneEngine
+    far: native.LaneEngine
     lanes: list[int] = field(default_factory=list)  # numbers at the near end
     far_lanes: list[int] = field(default_factory=list)
 
     def join(self, make: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair) -> int:
-        """Add a lane and return its number at the near end."""
         near, far = make()
         self.lanes.append(self.near.add_lane(near.detach(), NEAR_KEYS if Kind.sealed else None))
         self.far_lanes.append(self.far.add_lane(far.detach(), FAR_KEYS if Kind.sealed else None))
         return self.lanes[-1]
 
-    def start(self, lane: int, plan: Plan, local: Tensors, *, write: bool = False) -> int:
+    def start(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> int:
         start = self.near.start_write if write else self.near.start_read
         return start(lane, encode_plan(plan), plan, local)
 
-    def move(self, lane: int, plan: Plan, local: Tensors, *, write: bool = False) -> Outcome:
+    def move(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> native.Outcome:
         return self.near.wait(self.start(lane, plan, local, write=write), deadline())
 
     def close(self) -> None:
@@ -148,20 +138,26 @@ class Ends:
 
 @contextmanager
 def joined(lanes: int = 1, threads: int = 1) -> Iterator[Ends]:
-    """Yield two engines with that many lanes over unix sockets."""
-    with closing(Ends(LaneEngine(threads), LaneEngine(threads))) as ends:
+    with closing(Ends(native.LaneEngine(threads), native.LaneEngine(threads))) as ends:
         for _ in range(lanes):
             ends.join()
         yield ends
 
 
+def frame_of(kind: int, id: int, meta: bytes = b"", payload: bytes = b"", declared: int | None = None) -> bytes:
+    """Return a frame; ``declared``: the payload's size in the header, if it is not that of ``payload``."""
+    nbytes = len(payload) if declared is None else declared
+    return HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload
+
+
 class Wire:
     """The far end of one lane, by hand: sends and receives frames, right or wrong ones."""
 
-    _seal: Sealer | None = None
-    _open: Opener | None = None
+    _codec, _here = Plain(), b""
 
-    def __init__(self, engine: LaneEngine, *, buffer: int | None = None, grants: StandingGrants | None = None) -> None:
+    def __init__(
+        self, engine: native.LaneEngine, *, buffer: int | None = None, grants: native.StandingGrants | None = None
+    ) -> None:
         near, self.sock = socket.socketpair()
         self.sock.settimeout(BUDGET_S)
         if buffer is not None:
@@ -170,19 +166,15 @@ class Wire:
         self.lane = engine.reserve_lane()
         engine.attach_lane(self.lane, near.detach(), grants, NEAR_KEYS if Kind.sealed else None)
         if Kind.sealed:
-            self._seal, self._open = Sealer(FAR_KEYS[0]), Opener(FAR_KEYS[1])
+            self._codec = LaneKeys(FAR_KEYS)
 
     def send(self, kind: int, id: int, meta: bytes = b"", payload: bytes = b"", *, declared: int | None = None) -> None:
-        """Send a frame; ``declared``: the payload's size in the header, if it is not that of ``payload``."""
-        nbytes = len(payload) if declared is None else declared
-        self.sendall(HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), nbytes, 0) + meta + payload)
+        self.sendall(frame_of(kind, id, meta, payload, declared))
 
     def sendall(self, data: bytes | bytearray) -> None:
-        """Send bytes as they are, or sealed."""
-        self.sock.sendall(data if self._seal is None else self._seal.seal(data))
+        self.sock.sendall(self._codec.put(bytes(data)))
 
     def receive(self, nbytes: int) -> bytes:
-        """Return exactly so many bytes."""
         data = bytearray()
         while len(data) < nbytes:
             more = self._receive_some(nbytes - len(data))
@@ -191,14 +183,11 @@ class Wire:
         return bytes(data)
 
     def _receive_some(self, nbytes: int) -> bytes:
-        if self._open is None:
-            return self.sock.recv(nbytes)
-        while not self._open.plain:
-            if not (more := self.sock.recv(MAX_RECORD)):
+        while not self._here:
+            if not (more := self.sock.recv(MAX_RECORD if Kind.sealed else nbytes)):
                 return b""
-            self._open.feed(more)
-        data = bytes(self._open.plain[:nbytes])
-        del self._open.plain[:nbytes]
+            self._here = self._codec.opened(more)
+        data, self._here = self._here[:nbytes], self._here[nbytes:]
         return data
 
     def header(self) -> tuple[int, int, int, int]:
@@ -215,7 +204,6 @@ class Wire:
         return id, int.from_bytes(body[:4], "little"), body[4:].decode()
 
     def is_closed(self) -> bool:
-        """Return True when the engine has dropped the lane."""
         with suppress(ConnectionResetError):
             return self._receive_some(1) == b""
         return True
@@ -224,7 +212,4 @@ class Wire:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for direction in (self._seal, self._open):
-            if direction is not None:
-                direction.close()
         self.sock.close()

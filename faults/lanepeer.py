@@ -3,78 +3,53 @@
 What the cache layer would do is reduced to the least: a handle names its tensors by regions and offsets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
 from llm_datadist._native import Tensors
-from llm_datadist._transport.lanes import (
-    LANE_PREAMBLE,
-    LaneGrant,
-    Lanes,
-    LaneSocket,
-    accept_lane,
-    dial_lanes,
-    read_lane_greeting,
-)
+from llm_datadist._transport import lanes as wire
+from llm_datadist._transport.connection import RemoteTensors
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
-    from numpy.typing import NDArray
+class Handles:
+    """A connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""
 
-    from llm_datadist._transport.connection import RemoteTensors
-    from llm_datadist._transport.lanes import LaneGroup, LaneRequest
-
-__all__ = ["LanePeerProcess", "MemoryHandler", "RegionConnection"]
-
-
-class RegionConnection(TcpConnection):
-    """A tcp connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""
-
-    def map(
-        self,
-        regions: NDArray[np.uint32],
-        offsets: NDArray[np.uint64],
-        extent: int,
-        *,
-        writable: bool,
-        located: bool = False,
-    ) -> RemoteTensors:
-        """Return where the peer's tensors are, with a handle that says so too."""
+    def map(self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], extent: int, **how: bool) -> RemoteTensors:
         handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        return replace(super().map(regions, offsets, extent, writable=writable, located=located), handle=handle)
+        mapped: RemoteTensors = super().map(regions, offsets, extent, **how)  # type: ignore[misc]
+        return replace(mapped, handle=handle)
+
+
+class RegionConnection(Handles, TcpConnection):
+    """Over data lanes."""
 
 
 class MemoryHandler:
-    """Grants the memory of a local peer by region and offset, under the guards it was told of."""
-
     def __init__(self, peer: LocalPeer) -> None:
         self.guards: list[tuple[int, int]] = []
         self._peer = peer
 
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return the tensors that the handle names."""
+    def on_read(self, link: object, request: wire.LaneRequest) -> wire.LaneGrant:
         regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
         bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
-        return LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
+        return wire.LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
 
-    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return the tensors that the handle names, where peers may write."""
+    def on_write(self, link: object, request: wire.LaneRequest) -> wire.LaneGrant:
         if not self._peer.exports.writable:
             raise ParamError("this peer may not be written")
         return self.on_read(link, request)
@@ -91,47 +66,48 @@ class MemoryHandler:
         return start + offset
 
 
-class LanePeerProcess(PeerProcess):
-    """A peer in a child process, reached over ``lanes`` loopback connections. Owns also the lanes of this process."""
-
-    module = __name__
-
-    def __init__(self, lanes: int = 2, threads: int = 1) -> None:
+class OwnerProcess(PeerProcess):
+    def __init__(self) -> None:
         super().__init__(lambda memory: _no_rendezvous())
-        self.lanes = Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
-        self._count = lanes
         self._writable = False
 
     @contextmanager
     def serving(self, *, writable: bool) -> Iterator[Self]:
-        """Let the child serve fresh, zeroed memory for the length of the block."""
         self._writable = writable
         with super().serving(writable=writable):
             yield self
-
-    def connect(self) -> RegionConnection:
-        """Dial the child and return the connection under test, which can dial again."""
-        token = secrets.token_bytes(16)
-        address = ("127.0.0.1", self._ask(int, "listen", token))
-
-        def dial(count: int, deadline: Deadline) -> list[LaneSocket]:
-            return dial_lanes(address, token, count, deadline)
-
-        group = self.lanes.open(dial(self._count, Deadline(10_000)))
-        self.lanes.begin(group, None)
-        regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
-        return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
 
     def hold(self, slot: int, generation: int) -> None:
         """Let every grant from now on depend on a guard of the child."""
         self._tell("hold", slot, generation)
 
     def quiesce(self) -> None:
-        """Let the child stop all use of its memory."""
         self._tell("quiesce")
 
+
+class LanePeerProcess(OwnerProcess):
+    """Reached over ``lanes`` loopback connections. Owns also the lanes of this process."""
+
+    module = __name__
+
+    def __init__(self, lanes: int = 2, threads: int = 1) -> None:
+        super().__init__()
+        self.lanes = wire.Lanes(threads, MemoryHandler(LocalPeer(writable=False)))
+        self._count = lanes
+
+    def connect(self) -> RegionConnection:
+        token = secrets.token_bytes(16)
+        address = ("127.0.0.1", self._ask(int, "listen", token))
+
+        def dial(count: int, deadline: Deadline) -> list[wire.LaneSocket]:
+            return wire.dial_lanes(address, token, count, deadline)
+
+        group = self.lanes.open(dial(self._count, Deadline(10_000)))
+        self.lanes.begin(group, None)
+        regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
+        return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
+
     def close(self) -> None:
-        """End the child and our own side. Idempotent."""
         self.lanes.close()
         super().close()
 
@@ -140,18 +116,29 @@ def _no_rendezvous() -> Any:
     raise AssertionError("lanes need no rendezvous")
 
 
-class _LaneChild(Child):
-    """The child's side: also listens for lanes."""
+class OwnerChild(Child):
+    """The child's side: grants its memory by handles."""
+
+    own: tuple[str, ...] = ("hold", "quiesce")
 
     def obey(self, verb: str, arguments: list[Any]) -> object:
-        own: dict[str, Callable[..., object]] = {"listen": self._listen, "hold": self._hold, "quiesce": self._quiesce}
-        return own[verb](*arguments) if verb in own else super().obey(verb, arguments)
+        return getattr(self, f"_{verb}")(*arguments) if verb in self.own else super().obey(verb, arguments)
 
     def _serve(self, writable: bool, private: bool) -> None:
         super()._serve(writable, private)
         self._handler = MemoryHandler(self._peer)
-        self._lanes = Lanes(1, self._handler)
-        self._groups: dict[bytes, LaneGroup] = {}
+
+    def _hold(self, slot: int, generation: int) -> None:
+        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
+
+
+class _LaneChild(OwnerChild):
+    own = ("hold", "quiesce", "listen")
+
+    def _serve(self, writable: bool, private: bool) -> None:
+        super()._serve(writable, private)
+        self._lanes = wire.Lanes(1, self._handler)
+        self._groups: dict[bytes, wire.LaneGroup] = {}
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.setblocking(False)
         self._accepting = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
@@ -175,9 +162,6 @@ class _LaneChild(Child):
         self._lanes.begin(group, token)
         return int(self._server.getsockname()[1])
 
-    def _hold(self, slot: int, generation: int) -> None:
-        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
-
     def _quiesce(self) -> None:
         self._lanes.quiesce(0)
 
@@ -185,16 +169,16 @@ class _LaneChild(Child):
         while True:
             sock, _ = await self._loop.sock_accept(self._server)
             try:
-                preamble = await self._loop.sock_recv(sock, len(LANE_PREAMBLE))
-                token = await read_lane_greeting(self._loop, sock)
-                if preamble != LANE_PREAMBLE or token not in self._groups:
+                preamble = await self._loop.sock_recv(sock, len(wire.LANE_PREAMBLE))
+                token = await wire.read_lane_greeting(self._loop, sock)
+                if preamble != wire.LANE_PREAMBLE or token not in self._groups:
                     sock.close()
                     continue
-                await accept_lane(self._loop, sock)
+                await wire.accept_lane(self._loop, sock)
             except (OSError, LLMException):
                 sock.close()
             else:
-                self._lanes.add(self._groups[token], LaneSocket(sock))
+                self._lanes.add(self._groups[token], wire.LaneSocket(sock))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,19 @@
 """Limits of a process, reached for a while: descriptors that it may open, threads that the library may start."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.world import World
-
-__all__ = ["few_descriptors", "few_threads", "give", "little_memory", "take"]
+from tests.support.world import World
 
 
 @contextmanager
 def few_descriptors(free: int) -> Iterator[None]:
-    """Leave the process so many descriptors that it may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     try:
@@ -59,7 +52,6 @@ def few_threads(free: int, named: str = "llm-datadist") -> Iterator[None]:
 
 
 def take(world: World, limit: Any, *free: Any) -> None:
-    """Reach a limit at an end, until :func:`give`."""
     world.memory["few"] = limit(*free)
     world.memory["few"].__enter__()
 

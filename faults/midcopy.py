@@ -5,33 +5,18 @@ it was in time. Callers that need a number of trials repeat those that it missed
 :class:`~llm_datadist.testing.PageTrap` is exact, but the kernel may deny it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["frozen", "peek", "stop_inside_copy"]
 
 
 def stop_inside_copy(pid: int, begun: Callable[[], bool], ended: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Stop a process as soon as a copy of it has begun; return True when that was before its end.
 
-    Either way the process is stopped then: SIGCONT is the caller's.
-
-    Args:
-        pid: The process that copies.
-        begun: True once the first byte has arrived, by a look at the destination; called again and again.
-        ended: True once the last one has; called once the process does not run any more.
-        seconds: For the copy to begin.
-
-    Raises:
-        TimeoutError: It did not, or the process does not stop.
+    ``begun`` and ``ended`` look at the first and last byte of the destination. SIGCONT is the caller's in any case.
+    TimeoutError: it did not begin, or does not stop.
     """
     limit = time.monotonic() + seconds
     while not begun():
@@ -58,11 +43,6 @@ def _state(thread: Path) -> str:
 
 
 def peek(pid: int, address: int, nbytes: int) -> bytes:
-    """Return bytes of another process of our user, for ``begun`` and ``ended``.
-
-    Raises:
-        OSError: It may not be looked at, or nothing is mapped there.
-    """
     fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(fd, nbytes, address)

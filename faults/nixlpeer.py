@@ -3,39 +3,26 @@
 Requests and answers travel over a stream socket instead of a link; a handle names its tensors as for lanes.
 """
 
-from __future__ import annotations
-
+import asyncio
 import itertools
 import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateAnswer
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Final
 
-import msgspec
-
-from faults.lanepeer import MemoryHandler
+from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
+from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._transport.nixl import Nixl, NixlConnection, Server
 from llm_datadist._transport.nixl_agent import fabric, usable
 from llm_datadist.errors import LinkError, PeerLost
-from llm_datadist.testing.peers import REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._transport.connection import RemoteTensors
-
-__all__ = ["NixlPeerProcess", "SocketConnection"]
+from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main
 
 _HEAD: Final = struct.Struct(">IQ?")  # bytes of data, number, True for a question
 
@@ -44,15 +31,13 @@ class SocketWire:
     """Questions and answers over one stream socket, which it owns together with the thread that reads it."""
 
     def __init__(self, sock: socket.socket, on_question: Callable[[bytes, Callable[[bytes], None]], None]) -> None:
-        self._sock = sock
-        self._on_question = on_question
+        self._sock, self._on_question = sock, on_question
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[bytes]] = {}
         self._sending = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="nixl-wire")
 
     def start(self) -> None:
-        """Answer questions from now on."""
         self._reader.start()
 
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
@@ -99,22 +84,7 @@ class SocketWire:
                     waiting.set_result(data)
 
 
-class SocketConnection(NixlConnection):
-    """A connection whose handles say where the tensors are, and which owns its wire."""
-
-    def map(
-        self,
-        regions: NDArray[Any],
-        offsets: NDArray[Any],
-        extent: int,
-        *,
-        writable: bool,
-        located: bool = False,
-    ) -> RemoteTensors:
-        """Return where the peer's tensors are, with a handle that says so too."""
-        handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        return replace(super().map(regions, offsets, extent, writable=writable, located=located), handle=handle)
-
+class SocketConnection(Handles, NixlConnection):
     def abort(self) -> None:
         super().abort()
         self.close_wire()
@@ -144,70 +114,42 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     return connection
 
 
-class NixlPeerProcess(PeerProcess):
-    """A peer in a child process, reached over NIXL with the fabric that this host has."""
+class NixlPeerProcess(OwnerProcess):
+    """Reached over NIXL with the fabric that this host has."""
 
     module = __name__
 
     def __init__(self) -> None:
-        super().__init__(_no_rendezvous)
+        super().__init__()
         usable(fabric())  # what a first agent loads stays
         self._mine = LocalPeer(writable=False)
         self._handler = MemoryHandler(self._mine)
-        self._writable = False
-
-    @contextmanager
-    def serving(self, *, writable: bool) -> Iterator[Self]:
-        """Let the child serve fresh, zeroed memory for the length of the block."""
-        self._writable = writable
-        with super().serving(writable=writable):
-            yield self
 
     def connect(self) -> SocketConnection:
-        """Connect to the child and return the connection under test."""
         port = self._ask(int, "port")
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return open_over(sock, self._mine, self._handler, writable=self._writable)
 
-    def hold(self, slot: int, generation: int) -> None:
-        """Let every grant from now on depend on a guard of the child."""
-        self._tell("hold", slot, generation)
-
-    def quiesce(self) -> None:
-        """Let the child stop all use of its memory."""
-        self._tell("quiesce")
-
     def close(self) -> None:
-        """End the child and our own side. Idempotent."""
         super().close()
         self._mine.close()
 
 
-def _no_rendezvous(_: object) -> Any:
-    raise AssertionError("NIXL needs no rendezvous")
-
-
-class _NixlChild(Child):
-    """The child's side: also listens for wires."""
+class _NixlChild(OwnerChild):
+    own = ("hold", "quiesce", "port")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         usable(fabric())
         self._open: list[SocketConnection] = []
 
-    def obey(self, verb: str, arguments: list[Any]) -> object:
-        own: dict[str, Callable[..., object]] = {
-            "port": lambda: int(self._server.getsockname()[1]),
-            "hold": self._hold,
-            "quiesce": self._quiesce,
-        }
-        return own[verb](*arguments) if verb in own else super().obey(verb, arguments)
+    def _port(self) -> int:
+        return int(self._server.getsockname()[1])
 
     def _serve(self, writable: bool, private: bool) -> None:
         super()._serve(writable, private)
-        self._handler = MemoryHandler(self._peer)
         self._writable = writable
         self._server = socket.create_server(("127.0.0.1", 0))
         self._accepting = threading.Thread(target=self._accept)
@@ -227,9 +169,6 @@ class _NixlChild(Child):
         while self._open:
             self._open.pop().abort()
         super()._stop()
-
-    def _hold(self, slot: int, generation: int) -> None:
-        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
 
     def _quiesce(self) -> None:
         for each in self._open:

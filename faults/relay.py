@@ -1,9 +1,8 @@
-"""A TCP relay between two ends, which does to their bytes what networks and dying hosts do.
+"""A relay between two ends, which does to their bytes what networks, dying hosts and attackers do.
 
 An end that links to :attr:`Relay.address` instead of its peer's listener goes through the relay with all its
-connections, the control connection and the data lanes. What happens to which bytes is said by
-:class:`~faults.streams.Fault`, for connections to come (:meth:`Relay.plan`) or for those that there are
-(:meth:`Relay.now`)::
+connections, the control connection and the data lanes. What happens to which bytes is said by :class:`Fault`, for
+connections to come (:meth:`Relay.plan`) or for those that there are (:meth:`Relay.now`)::
 
     with Relay(("127.0.0.1", port)) as relay:
         relay.plan("control", "up", Fault("corrupt", at=40))  # byte 40 from the dialer to the listener
@@ -11,33 +10,38 @@ connections, the control connection and the data lanes. What happens to which by
         relay.now("lane", "down", Fault("stall"))  # lanes carry nothing to the dialer any more
         relay.resume()
 
-*Up* is from the dialer to the listener, *down* the other way.
+*Up* is from the dialer to the listener, *down* the other way. A :class:`Way` does one wrong thing, chosen by a seed, to
+bytes or to records; :func:`carry` takes two sockets along their ways in the caller's thread.
 """
 
-from __future__ import annotations
-
-import selectors
+import asyncio
+import math
+import random
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Literal, Self, TypeVar
 
-from faults.streams import FAULTS, Fault, Stream
+from faults.sealing import Framing, meaning
+from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._links.messages import PREAMBLE_BYTES
 from llm_datadist._transport.lanes import LANE_PREAMBLE
+from tests.support.ends import LocalEnd
+from tests.support.linking import bytes_move_both_ways, info, link
+from tests.support.moves import Spec
+from tests.support.pairs import Pair
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["FAULTS", "Carried", "Fault", "Relay"]
-
+T = TypeVar("T")
 Direction = Literal["up", "down"]
 Kind = Literal["control", "lane"]
-
 _CHUNK: Final = 1 << 16
 _REMEMBERED: Final = 256
 #: More than this on its way in one direction, and the sender has to wait.
@@ -45,69 +49,292 @@ _BUFFER: Final = 1 << 20
 _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 30.0
 _RESET: Final = struct.pack("ii", 1, 0)  # linger for no time: close sends a reset
+#: When nothing moves for so long after a wrong byte the relay hangs up: an end may wait for what was dropped.
+_QUIET_SECONDS: Final = 0.004
+_LINK_QUIET_SECONDS: Final = 0.03
+#: What a fault can do, at the byte numbered ``at`` of its direction.
+FAULTS: Final = {
+    "drop": "``count`` bytes vanish, all that follow if it is 0",
+    "delay": "bytes from there on arrive ``seconds`` later",
+    "throttle": "bytes from there on arrive at ``rate`` bytes a second at most",
+    "truncate": "nothing of this connection goes on, either way: both ends see it end in good order",
+    "reset": "the same, by a reset",
+    "corrupt": "``count`` bytes, at least one, have their bits flipped",
+    "duplicate": "``count`` bytes, at least one, are sent twice",
+    "half_close": "the receiver sees the end of the stream; the other direction goes on",
+    "stall": "nothing goes on in this direction until :meth:`Relay.resume`",
+}
 
 
-class _Half:
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that happens to one direction of a connection."""
+
+    what: str  # a key of FAULTS
+    at: int = 0  # the byte, from 0 at the start of the connection, or from now for Relay.now
+    count: int = 0
+    seconds: float = 0.0
+    rate: float = 0.0  # bytes a second
+
+    def __post_init__(self) -> None:
+        if self.what not in FAULTS:
+            raise ValueError(f"what={self.what!r} is no fault; known are {', '.join(FAULTS)}")
+        if self.what == "throttle" and self.rate <= 0:
+            raise ValueError(f"rate={self.rate}: a throttle needs bytes a second, more than 0")
+
+
+class Stream:
+    """One direction of one connection: bytes in, bytes out, and the faults in between. No I/O, no clock."""
+
+    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
+        self.taken = self.waiting = 0
+        self.end = ""
+        self.stalled = False
+        self.way: Way | None = None
+        self._faults = sorted(faults, key=lambda fault: fault.at)
+        self._left: dict[str, float] = {"corrupt": 0, "drop": 0, "duplicate": 0}  # bytes that suffer it
+        self._repeated = bytearray()
+        self._seconds = self._rate = 0.0
+        self._clear_at = 0.0  # when the throttle has let the last byte through
+        self._out: deque[tuple[float, bytes]] = deque()
+
+    def add(self, fault: Fault) -> None:
+        """Add a fault at its byte; one at or before the bytes that came in begins with the next byte."""
+        self._faults = sorted([*self._faults, fault], key=lambda each: each.at)
+        self._begin_due()
+
+    def feed(self, data: bytes, now: float) -> None:
+        if self.way is not None:
+            data = self.way.feed(data)
+        self._begin_due()
+        while data and not self.end:
+            room = self._faults[0].at - self.taken if self._faults else len(data)
+            piece, data = data[:room], data[room:]
+            self._pass(piece, now)
+            self._begin_due()
+        if self.way is not None and self.way.cut:
+            self.end = "truncate"
+
+    def due(self, now: float) -> bytes:
+        out = bytearray()
+        while self._out and not self.stalled and self._out[0][0] <= now:
+            out += self._out.popleft()[1]
+        self.waiting -= len(out)
+        return bytes(out)
+
+    def next_due(self) -> float | None:
+        """Return when something may leave; None when nothing waits or nothing may."""
+        return self._out[0][0] if self._out and not self.stalled else None
+
+    @property
+    def swallows(self) -> bool:
+        """True when nothing that comes in will ever come out, its end included."""
+        return self._left["drop"] == math.inf
+
+    def _begin_due(self) -> None:
+        while self._faults and self._faults[0].at <= self.taken and not self.end:
+            fault = self._faults.pop(0)
+            match fault.what:
+                case "drop":
+                    self._left["drop"] = fault.count or math.inf
+                case "corrupt" | "duplicate":
+                    self._left[fault.what] = max(fault.count, 1)
+                case "delay":
+                    self._seconds = fault.seconds
+                case "throttle":
+                    self._rate = fault.rate
+                case "stall":
+                    self.stalled = True
+                case _:
+                    self.end = fault.what
+
+    def _part(self, what: str, data: bytes) -> int:
+        count = int(min(self._left[what], len(data)))
+        self._left[what] -= count
+        return count
+
+    def _pass(self, data: bytes, now: float) -> None:
+        self.taken += len(data)
+        count = self._part("corrupt", data)
+        data = bytes(byte ^ 0xFF for byte in data[:count]) + data[count:]
+        data = data[self._part("drop", data) :]
+        if count := self._part("duplicate", data):
+            self._repeated += data[:count]
+            if not self._left["duplicate"]:
+                data = data[:count] + bytes(self._repeated) + data[count:]
+                self._repeated.clear()
+        self.waiting += len(data)
+        start = now + self._seconds
+        # Pieces of a hundredth of a second, so that a slow network is slow and not merely late.
+        step = max(int(self._rate / 100), 1) if self._rate else len(data) or 1
+        for first in range(0, len(data), step):
+            piece = data[first : first + step]
+            if self._rate:
+                self._clear_at = start = max(self._clear_at, start) + len(piece) / self._rate
+            self._out.append((start, piece))
+
+
+BYTE_HARM: Final = ("flip", "drop", "repeat", "insert", "cut")
+RECORD_HARM: Final = ("drop record", "repeat record", "swap records", "replace record", "shorten record", "reflect")
+NEVER: Final = 1 << 60
+
+
+class Way:
+    """One direction, and one wrong thing: to bytes ``at`` an offset, or to the record number ``at``."""
+
+    def __init__(self, fault: str, at: int, rng: random.Random, framing: Framing) -> None:
+        self.hit = self.cut = False
+        self.came, self.went = bytearray(), bytearray()
+        self.other: Way | None = None
+        self._records: list[bytes] = []
+        self._fault, self._at, self._rng, self._framing = fault, at, rng, framing
+        self._seen = 0
+        self._pending = bytearray()
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        self.came += data
+        out = self._feed_records(data) if self._fault in RECORD_HARM else self._feed_bytes(data)
+        self.went += out
+        return out
+
+    @property
+    def harmed(self) -> bool:
+        return not meaning(bytes(self.came)).startswith(meaning(bytes(self.went)))
+
+    def _feed_bytes(self, data: bytes) -> bytes:
+        index = self._at - self._seen
+        self._seen += len(data)
+        if self.hit or not 0 <= index < len(data):
+            return data
+        self.hit = True
+        count = self._rng.choice((1, 2, 16, 20, 1000))
+        before, these, after = data[:index], data[index : index + count], data[index + count :]
+        match self._fault:
+            case "flip":
+                return before + bytes([these[0] ^ 1 << self._rng.randrange(8)]) + these[1:] + after
+            case "drop":
+                return before + after
+            case "repeat":
+                return before + these + these + after
+            case "insert":
+                return before + self._rng.randbytes(count) + these + after
+        self.cut = True
+        return before
+
+    def _feed_records(self, data: bytes) -> bytes:
+        self._pending += data
+        out = b""
+        while len(self._pending) >= self._framing.head.size:
+            size = self._framing.nbytes_of(self._pending)
+            if len(self._pending) < size:
+                break
+            record = bytes(self._pending[:size])
+            del self._pending[:size]
+            self._records.append(record)
+            out += self._altered(record)
+        return out
+
+    def _altered(self, record: bytes) -> bytes:
+        if held := self._held:
+            self._held = b""
+            return record + held
+        if self.hit or len(self._records) - 1 < self._at:
+            return record
+        others = self._records[:-1]
+        if self._fault == "reflect":
+            assert self.other is not None
+            others = self.other._records
+        if self._fault in ("replace record", "reflect"):
+            self.hit = bool(others)
+            return self._rng.choice(others) if others else record
+        self.hit = True
+        match self._fault:
+            case "drop record":
+                return b""
+            case "repeat record":
+                return record + record
+            case "shorten record":
+                return self._framing.shortened(record)
+        self._held = record
+        return b""
+
+
+def both_ways(fault: str, at: int, rng: random.Random, framing: Framing, *, backwards: bool) -> tuple[Way, Way]:
+    faulty, honest = Way(fault, at, rng, framing), Way(fault, NEVER, rng, framing)
+    faulty.other = honest
+    return (honest, faulty) if backwards else (faulty, honest)
+
+
+def carry(
+    here: socket.socket,
+    there: socket.socket,
+    ways: tuple[Way, Way],
+    turn: Callable[[], object] = lambda: None,
+    beside: tuple[int, ...] = (),
+) -> None:
+    """Take bytes between two sockets until an end hangs up, a way is cut, nothing moves, or ``turn`` returns True.
+
+    ``turn`` is called after each step; descriptors ``beside`` wake it, too.
+    """
+    routes = {here: (there, ways[0]), there: (here, ways[1])}
+    out = {here: bytearray(), there: bytearray()}
+    for sock in routes:
+        sock.setblocking(False)
+    while not (turn() or ways[0].cut or ways[1].cut):
+        waited: list[socket.socket | int] = [*routes, *beside]
+        ready, room, _ = select.select(waited, [sock for sock in out if out[sock]], [], _QUIET_SECONDS)
+        if not (ready or room):
+            return
+        try:
+            for sock, (to, way) in routes.items():
+                if sock in ready:
+                    if not (data := sock.recv(1 << 20)):
+                        return
+                    out[to] += way.feed(data)
+            for sock, rest in out.items():
+                with suppress(BlockingIOError):
+                    del rest[: sock.send(rest) if rest else 0]
+        except ConnectionError:
+            return
+
+
+class Half:
     """One direction of one connection with its sockets. The relay's thread only."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
-        self.source = source
-        self.sink = sink
+        self.source, self.sink = source, sink
         self.stream = Stream()
-        self.pending = b""  # out of the stream, not taken by the kernel yet
         self.ended = False  # the source has said its last
         self.shut = False  # and the sink knows
+        self.woken, self.room = asyncio.Event(), asyncio.Event()
 
     @property
-    def wants_to_read(self) -> bool:
-        return not self.ended and self.stream.waiting + len(self.pending) < _BUFFER
-
-    def read(self) -> bytes:
-        """Return what the source says; b"" when nothing more comes."""
-        data = self.source.recv(_CHUNK)
-        self.ended = not data
-        return data
-
-    def write(self, now: float) -> None:
-        """Give the sink what is due."""
-        if not self.pending:
-            self.pending = self.stream.due(now)
-        if self.pending:
-            with suppress(BlockingIOError):
-                self.pending = self.pending[self.sink.send(self.pending) :]
-
-    @property
-    def drained(self) -> bool:
-        return not self.pending and not self.stream.waiting
-
-    def finish(self) -> None:
-        """Tell the sink that the stream has ended, once it has."""
-        over = self.stream.end == "half_close" or (self.ended and not self.stream.swallows and not self.stream.stalled)
-        if over and self.drained and not self.shut:
-            self.shut = True
-            with suppress(OSError):
-                self.sink.shutdown(socket.SHUT_WR)
+    def over(self) -> bool:
+        stream = self.stream
+        ended = stream.end == "half_close" or (self.ended and not stream.swallows and not stream.stalled)
+        return ended and not stream.waiting
 
 
 class Carried:
-    """One connection through the relay. Its attributes may be read by any thread.
-
-    Attributes:
-        kind: "control" or "lane", by its preamble; "control" until that is known.
-        said: The first bytes that have come from the dialer, in plain text or not.
-        over: True once it has ended.
-    """
+    """One connection through the relay. Its attributes may be read by any thread."""
 
     def __init__(self, dialer: socket.socket, listener: socket.socket) -> None:
-        self.kind: Kind = "control"
-        self.said = b""
+        self.kind: Kind = "control"  # by its preamble, until which it is that
+        self.said = b""  # the first bytes that have come from the dialer, in plain text or not
         self.over = False
-        self._halves: dict[Direction, _Half] = {"up": _Half(dialer, listener), "down": _Half(listener, dialer)}
-        self._first: bytes | None = b""  # None once the kind is known
+        self.moved_at = 0.0
+        self.halves: dict[Direction, Half] = {"up": Half(dialer, listener), "down": Half(listener, dialer)}
+        self.tasks: list[asyncio.Task[None]] = []
+        self.ending: asyncio.Task[None] | None = None
 
     def taken(self, direction: Direction) -> int:
-        """Return how many bytes have come in from the sender of a direction."""
-        return self._halves[direction].stream.taken
+        return self.halves[direction].stream.taken
+
+    def waits_in_vain(self) -> bool:
+        """Return True if a wrong byte has gone on, and nothing has moved since for a while."""
+        hit = any(half.stream.way is not None and half.stream.way.hit for half in self.halves.values())
+        return hit and time.monotonic() - self.moved_at > _LINK_QUIET_SECONDS
 
     def __repr__(self) -> str:
         state = "over" if self.over else "open"
@@ -115,55 +342,42 @@ class Carried:
 
 
 class Relay:
-    """Listens on loopback and carries every connection to ``target``. Owns its thread and all sockets until close.
+    """Listens on loopback and carries every connection to ``target``. Any thread may call. A context manager.
 
-    Any thread may call. A context manager.
-
-    Args:
-        target: Host and port of the listener behind it.
+    ``ways`` are for the first control connection, behind its preamble: then no other is carried, and after a wrong byte
+    the relay hangs up when nothing moves.
     """
 
-    def __init__(self, target: tuple[str, int]) -> None:
+    def __init__(self, target: tuple[str, int], ways: tuple[Way, Way] | None = None) -> None:
         self._target = target
-        self._lock = threading.Lock()  # of the two below
+        self._ways, self._strict = ways, ways is not None
         self._plans: list[tuple[Kind | None, Direction, Fault]] = []
-        self._commands: list[Callable[[], None]] = []
         self._carried: list[Carried] = []  # appended by the relay's thread only
-        self._stopped = False
-        self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
-        self._wake, self._bell = socket.socketpair()
-        self._wake.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        for sock in (self._listener, self._wake):
-            self._selector.register(sock, selectors.EVENT_READ)
+        self.port = self.address[1]
+        self._loop = asyncio.new_event_loop()
+        self._loop.add_reader(self._listener, self._accept)
+        self._joins: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="llm-datadist-relay", daemon=True)
         self._thread.start()
 
-    @property
-    def port(self) -> int:
-        """The port of :attr:`address`."""
-        return self.address[1]
-
     def plan(self, kind: Kind | None, direction: Direction, *faults: Fault) -> None:
         """Do this to connections to come. ``kind`` None: to all."""
-        with self._lock:
-            self._plans += [(kind, direction, fault) for fault in faults]
+        self._ask(lambda: self._plans.extend((kind, direction, fault) for fault in faults))
 
     def forget_plans(self) -> None:
-        """Carry connections to come faithfully again."""
-        with self._lock:
-            self._plans.clear()
+        self._ask(self._plans.clear)
 
     def now(self, kind: Kind | None, direction: Direction, fault: Fault) -> int:
         """Do this to the connections that there are, ``fault.at`` bytes from now; return to how many."""
 
         def apply() -> int:
-            chosen = [each for each in self._carried if not each.over and kind in (None, each.kind)]
-            for carried in chosen:
-                stream = carried._halves[direction].stream
-                stream.add(replace(fault, at=stream.taken + fault.at))
+            chosen = [each for each in self.carried(kind) if not each.over]
+            for half in (carried.halves[direction] for carried in chosen):
+                half.stream.add(replace(fault, at=half.stream.taken + fault.at))
+                half.woken.set()
             return len(chosen)
 
         return self._ask(apply)
@@ -171,30 +385,23 @@ class Relay:
     def resume(self) -> None:
         """End every stall."""
 
-        def apply() -> int:
-            for carried in self._carried:
-                for half in carried._halves.values():
-                    half.stream.stalled = False
-            return 0
+        def apply() -> None:
+            for half in (half for carried in self._carried for half in carried.halves.values()):
+                half.stream.stalled = False
+                half.woken.set()
 
         self._ask(apply)
 
     def cut(self, kind: Kind | None = None, *, reset: bool = False) -> int:
-        """End connections at once, by a reset or in good order; return how many."""
         return self.now(kind, "up", Fault("reset" if reset else "truncate"))
 
     def carried(self, kind: Kind | None = None) -> list[Carried]:
-        """Return the connections so far, those that are over included."""
         return [each for each in list(self._carried) if kind in (None, each.kind)]
 
     def close(self) -> None:
-        """End every connection and join the thread. Idempotent."""
         if self._thread.is_alive():
-            self._stopped = True
-            with suppress(BrokenPipeError):  # the thread was awake, has seen it, and has closed its end
-                self._bell.send(b"x")
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._bell.close()
 
     def __enter__(self) -> Self:
         return self
@@ -202,129 +409,163 @@ class Relay:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _ask(self, function: Callable[[], int]) -> int:
-        """Run a function on the relay's thread and return its result."""
-        done: Future[int] = Future()
-        with self._lock:
-            self._commands.append(lambda: done.set_result(function()))
-        self._bell.send(b"x")
+    def _ask(self, function: Callable[[], T]) -> T:
+        done: Future[T] = Future()
+        self._loop.call_soon_threadsafe(lambda: done.set_result(function()))
         return done.result(_ANSWER_SECONDS)
 
     # The relay's thread
 
     def _run(self) -> None:
-        try:
-            while not self._stopped:
-                for key, _ in self._selector.select(self._patience()):
-                    self._ready(key.fileobj)
-                for carried in self._carried:
-                    if not carried.over:
-                        self._go_on(carried)
-        finally:
-            for carried in self._carried:
-                self._end(carried, reset=False)
-            self._selector.close()
-            for sock in (self._listener, self._wake):
-                sock.close()
+        self._loop.run_forever()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._loop.run_until_complete(self._end_all())
+        self._loop.close()
 
-    def _patience(self) -> float | None:
-        due = [half.stream.next_due() for each in self._carried if not each.over for half in each._halves.values()]
-        known = [time_due for time_due in due if time_due is not None]
-        return max(min(known) - time.monotonic(), 0.0) if known else None
-
-    def _ready(self, source: object) -> None:
-        if source is self._listener:
-            self._accept()
-        elif source is self._wake:
-            self._wake.recv(4096)
-            with self._lock:
-                commands, self._commands = self._commands, []
-            for command in commands:
-                command()
+    async def _end_all(self) -> None:
+        joins = list(self._joins)
+        for join in joins:
+            join.cancel()
+        await asyncio.gather(*joins)
+        for carried in self._carried:
+            self._end(carried, reset=False)
+        await asyncio.gather(*(each.ending for each in self._carried if each.ending is not None))
 
     def _accept(self) -> None:
         with suppress(OSError):
             dialer, _ = self._listener.accept()
-            try:
-                listener = socket.create_connection(self._target, _CONNECT_SECONDS)
-            except OSError:
-                dialer.close()
-                return
-            for sock in (dialer, listener):
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._carried.append(Carried(dialer, listener))
+            join = self._loop.create_task(self._join(dialer))
+            self._joins.add(join)
+            join.add_done_callback(self._joins.discard)
 
-    def _go_on(self, carried: Carried) -> None:
-        """Read, write and end what can be, then wait for what cannot."""
-        now = time.monotonic()
+    async def _join(self, dialer: socket.socket) -> None:
+        listener = socket.socket()
+        for sock in (dialer, listener):
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            for direction, half in carried._halves.items():
-                if half.wants_to_read:
-                    self._read(carried, direction, half, now)
-                half.write(now)
-                half.finish()
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await self._loop.sock_connect(listener, self._target)
+        except (OSError, asyncio.CancelledError):
+            dialer.close()
+            listener.close()
+            return
+        self._carried.append(carried := Carried(dialer, listener))
+        for direction in carried.halves:
+            for work in (self._read(carried, direction), self._write(carried, direction)):
+                carried.tasks.append(self._loop.create_task(self._guarded(carried, work)))
+
+    async def _guarded(self, carried: Carried, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
         except OSError:  # one side has been reset: so is the other
             self._end(carried, reset=True)
-            return
-        ends = {half.stream.end: half.drained for half in carried._halves.values()}
-        if ends.get("reset") or ends.get("truncate"):
-            self._end(carried, reset="reset" in ends)
-        elif all(half.shut for half in carried._halves.values()):
-            self._end(carried, reset=False)
-        else:
-            self._await(carried)
 
-    def _read(self, carried: Carried, direction: Direction, half: _Half, now: float) -> None:
-        try:
-            data = half.read()
-        except BlockingIOError:
-            return
-        if direction == "up":
-            carried.said += data[: _REMEMBERED - len(carried.said)]
-        if direction == "up" and carried._first is not None:
-            carried._first += data
-            if len(carried._first) < PREAMBLE_BYTES and data:
-                return
-            data = self._recognise(carried, carried._first)
-        half.stream.feed(data, now)
+    async def _read(self, carried: Carried, direction: Direction) -> None:
+        half, first = carried.halves[direction], b"" if direction == "up" else None  # None once the kind is known
+        while not half.ended:
+            data = await self._loop.sock_recv(half.source, _CHUNK)
+            half.ended, now = not data, time.monotonic()
+            if direction == "up":
+                carried.said += data[: _REMEMBERED - len(carried.said)]
+            if first is not None:
+                first += data
+                if len(first) < PREAMBLE_BYTES and data:
+                    continue
+                data, first = self._recognise(carried, first, now), None
+            carried.moved_at = now
+            half.stream.feed(data, now)
+            half.woken.set()
+            while half.stream.waiting >= _BUFFER:
+                half.room.clear()
+                await half.room.wait()
 
-    def _recognise(self, carried: Carried, first: bytes) -> bytes:
-        """The first bytes say what the connection is for: plan its faults, and let them go on."""
+    def _recognise(self, carried: Carried, first: bytes, now: float) -> bytes:
+        """The first bytes say what the connection is for: plan its faults; return what of them is to go on."""
         carried.kind = "lane" if first[:PREAMBLE_BYTES] == LANE_PREAMBLE else "control"
-        carried._first = None
-        with self._lock:
-            for kind, direction, fault in self._plans:
-                if kind in (None, carried.kind):
-                    carried._halves[direction].stream.add(fault)
-        return first
+        for kind, direction, fault in self._plans:
+            if kind in (None, carried.kind):
+                carried.halves[direction].stream.add(fault)
+                carried.halves[direction].woken.set()
+        if not self._strict or carried.kind == "lane":
+            return first
+        ways, self._ways = self._ways, None
+        if ways is None:
+            raise ConnectionAbortedError("a second control connection")
+        carried.halves["up"].stream.feed(first[:PREAMBLE_BYTES], now)
+        for half, way in zip(carried.halves.values(), ways, strict=True):
+            half.stream.way = way
+        return first[PREAMBLE_BYTES:]
 
-    def _await(self, carried: Carried) -> None:
-        wanted: dict[socket.socket, int] = {}
-        for half in carried._halves.values():
-            reading = selectors.EVENT_READ if half.wants_to_read else 0
-            writing = selectors.EVENT_WRITE if half.pending else 0
-            wanted[half.source] = wanted.get(half.source, 0) | reading
-            wanted[half.sink] = wanted.get(half.sink, 0) | writing
-        for sock, events in wanted.items():
-            self._watch(sock, events)
-
-    def _watch(self, sock: socket.socket, events: int) -> None:
-        known = sock in self._selector.get_map()
-        if events and known:
-            self._selector.modify(sock, events)
-        elif events:
-            self._selector.register(sock, events)
-        elif known:
-            self._selector.unregister(sock)
+    async def _write(self, carried: Carried, direction: Direction) -> None:
+        half, stream = carried.halves[direction], carried.halves[direction].stream
+        while not half.shut:
+            if data := stream.due(time.monotonic()):
+                await self._loop.sock_sendall(half.sink, data)
+                half.room.set()
+            elif stream.end in ("truncate", "reset") and not stream.waiting:
+                self._end(carried, reset=stream.end == "reset")
+                return
+            elif half.over:
+                half.shut = True
+                half.sink.shutdown(socket.SHUT_WR)
+            elif carried.waits_in_vain():
+                self._end(carried, reset=False)
+                return
+            else:
+                due = stream.next_due()
+                seconds = None if due is None else max(due - time.monotonic(), 0.0)
+                if self._strict and seconds is None:
+                    seconds = _LINK_QUIET_SECONDS
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await half.woken.wait()
+                half.woken.clear()
+        if all(each.shut for each in carried.halves.values()):
+            self._end(carried, reset=False)
 
     def _end(self, carried: Carried, *, reset: bool) -> None:
-        if carried.over:
-            return
-        for half in carried._halves.values():
-            self._watch(half.source, 0)
+        if carried.ending is None:
+            carried.ending = self._loop.create_task(self._ended(carried, reset=reset))
+
+    async def _ended(self, carried: Carried, *, reset: bool) -> None:
+        """Close the sockets once nobody waits for them."""
+        for task in carried.tasks:
+            task.cancel()
+        await asyncio.gather(*carried.tasks, return_exceptions=True)
+        for half in carried.halves.values():
             if reset:
                 with suppress(OSError):
                     half.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             half.source.close()
         carried.over = True
+
+
+# --- two ends with a relay between them
+
+KEY: Final = CacheKey(1, 10)
+BIG: Final = Spec(tensors=4, rows=2, stride=1 << 20, keys=(KEY,))
+DEADLINE_MS: Final = 1_500
+
+
+def _harm(what: str, count: int, at: int) -> Fault:
+    return Fault(what, at, count)
+
+
+_COUNTS: Final = {"truncate": 0, "reset": 0, "half_close": 0, "corrupt": 4, "duplicate": 9, "drop": 0, "stall": 0}
+HARM: Final = {what: partial(_harm, what, count) for what, count in _COUNTS.items()}
+
+
+class Relayed:
+    """A prompt, a decoder, a relay in front of the prompt, and a neighbour that is linked to the prompt directly."""
+
+    def __init__(self, pair: Pair, relay: Relay, neighbour: LocalEnd) -> None:
+        self.prompt, self.decoder, self.neighbour = pair.prompt, pair.decoder, neighbour
+        self.pair, self.relay = pair, relay
+
+    def link(self, timeout: int = 10_000) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        return self.decoder.do(link, [info(1, self.relay.port)], timeout)
+
+    def others_are_served(self) -> None:
+        bytes_move_both_ways(self.prompt, self.neighbour)

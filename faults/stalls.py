@@ -12,44 +12,27 @@ The block itself must not need what is stalled: use it from a thread, or an end,
 go on running, which is the point. Inside a copy, after its first byte, :mod:`faults.midcopy` stops.
 """
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from faults.gates import watched
+from llm_datadist._links.link import Link
+from llm_datadist._links.messages import Message
+from llm_datadist._transfer.engine import Engine
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMException, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist.datadist import LLMDataDist
-    from tests.support.world import World
-
-__all__ = ["STALLS", "stall"]
+from tests.support.world import World
 
 _PATIENCE_SECONDS: Final = 30.0
 
 
 @contextmanager
 def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Iterator[None]:
-    """Stall ``what`` (a name of :data:`STALLS`) of an initialised end of this process for the length of the block.
+    """Stall ``what`` of an initialised end of this process for the length of the block.
 
-    Args:
-        datadist: The end.
-        what: See the table above.
-        peer: "copy" and "frame" only: cluster id of the linked peer meant; None: all links that there are now.
-
-    Raises:
-        KeyError: There is no such stall.
-        StateError: The end is not initialised.
-        NotLinked: There is no link to ``peer``.
-        TimeoutError: What is to be stalled is held by another thread for half a minute.
+    "copy" and "frame" may be for one linked ``peer``; else they are for all links that there are now.
     """
     begin = STALLS[what]
     engine = datadist._engine
@@ -68,7 +51,9 @@ def _pool(engine: Engine, _: list[Link], undo: ExitStack) -> None:
 def _registry(engine: Engine, _: list[Link], undo: ExitStack) -> None:
     registry, end = engine.store.registry, threading.Event()
     _hold(registry._lock, "the registry's lock", undo)
-    _replace(registry, "begin_use", partial(_after, end), undo)  # which needs no lock where a cache can be found
+    _replace(
+        registry, "begin_use", lambda move: lambda *args: (end.wait(), move(*args))[1], undo
+    )  # which needs no lock where a cache can be found
     undo.callback(end.set)
 
 
@@ -96,14 +81,6 @@ def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
     undo.callback(end.set)
 
 
-def _after(end: threading.Event, move: Callable[..., Any]) -> Callable[..., Any]:
-    def moving(*args: Any) -> Any:
-        end.wait()
-        return move(*args)
-
-    return moving
-
-
 def _frame(_: Engine, links: list[Link], undo: ExitStack) -> None:
     for link in links:
         assert link.channel is not None, "a link that can be found has a channel"
@@ -122,11 +99,9 @@ class _Kept:
         self._over = False
 
     def instead(self, _: object) -> Callable[[Message], None]:
-        """Return what takes the place of the channel's own sending."""
         return self.send
 
     def send(self, message: Message) -> None:
-        """Keep a message, or send it when the stall has just ended."""
         with self._lock:
             if not self._over:
                 self._messages.append(message)
@@ -144,7 +119,6 @@ class _Kept:
 def _replace(
     owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
 ) -> None:
-    """Replace a method of one object until the stack is unwound."""
     setattr(owner, name, make(getattr(owner, name)))
     undo.callback(delattr, owner, name)
 

@@ -1,58 +1,103 @@
-"""Strangers: peers and listeners made of a raw socket and the messages, which say what a test wants."""
+"""Strangers: peers and listeners made of a raw socket and the messages, which say what a test wants.
 
-from __future__ import annotations
+What they say goes through a codec: as it is, through a session of TLS, or sealed with the keys of a lane.
+"""
 
 import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
+from faults.sealing import Keys, Opener, Sealer
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
+from llm_datadist._links.seal import Seal
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._transport.lanes import LANE_PREAMBLE
+from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
 from llm_datadist._transport.samehost import exchange_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0
 
 
 def hello_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Hello:
-    """Return a Hello without fault, but for the changes."""
-    good = wire.Hello(
-        version=wire.PROTOCOL_VERSION,
-        cluster_id=cluster_id,
-        incarnation=incarnation,
-        remote_accessible=False,
-        pid=os.getpid(),
-        host="stranger",
-        wanted=None,
-        reconnects=False,
-        token=secrets.token_bytes(16),
-        cookie=cookie,
-        transport=None,
-        nonce=bytes(16),
-        lane_share=b"",
-        fabric="",
-    )
+    who = _greeting(cluster_id, incarnation, cookie)
+    good = wire.Hello(**who, wanted=None, reconnects=False, token=secrets.token_bytes(16))
     return msgspec.structs.replace(good, **changes)
 
 
-class Stranger:
-    """A peer at a listener's port. A context manager: closes its socket and its memory.
+def welcome_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Welcome:
+    good = wire.Welcome(**_greeting(cluster_id, incarnation, cookie), rendezvous="@x", lane_token=bytes(16), proof=b"")
+    return msgspec.structs.replace(good, **changes)
 
-    ``known`` are the secrets by which it proves that it was there before.
-    """
+
+def _greeting(cluster_id: int, incarnation: bytes, cookie: bytes) -> dict[str, Any]:
+    who = {"version": wire.PROTOCOL_VERSION, "cluster_id": cluster_id, "incarnation": incarnation, "cookie": cookie}
+    where = {"pid": os.getpid(), "host": "stranger", "remote_accessible": False, "fabric": "", "transport": None}
+    return who | where | {"nonce": bytes(16), "lane_share": b""}
+
+
+class Plain:
+    """A codec: what is said goes as it is."""
+
+    preamble = wire.CONTROL_PREAMBLE
+
+    def shake(self, sock: socket.socket) -> None:
+        """Authenticate both ends, unless they are."""
+
+    def put(self, data: bytes) -> bytes:
+        return data
+
+    def opened(self, data: bytes) -> bytes:
+        return data
+
+
+class Tls(Plain):
+    preamble = wire.SEALED_PREAMBLE
+
+    def __init__(self, seal: Seal) -> None:
+        self.seal = seal
+
+    def shake(self, sock: socket.socket) -> None:
+        if self.seal.authenticated:
+            return
+        sock.sendall(self.seal.shake())
+        while not self.seal.authenticated:
+            data = sock.recv(65536)
+            assert data, "a peer with the secret was not authenticated"
+            sock.sendall(self.seal.shake(data))
+
+    def put(self, data: bytes) -> bytes:
+        return self.seal.seal(data)
+
+    def opened(self, data: bytes) -> bytes:
+        return self.seal.open(data)
+
+
+class LaneKeys(Plain):
+    def __init__(self, keys: Keys) -> None:
+        self._sealer, self._opener = Sealer(keys[0]), Opener(keys[1])
+
+    def put(self, data: bytes) -> bytes:
+        return self._sealer.seal(data)
+
+    def opened(self, data: bytes) -> bytes:
+        self._opener.feed(data)
+        plain = bytes(self._opener.plain)
+        self._opener.plain.clear()
+        return plain
+
+
+class Stranger:
+    """A peer at a listener's port; ``known`` are secrets that prove it was there before. A context manager."""
 
     def __init__(
         self,
@@ -60,17 +105,21 @@ class Stranger:
         cluster_id: int = 66,
         incarnation: bytes | None = None,
         known: PeerSecrets | None = None,
+        codec: Plain | None = None,
     ) -> None:
         assert port is not None
+        self.codec = codec or Plain()
         self.known = PeerSecrets() if known is None else known
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
         self._parser = FrameParser()
+        self.lanes: list[socket.socket] = []
         self._guards: GuardTable | None = None
 
     def say(self, *what: bytes | wire.Message) -> None:
-        self.sock.sendall(b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what))
+        said = b"".join(each if isinstance(each, bytes) else wire.frame(each) for each in what)
+        self.sock.sendall(self.codec.put(said))
 
     def hear(self, kind: type[M]) -> M:
         """Return the next message of a kind; others are skipped."""
@@ -78,7 +127,7 @@ class Stranger:
             while (payload := self._parser.take()) is None:
                 data = self.sock.recv(65536)
                 assert data, f"hung up on while waiting for {kind}"
-                self._parser.feed(data)
+                self._parser.feed(self.codec.opened(data))
             message = wire.decode(payload)
             if isinstance(message, kind):
                 return message
@@ -91,38 +140,43 @@ class Stranger:
         return True
 
     def is_served(self) -> None:
-        """Wait for the answer to all that was said so far."""
         self.say(wire.Ping(4711))
         while self.hear(wire.Pong).id != 4711:
             pass
 
     def hello(self, **changes: object) -> wire.Hello:
-        """:func:`hello_of` this one."""
         if self._guards is None:
             self._guards = GuardTable(slots=2)
         return hello_of(self.cluster_id, self.incarnation, self._guards.cookie, **changes)
 
-    def link(self, sequence: int = 1) -> None:
-        """Become linked over shm, properly."""
-        hello = self.hello()
-        self.say(wire.CONTROL_PREAMBLE, hello)
+    def link(self, sequence: int = 1, over: str = "shm", choice: dict[str, Any] | None = None, **hello: Any) -> None:
+        """Become linked, properly but for the changes of its choice and its Hello; over tcp with two ``lanes``."""
+        said, deadline = self.hello(**hello), Deadline(int((self.sock.gettimeout() or _SECONDS) * 1e3))
+        self.sock.sendall(self.codec.preamble)
+        self.codec.shake(self.sock)
+        self.say(said)
         welcome = self.hear(wire.Welcome)
-        assert self._guards is not None
-        exports = Exports(self.incarnation, {}, self._guards, writable=False)
-        exchange_memory(welcome.rendezvous, hello.token, exports, Deadline(10_000)).close()
-        transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
+        if over == "tcp":
+            self.lanes = [each.socket for each in dial_lanes(self.sock.getpeername(), welcome.lane_token, 2, deadline)]
+        else:
+            assert self._guards is not None
+            exports = Exports(self.incarnation, {}, self._guards, writable=said.remote_accessible)
+            exchange_memory(welcome.rendezvous, said.token, exports, deadline).close()
+        transcript = Transcript(said.incarnation, welcome.incarnation, said.nonce, welcome.nonce)
         proof = self.known.prove(welcome.incarnation, b"initiator", transcript)
         share = b"" if proof else new_share()
-        self.say(wire.TransportChoice("shm", "a stranger's reason", sequence, proof=proof, share=share))
+        chosen = wire.TransportChoice(over, "a stranger's reason", sequence, proof=proof, share=share)
+        self.say(msgspec.structs.replace(chosen, **(choice or {})))
         linked = self.hear(wire.Linked)
-        if share:
+        if share and linked.share:
             self.known.agree(welcome.incarnation, share, linked.share, transcript)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.sock.close()
+        for sock in (self.sock, *self.lanes):
+            sock.close()
         if self._guards is not None:
             self._guards.close()
 

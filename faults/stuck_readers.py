@@ -7,27 +7,130 @@ stopped (SIGSTOP) while all of them are inside a pull. The healthy one, in anoth
 after that, in turns; every byte that it pulls is compared. Printed too: what all TCP sockets of the host hold.
 """
 
-from __future__ import annotations
-
 import argparse
+import fcntl
 import mmap
+import os
 import signal
 import statistics
-from contextlib import contextmanager
+import struct
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from faults import stuck_ends as ends
-from faults.harness import Processes, holds_within, say
+import numpy as np
+
+from faults.harness import Processes, Threads, Words, holds_within, numbered, timed, words_of
 from faults.midcopy import frozen, peek
-from tests.support.ends import freeze
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+from tests.support.ends import ChildEnd, freeze
+from tests.support.linking import SUCCESS, info
+from tests.support.world import World, make_config
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+KEY: Final = BlocksCacheKey(1, 0)
+BLOCK: Final = 256 << 10
+#: What a stuck reader asks for, and what the healthy one does.
+ASKED, HEALTHY = 256, 4
+DESC: Final = CacheDesc(1, [ASKED, BLOCK], DataType.DT_UINT8)
 
-    from tests.support.ends import ChildEnd
 
-__all__ = ["Scene", "main", "scene_of"]
+def _words(first: int, blocks: int) -> Words:
+    return numbered((1 << 48) + first * BLOCK // 8, blocks * BLOCK // 8)
+
+
+def offer(world: World, private: bool) -> None:
+    """Make the owner's cache; every word says where it is."""
+    if private:
+        world.memory["kv"] = memory = np.zeros(ASKED * BLOCK // 8, np.uint64)
+        world.caches["kv"] = world.cm.register_blocks_cache(DESC, [memory.ctypes.data], KEY)
+    else:
+        world.caches["kv"] = world.cm.allocate_blocks_cache(DESC, KEY)
+        (memory,) = words_of(world.caches["kv"])
+    memory[:] = _words(0, ASKED)
+
+
+def clogged(world: World) -> int:
+    """Return how many sockets of this process hold bytes that their peers do not take."""
+    full = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own descriptor, or no stream
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                full += struct.unpack("i", fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4)))[0] > 0
+    return full
+
+
+class Crowd(Threads):
+    """Readers of one process, each with a link of its own. All pull into one memory: the bytes are the same."""
+
+    def __init__(self, count: int, port: int, transport: str) -> None:
+        super().__init__()
+        self._into = np.zeros(ASKED * BLOCK // 8, np.uint64)
+        #: Odd while a reader is inside a pull.
+        self.counts = np.zeros(count, np.uint64)
+        self._readers: list[LLMDataDist] = []
+        extra = {"llm.Transport": transport, "llm.PeerTimeout": "600", "llm.CopyThreads": "1"}
+        for number in range(count):
+            reader = LLMDataDist(LLMRole.DECODER, 100 + number)
+            reader.init(make_config(extra=extra, mem_pool_cfg=None, host_mem_pool_cfg=None, sync_kv_timeout=600_000))
+            self._readers.append(reader)
+            assert reader.link_clusters([info(1, port)], 10_000) == SUCCESS
+
+    def start_pulling(self) -> None:
+        self.stop.clear()
+        self.counts[:] = 0
+        for number, reader in enumerate(self._readers):
+            self.start(self._pull, number, reader)
+
+    def _pull(self, number: int, reader: LLMDataDist) -> None:
+        cm, everything = reader.cache_manager, list(range(ASKED))
+        mine = cm.register_blocks_cache(DESC, [self._into.ctypes.data])
+        try:
+            while not self.stop.is_set():
+                self.counts[number] += 1
+                cm.pull_blocks(KEY, mine, everything, everything)
+                self.counts[number] += 1
+        finally:
+            cm.unregister_cache(mine.cache_id)
+
+    def stop_pulling(self) -> None:
+        self.join()
+        np.testing.assert_array_equal(self._into, _words(0, ASKED))
+
+    def finalize(self) -> None:
+        for reader in self._readers:
+            reader.finalize()
+
+
+def crowd(world: World, count: int, port: int, transport: str) -> int:
+    """Make the readers and link them; return where :attr:`Crowd.counts` is."""
+    world.memory["crowd"] = made = Crowd(count, port, transport)
+    return int(made.counts.ctypes.data)
+
+
+def tell(world: World, what: str) -> None:
+    """Have the readers do that."""
+    getattr(world.memory["crowd"], what)()
+
+
+def pull_healthy(world: World, count: int) -> list[float]:
+    """Pull blocks so often, compare every byte, and return the milliseconds that each pull took."""
+    if "mine" not in world.caches:
+        world.caches["mine"] = world.cm.allocate_blocks_cache(CacheDesc(1, [HEALTHY, BLOCK], DataType.DT_UINT8))
+    mine = world.caches["mine"]
+    (words,) = words_of(mine)
+    times = []
+    for turn in range(count):
+        first = turn % (ASKED - HEALTHY)
+        words[:] = 0
+        blocks = list(range(first, first + HEALTHY))
+        times.append(timed(world.cm.pull_blocks, KEY, mine, blocks, list(range(HEALTHY))))
+        np.testing.assert_array_equal(words, _words(first, HEALTHY))
+    return times
+
+
+# --- the scene --------------------------------------------------------------------------------------------------------
 
 TRIES: Final = 200
 _POOL_BYTES: Final = 80 << 20
@@ -39,15 +142,15 @@ class Scene:
     def __init__(self, processes: Processes, transport: str, readers: int) -> None:
         self.transport, self.readers = transport, readers
         self.owner: ChildEnd = processes.owner()
-        self.owner.do(ends.offer, transport == "cma")
+        self.owner.do(offer, transport == "cma")
         self.healthy: ChildEnd = processes.reader(self.owner, "healthy")
         self.crowd: ChildEnd = processes.process("crowd")
-        self._flags = self.crowd.do(ends.crowd, readers, self.owner.port, transport)
-        processes.callback(self.crowd.do, ends.disperse)
+        self._flags = self.crowd.do(crowd, readers, self.owner.port, transport)
+        processes.callback(self.crowd.do, tell, "finalize")
 
     def stick(self) -> None:
         """Stop the crowd while all of them are inside a pull, over tcp with full sockets between them and the owner."""
-        self.crowd.do(ends.start_pulling)
+        self.crowd.do(tell, "start_pulling")
         for _ in range(TRIES):
             freeze(self.crowd)
             if self.stuck() == self.readers and self._filled():
@@ -60,28 +163,23 @@ class Scene:
         return self.transport != "tcp" or holds_within(lambda: self.full() >= 2 * self.readers, 2.0)
 
     def stuck(self) -> int:
-        """Return how many of the crowd are inside a pull, while their process is stopped."""
         assert frozen(self.crowd.pid)
-        return sum(ends.flags(peek(self.crowd.pid, self._flags, 8 * self.readers)))
+        return int((np.frombuffer(peek(self.crowd.pid, self._flags, 8 * self.readers), np.uint64) % 2).sum())
 
     def full(self) -> int:
-        """Return how many sockets of the owner hold bytes that nobody takes."""
-        full: int = self.owner.do(ends.clogged)
+        full: int = self.owner.do(clogged)
         return full
 
     def free(self) -> None:
-        """Let the crowd go on and end; all that they pulled is right."""
         self.crowd.signal(signal.SIGCONT)
-        self.crowd.do(ends.stop_pulling)
+        self.crowd.do(tell, "stop_pulling")
 
     def pull(self, count: int) -> float:
-        """Have the healthy reader pull; return the median in milliseconds."""
-        return statistics.median(self.healthy.do(ends.pull_healthy, count))
+        return statistics.median(self.healthy.do(pull_healthy, count))
 
 
 @contextmanager
 def scene_of(transport: str, readers: int) -> Iterator[Scene]:
-    """Make the three processes; end them afterwards."""
     with Processes(transport, _POOL_BYTES, extra={"llm.PeerTimeout": "600"}) as processes:
         yield Scene(processes, transport, readers)
 
@@ -92,31 +190,33 @@ def tcp_memory() -> int:
     return int(words[words.index("mem") + 1]) * mmap.PAGESIZE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the healthy reader takes more than twice as long beside the stuck ones."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readers", type=int, default=100)
-    parser.add_argument("--transport", choices=("tcp", "shm", "cma"), default="tcp")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pulls", type=int, default=200, help="in each part of a round")
-    options = parser.parse_args(arguments)
-    without: list[float] = []
-    beside: list[float] = []
-    with scene_of(options.transport, options.readers) as scene:
-        scene.pull(20)
-        for turn in range(options.rounds):
-            before = scene.pull(options.pulls)
-            scene.stick()
-            median = scene.pull(options.pulls)
-            stuck, full, held = scene.stuck(), scene.full(), tcp_memory() / 2**20
-            scene.free()
-            after = scene.pull(options.pulls)
-            without += [before, after]
-            beside.append(median)
-            say(
-                f"round {turn}: median {before:.3f} ms before, {median:.3f} ms beside {stuck} stuck readers "
-                f"({full} full sockets, {held:.0f} MiB held by TCP), {after:.3f} ms after"
-            )
-    ratio = statistics.median(beside) / statistics.median(without)
-    say(f"{options.transport}: {options.readers} stuck readers, a healthy one takes {ratio:.2f} times as long")
-    return 0 if ratio <= 2 else 1
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Have a healthy reader pull before, beside and after the stuck ones, in rounds."""
+    for transport in options.transport:
+        without: list[float] = []
+        beside: list[float] = []
+        with scene_of(transport, options.readers) as scene:
+            scene.pull(20)
+            for turn in range(options.rounds):
+                before = scene.pull(options.pulls)
+                scene.stick()
+                median = scene.pull(options.pulls)
+                stuck, full, held = scene.stuck(), scene.full(), tcp_memory() / 2**20
+                scene.free()
+                after = scene.pull(options.pulls)
+                without += [before, after]
+                beside.append(median)
+                text = f"median {before:.3f} ms before, {median:.3f} ms beside {stuck} stuck readers"
+                text += f" ({full} full sockets, {held:.0f} MiB held by TCP), {after:.3f} ms after"
+                yield f"round {turn}: {text}", True
+        ratio = statistics.median(beside) / statistics.median(without)
+        text = f"{transport}: {options.readers} stuck readers, a healthy one takes {ratio:.2f} times as long"
+        yield text, ratio <= 2
+
+
+OPTIONS: Final = {
+    "readers": (100, ""),
+    "transport": (("tcp", "shm", "cma"), ""),
+    "rounds": (5, ""),
+    "pulls": (200, "in each part of a round"),
+}

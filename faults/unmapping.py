@@ -6,31 +6,25 @@ An end has a mapping of so much memory, every page of it touched, and drops the 
 thread. A linked peer asks it where a row is, again and again; printed is its longest wait, without and with that.
 """
 
-from __future__ import annotations
-
 import argparse
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
-from faults.crowd import measured_ends
-from faults.harness import say
+from faults.crowd import REALTIME, measured_ends
+from faults.harness import timed
 from llm_datadist import CacheKeyByIdAndIndex
 from llm_datadist._memory.host import available_memory
 from llm_datadist._memory.segment import SharedSegment
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.support.world import World
+from tests.support.world import World
 
 BOUND_MS: Final = 5.0
 
 
 def hold(world: World, nbytes: int) -> None:
-    """Map memory and touch all of it."""
     world.memory["large"] = [SharedSegment.create("large", nbytes, peers_may_write=True, prefault=True)]
 
 
@@ -40,39 +34,31 @@ def drop(world: World) -> float:
     engine = world.dd._engine
     assert engine is not None
 
-    def close() -> float:
-        since = time.perf_counter()
-        held.pop().close()
-        return (time.perf_counter() - since) * 1e3
-
-    return engine._control.call(close)
+    return engine._control.call(lambda: timed(held.pop().close))
 
 
 def ask(world: World, cache_id: int, seconds: float) -> float:
     """Pull a row, for which the owner is asked, again and again; return the longest wait in milliseconds."""
     longest, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
-        since = time.perf_counter()
-        call(world, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 0), Use("row"), 0)
-        longest = max(longest, (time.perf_counter() - since) * 1e3)
+        longest = max(longest, timed(call, world, "pull_cache", CacheKeyByIdAndIndex(1, cache_id, 0), Use("row"), 0))
     return longest
 
 
 def row(world: World) -> int:
-    """Make a row; return its cache's id."""
     make(world, "row", Spec(rows=1), 1)
     return world.caches["row"].cache_id
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when the control thread was held up for more than 5 ms."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--realtime", action="store_true", help="both ends go first, where others use the machine too")
-    options = parser.parse_args(arguments)
+def drop_here(world: World) -> None:
+    """Drop the memory on a thread that may wait."""
+    dropped = threading.Thread(target=world.memory.pop("large")[0].close)
+    dropped.start()
+    dropped.join()
+
+
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     nbytes = min(int(options.gib * 2**30), available_memory()[0] // 2)
-    worst = 0.0
     with measured_ends("shm", realtime=options.realtime) as (prompt, decoder):
         cache_id = prompt.do(row)
         decoder.do(row)
@@ -85,20 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(0.3)
             held_up = prompt.do(drop)
             beside = decoder.finish()
-            worst = max(worst, held_up)
             prompt.do(hold, nbytes)
-            since = time.perf_counter()
-            prompt.do(drop_here)
-            here = (time.perf_counter() - since) * 1e3
-            say(
-                f"{nbytes / 2**30:.2f} GiB: the control thread was held up for {held_up:.3f} ms (another thread needs "
-                f"{here:.0f} ms); longest wait of the peer {quiet:.2f} ms before, {beside:.2f} ms meanwhile"
-            )
-    return 0 if worst <= BOUND_MS else 1
+            here = timed(prompt.do, drop_here)
+            text = f"the control thread was held up for {held_up:.3f} ms (another thread needs {here:.0f} ms)"
+            text += f"; longest wait of the peer {quiet:.2f} ms before, {beside:.2f} ms meanwhile"
+            yield f"{nbytes / 2**30:.2f} GiB: {text}", held_up <= BOUND_MS
 
 
-def drop_here(world: World) -> None:
-    """Drop the memory on a thread that may wait."""
-    dropped = threading.Thread(target=world.memory.pop("large")[0].close)
-    dropped.start()
-    dropped.join()
+OPTIONS: Final = {"gib": (4.0, ""), "rounds": (3, ""), "realtime": (False, REALTIME)}

@@ -4,39 +4,24 @@ Handlers run in the main thread of a process. So a worker's main thread makes ca
 of it, under a timer that rings at any moment. Awaited calls are made by the other threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from random import Random
+from typing import Any, Final, Self
 
-from faults.campaign.scene import Scene
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-
-    from faults.campaign.linker import Linker
-    from faults.campaign.mover import Mover
-
-__all__ = ["Awaiting", "Bell", "Cancelled", "Interrupted", "Roamer", "RungScene"]
+from faults.campaign.journal import Cancelled, Interrupted, Scene
+from llm_datadist.errors import LLMException
+from tests.support.linking import info
 
 #: What a caller loses by an interrupt is the handle of what was made, or of the task: these are left alone.
 _QUIET: Final = frozenset(
     {"allocate", "register", "deallocate", "unregister", "statistics", "explain", "transfer_cache_async"}
 )
 _SECONDS: Final = (5e-5, 2e-2)
-
-
-class Interrupted(Exception):
-    """What the handler raises."""
-
-
-class Cancelled(Exception):
-    """The task of an awaited call was cancelled."""
 
 
 class Bell:
@@ -76,7 +61,7 @@ class RungScene(Scene):
     rng: Random
 
     @classmethod
-    def beside(cls, scene: Scene, bell: Bell, rng: Random) -> RungScene:
+    def beside(cls, scene: Scene, bell: Bell, rng: Random) -> Self:
         """Return the same scene, in which calls are interrupted."""
         return cls(**vars(scene), bell=bell, rng=rng)
 
@@ -85,23 +70,6 @@ class RungScene(Scene):
             return super().call(kind, budget, function, *args, **kwargs)
         call = partial(self.bell.call, self.rng, self.journal.ended_after_interrupt, partial(function, *args, **kwargs))
         return super().call(kind, budget, call)
-
-
-class Roamer:
-    """What the main thread does: it moves bytes, links and unlinks."""
-
-    def __init__(self, mover: Mover, linker: Linker, rng: Random) -> None:
-        self.mover = mover
-        self._linker = linker
-        self._rng = rng
-
-    def run(self, seconds: float, stop: Callable[[], bool]) -> None:
-        """Go on for so long."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not stop():
-            if self._rng.random() < 0.02:
-                self._linker.look_after(self._linker.any_peer())
-            self.mover.step()
 
 
 class Awaiting:
@@ -123,7 +91,6 @@ class Awaiting:
         )
 
     def close(self) -> None:
-        """End the loop."""
         self._loop.close()
 
 
@@ -136,3 +103,67 @@ async def _awaited(call: Callable[[], Any], after: float | None) -> Any:
         return await task
     except asyncio.CancelledError:
         raise Cancelled from None
+
+
+class Linker:
+    """Both ends of every pair have one, so that they dial at once; some dial through a relay."""
+
+    def __init__(self, scene: Scene, rng: Random) -> None:
+        self._scene, self._rng = scene, rng
+        self._awaiting: Awaiting | None = None  # the main thread has none
+
+    def run(self) -> None:
+        scene, rng, self._awaiting = self._scene, self._rng, Awaiting(self._rng)
+        while not scene.stop.is_set():
+            for peer in scene.epoch.peers(scene.worker):
+                self.look_after(peer)
+                if scene.stop.is_set():
+                    break
+            scene.stop.wait(rng.choice((0.02, 0.1, 0.3)))
+        self._awaiting.close()
+
+    def any_peer(self) -> int:
+        return self._rng.choice(self._scene.epoch.peers(self._scene.worker))
+
+    def look_after(self, peer: int) -> None:
+        rng = self._rng
+        linked = peer + 1 in self._linked()
+        if self._scene.resting:
+            if linked and self._scene.directory.apart():
+                self.unlink(peer, 300, force=True)
+            return
+        if not linked or rng.random() < 0.05:
+            self.link(peer, rng.choice((300, 1000, 3000)))
+        elif rng.random() < 0.03:
+            self.unlink(peer, rng.choice((300, 1000)), force=rng.random() < 0.5)
+
+    def link(self, peer: int, timeout: int) -> Any:
+        scene = self._scene
+        cluster = info(peer + 1, scene.ports[peer])
+        return self._call("link_clusters", timeout, partial(scene.dd.link_clusters, [cluster], timeout))
+
+    def unlink(self, peer: int, timeout: int, *, force: bool) -> Any:
+        scene = self._scene
+        what = "unlink_clusters by force" if force else "unlink_clusters"
+        cluster = info(peer + 1, scene.ports[peer])
+        return self._call(what, timeout, partial(scene.dd.unlink_clusters, [cluster], timeout, force))
+
+    def _call(self, what: str, timeout: int, call: partial[Any]) -> Any:
+        form = (what, call) if self._awaiting is None else self._awaiting.form(what, call)
+        return self._scene.call(form[0], timeout / 1e3, form[1])
+
+    def _linked(self) -> set[int]:
+        scene = self._scene
+        statistics = scene.call("statistics", 0.0, scene.dd.statistics)
+        if isinstance(statistics, Exception):
+            return set()
+        scene.journal.doing.look(len(statistics.links), len(statistics.redials))
+        for link in statistics.links[:1]:
+            scene.call("explain", 0.0, self._explain, link.remote_cluster_id)
+        return {link.remote_cluster_id for link in statistics.links}
+
+    def _explain(self, cluster_id: int) -> None:
+        try:
+            repr(self._scene.dd.explain(cluster_id))
+        except LLMException:
+            self._scene.journal.note("links gone before they were explained")

@@ -1,40 +1,91 @@
-"""What one worker has seen: calls by kind and result, verified bytes, arrivals at steps, and what must not be.
+"""What all threads of one worker work with in an epoch, and what they have seen.
 
-The counts are written to a file every second and each violation at once, so that a kill loses little.
+Calls are counted by kind and result, by what the worker was doing, and judged; so are verified bytes, arrivals at
+steps, and what must not be. The counts are written to a file every second and each violation at once, so that a kill
+loses little.
 """
-
-from __future__ import annotations
 
 import gc
 import json
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
 
-from faults.campaign.interrupted import Cancelled, Interrupted
-from faults.campaign.numbers import class_of
-from faults.campaign.states import states_in
+from faults.campaign.memory import Directory
+from faults.campaign.schedule import Epoch
 from faults.gates import count_arrivals
+from llm_datadist import LLMDataDist
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from faults.campaign.states import Doing
-
-__all__ = ["SLACK_SECONDS", "Journal"]
 
 #: A call may return this much after its deadline, plus the time for which its whole process did not run.
 SLACK_SECONDS: Final = 5.0
 _TICK_SECONDS: Final = 0.02
 _FLUSH_SECONDS: Final = 1.0
+#: Of times, in a decade.
+CLASSES: Final = 20
+STATES: Final = ("idle", "linking", "linked idle", "calls running", "draining", "redialling")
+_BIT: Final = {state: 1 << number for number, state in enumerate(STATES)}
+_CALLS = {"link": "linking", "unlink": "draining"}
+_CALLS |= dict.fromkeys(("pull", "push", "copy", "swap", "transfer"), "calls running")
+
+
+def states_in(mask: int) -> list[str]:
+    return [state for state, bit in _BIT.items() if mask & bit] or ["idle"]
+
+
+class Doing:
+    """What one worker does; several things at once. Any thread. ``publish`` takes the mask whenever it changes."""
+
+    def __init__(self, publish: Callable[[int], None]) -> None:
+        self._publish = publish
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
+        self._linked = self._redialling = False
+        self.mask = 0
+
+    def change(self, kind: str, number: int) -> None:
+        """A call of that kind begins (1), or has ended (-1)."""
+        state = _CALLS.get(kind.partition("_")[0])
+        if state is not None:
+            with self._lock:
+                self._running[state] += number
+                self._tell()
+
+    def look(self, links: int, redials: int) -> None:
+        """So many links there are, and so many are being dialled again."""
+        with self._lock:
+            self._linked, self._redialling = links > 0, redials > 0
+            self._tell()
+
+    def _tell(self) -> None:
+        mask = sum(_BIT[state] for state, number in self._running.items() if number)
+        mask |= _BIT["redialling"] * self._redialling
+        # With a link, and nothing runs on any.
+        mask |= _BIT["linked idle"] * (self._linked and not mask)
+        self.mask = mask
+        self._publish(mask)
+
+
+def class_of(seconds: float) -> int:
+    return round(CLASSES * math.log10(max(seconds * 1e3, 1e-3)))
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises inside of a call."""
+
+
+class Cancelled(Exception):
+    """The task of an awaited call was cancelled."""
 
 
 @dataclass
@@ -48,23 +99,10 @@ class _Running:
 
 
 class Journal:
-    """Any thread of one worker writes into it.
-
-    Args:
-        path: Where counts (``.json``) and violations (``.jsonl``) go.
-        name: Who writes, for the violations.
-        doing: Is told which calls run.
-        harmed: Bytes of frames are changed on their way: a peer may seem to break the protocol.
-
-    Attributes:
-        leaving: The process finalizes while its threads make calls.
-    """
+    """Any thread of one worker writes into it: counts and violations go to files beside ``path``."""
 
     def __init__(self, path: Path, name: str, doing: Doing, *, harmed: bool) -> None:
-        self._path = path
-        self._name = name
-        self.doing = doing
-        self._harmed = harmed
+        self._path, self._name, self.doing, self._harmed = path, name, doing, harmed
         self.leaving = False
         # Open from the start: there may be no descriptors left when it is needed.
         self._violations = path.with_suffix(".jsonl").open("a", buffering=1)
@@ -73,10 +111,8 @@ class Journal:
         self.counts: Counter[str] = Counter()
         self._counting = count_arrivals()
         self._arrivals: Counter[str] = Counter()
-        self._worst = 0.0
-        self._slowest = 0.0
+        self._worst = self._slowest = self._lost = 0.0
         self._overruns: Counter[int] = Counter()
-        self._lost = 0.0
         self._running: dict[int, _Running] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="campaign-watch", daemon=True)
@@ -104,7 +140,6 @@ class Journal:
     # What is written
 
     def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call and count; return the result, or the exception."""
         mine = _Running(kind, time.monotonic(), budget, self._lost, threading.get_ident())
         self._running[mine.thread] = mine
         self.doing.change(kind, 1)
@@ -117,11 +152,23 @@ class Journal:
             states = states_in(self.doing.mask)
             self.doing.change(kind, -1)
             del self._running[mine.thread]
-        self._finished(mine, outcome)
+        late = self._late(mine)
+        with self._lock:
+            self.calls[f"{kind}|{_result(outcome)}"] += 1
+            self._worst = max(self._worst, late)
+            if late > 0 and budget:
+                self._overruns[class_of(late)] += 1
+        if late > SLACK_SECONDS:
+            self.violation("hangs", f"{kind} returned {late:.1f} s after its {budget:.1f} s: {outcome!r}")
         if isinstance(outcome, (Interrupted, Cancelled)):
             for state in states:
                 self.note(f"cell|{type(outcome).__name__.lower()}|{state}")
+        elif isinstance(outcome, Exception):
+            self._judge(kind, outcome)
         return outcome
+
+    def _late(self, call: _Running) -> float:
+        return time.monotonic() - call.started - call.budget - (self._lost - call.lost)
 
     def ended_after_interrupt(self, seconds: float) -> None:
         """A call has ended so long after a handler raised in it; it may have been waiting for others to stop."""
@@ -129,19 +176,15 @@ class Journal:
             self._slowest = max(self._slowest, seconds)
 
     def verified(self, nbytes: int) -> None:
-        """Bytes were compared and are right."""
-        with self._lock:
-            self.counts["verified bytes"] += nbytes
+        self.note("verified bytes", nbytes)
 
     def note(self, what: str, number: int = 1) -> None:
-        """Count something that is neither a call nor a violation."""
         with self._lock:
             self.counts[what] += number
 
     def violation(self, what: str, text: str) -> None:
         """Something is as it must never be. ``what``: wrong bytes, hangs, untyped errors, internal errors, leaks..."""
-        with self._lock:
-            self.counts[f"violation: {what}"] += 1
+        self.note(f"violation: {what}")
         line = json.dumps({"what": what, "who": self._name, "at": time.monotonic(), "text": text})
         with self._lock:
             if self._violations.closed:  # what is found after the end of an epoch
@@ -149,7 +192,6 @@ class Journal:
             self._violations.write(line + "\n")
 
     def flush(self) -> None:
-        """Write the counts."""
         with self._lock:
             seen = {"calls": self.calls, "counts": self.counts, "arrivals": dict(self._arrivals), "worst": self._worst}
             seen |= {"slowest": self._slowest, "overruns": list(self._overruns.items())}
@@ -160,21 +202,7 @@ class Journal:
 
     # The judge of calls
 
-    def _finished(self, mine: _Running, outcome: Any) -> None:
-        late = time.monotonic() - mine.started - mine.budget - (self._lost - mine.lost)
-        with self._lock:
-            self.calls[f"{mine.kind}|{_result(outcome)}"] += 1
-            self._worst = max(self._worst, late)
-            if late > 0 and mine.budget:
-                self._overruns[class_of(late)] += 1
-        if late > SLACK_SECONDS:
-            self.violation("hangs", f"{mine.kind} returned {late:.1f} s after its {mine.budget:.1f} s: {outcome!r}")
-        if isinstance(outcome, Exception):
-            self._judge(mine.kind, outcome)
-
     def _judge(self, kind: str, error: Exception) -> None:
-        if isinstance(error, (Interrupted, Cancelled)):
-            return
         text = "".join(traceback.format_exception(error))
         if not isinstance(error, LLMException):
             self.violation("untyped errors", f"{kind}: {text}")
@@ -200,22 +228,18 @@ class Journal:
                 self._lost += now - last - _TICK_SECONDS
             last = now
             for call in list(self._running.values()):
-                self._look(call, now)
+                late = self._late(call)
+                if late > 3 * SLACK_SECONDS and not call.told:
+                    call.told = True
+                    text = f"{call.kind} is {late:.1f} s over its {call.budget:.1f} s:\n{stack(call.thread)}"
+                    self.violation("hangs", text)
             if now - flushed > _FLUSH_SECONDS:
                 flushed = now
                 with suppress(OSError):  # no descriptors: later
                     self.flush()
 
-    def _look(self, call: _Running, now: float) -> None:
-        late = now - call.started - call.budget - (self._lost - call.lost)
-        if late > 3 * SLACK_SECONDS and not call.told:
-            call.told = True
-            self.violation("hangs", f"{call.kind} is {late:.1f} s over its {call.budget:.1f} s:\n{stack(call.thread)}")
-
 
 class _Alarm(logging.Handler):
-    """What the library says about itself."""
-
     def __init__(self, journal: Journal) -> None:
         super().__init__(logging.WARNING)
         self._journal = journal
@@ -228,7 +252,6 @@ class _Alarm(logging.Handler):
 
 
 def stack(thread: int) -> str:
-    """Return where a thread is."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "gone"
 
@@ -242,3 +265,33 @@ def _result(outcome: Any) -> str:
     if isinstance(outcome, tuple) and outcome and isinstance(outcome[0], LLMStatusCode):
         return "ok" if outcome[0] is LLMStatusCode.LLM_SUCCESS else f"returned {outcome[0].name}"
     return "ok"
+
+
+@dataclass
+class Scene:
+    """One worker in one epoch; its cluster id is its number plus 1."""
+
+    dd: LLMDataDist
+    cm: CacheManager
+    epoch: Epoch
+    worker: int
+    life: int  # how many times it has been killed so far
+    directory: Directory
+    journal: Journal
+    ports: dict[int, int]  # where to dial each peer: its listener, or a relay before it
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def resting(self) -> bool:
+        return self.directory.resting()
+
+    @property
+    def budget(self) -> float:
+        return self.epoch.sync_ms / 1e3
+
+    @property
+    def seed(self) -> str:
+        return f"{self.epoch.seed} worker {self.worker} life {self.life}"
+
+    def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.journal.call(kind, budget, function, *args, **kwargs)

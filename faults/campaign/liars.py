@@ -1,4 +1,6 @@
-"""Liars: peers that link properly and then say what is well formed and not true. It may cost them their own link.
+"""Liars and garbage: peers that lie, and what no peer should say, said to a worker's listener or same-host socket.
+
+Liars are peers that link properly and then say what is well formed and not true. It may cost them their own link.
 
 Everything is claimed: the incarnation and the cluster id of a worker's peer, time without end, pins and tensors that
 they did not read, caches by generations that are over or to come, addresses, and that they unlink.
@@ -7,53 +9,41 @@ What a liar may do by the protocol it does not do, because the campaign would ta
 over shared memory, where a release is believed, and it writes with no handle that may become true.
 """
 
-from __future__ import annotations
-
+import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from faults.campaign.directory import Kind
+from faults.campaign.memory import Directory, Found, Kind
 from faults.campaign.producer import blocks_key, request_of
-from faults.fuzz.forge import LINK, Forge
+from faults.campaign.schedule import Epoch
+from faults.fuzz.forge import HANDSHAKE, LINK, Forge
+from faults.lane_ends import READ, WRITE, frame_of
 from faults.strangers import Stranger
 from llm_datadist._cache.registry import Namespace
-from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import new_share
-from llm_datadist._memory.exports import Exports
-from llm_datadist._memory.guards import GuardTable
+from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transfer.target import encode_handle
-from llm_datadist._transport.lanes import dial_lanes
-from llm_datadist._transport.samehost import exchange_memory
+from llm_datadist._transport.lanes import LANE_PREAMBLE
 from llm_datadist.errors import LLMException
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from faults.campaign.directory import Directory, Found
-    from faults.campaign.epochs import Epoch
-
-__all__ = ["Liars", "Victim"]
-
-_HEADER: Final = Struct("<IBBHQQQQ")  # of a lane's frame, as native/wire.hpp has it
-_MAGIC, _READ, _WRITE = 0x31444C44, 1, 3
 _PATIENCE_SECONDS: Final = 2.0
 _FOREVER_MS: Final = 2**62
+_HELD_SECONDS: Final = 4.0
 
 
 @dataclass(frozen=True)
 class Victim:
-    """The worker that is lied to."""
-
     number: int
     port: int
     epoch: Epoch
@@ -62,7 +52,6 @@ class Victim:
 
     @property
     def transport(self) -> str:
-        """The one to ask for."""
         forced: str = self.epoch.settings(self.number)["extra"]["llm.Transport"]
         return "shm" if forced == "auto" else forced
 
@@ -83,13 +72,11 @@ class Liars:
         self.linked = 0
 
     def send(self, seed: int, victim: Victim, seconds: float) -> None:
-        """Let one more go to a worker."""
         self._stop.clear()
         self._threads.append(threading.Thread(target=self._run, args=(Random(seed), victim, seconds), daemon=True))
         self._threads[-1].start()
 
     def join(self) -> None:
-        """Wait until all are gone."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -99,8 +86,7 @@ class Liars:
         until = time.monotonic() + seconds
         # Whoever it lies to may hang up at any moment, be stopped, or be killed.
         with suppress(OSError, LLMException, AssertionError), _Liar(rng, victim) as liar:
-            if not liar.join():
-                return
+            liar.join()
             self.linked += 1
             while time.monotonic() < until and not self._stop.is_set():
                 liar.lie()
@@ -116,42 +102,34 @@ class _Liar(Stranger):
         self.sock.settimeout(_PATIENCE_SECONDS)
         self._rng, self._victim = rng, victim
         self._forge = Forge(rng.randrange(1 << 30), LINK, wrong=0.0)
-        self._lanes: list[socket.socket] = []
         self._pins = [1, 2, 3]
         self._answers: list[wire.Resolved] = []
         self._number = 0
 
-    def join(self) -> bool:
-        """Become linked, unless that is refused."""
-        rca, transport = self._victim.epoch.rca, self._victim.transport
-        deadline = Deadline(int(_PATIENCE_SECONDS * 1e3))
-        hello = self.hello(remote_accessible=rca, transport=transport)
-        self.say(wire.CONTROL_PREAMBLE, hello)
-        welcome = self.hear(wire.Message)
-        if not isinstance(welcome, wire.Welcome):
-            return False
-        if transport == "tcp":
-            dialled = dial_lanes(self.sock.getpeername()[:2], welcome.lane_token, 2, deadline)
-            self._lanes = [lane.socket for lane in dialled]
-        else:
-            assert isinstance(self._guards, GuardTable)
-            exports = Exports(self.incarnation, {}, self._guards, writable=rca)
-            exchange_memory(welcome.rendezvous, hello.token, exports, deadline).close()
-        sequence = self._rng.choice((1, 2, 1 << 40, 2**63 - 1))
-        present, proof = self._rng.random() < 0.1, self._rng.choice((b"", bytes(32)))
-        self.say(wire.TransportChoice(transport, "it lies", sequence, present, proof, new_share()))
-        return isinstance(self.hear(wire.Message), wire.Linked)
+    def join(self) -> None:
+        rng, rca, transport = self._rng, self._victim.epoch.rca, self._victim.transport
+        choice = {"present": rng.random() < 0.1, "proof": rng.choice((b"", bytes(32))), "share": new_share()}
+        sequence = rng.choice((1, 2, 1 << 40, 2**63 - 1))
+        self.link(sequence, transport, choice, remote_accessible=rca, transport=transport)
 
     def lie(self) -> None:
-        """Say something."""
         self._number += 1
-        lies = [self._resolve, self._release, self._consumed, self._verify, self._locate, self._unlink, self._forged]
-        self._rng.choices([*lies, self._ask_lane], (6, 6, 3, 3, 2, 0.3, 3, 6 if self._lanes else 0))[0]()
+        lies: dict[Callable[[], object], float] = {
+            self._resolve: 6,
+            self._release: 6,
+            self._consumed: 3,
+            self._verify: 3,
+            self._locate: 2,
+            lambda: self.say(wire.UnlinkRequest(self._number), wire.UnlinkCancel()): 0.3,
+            lambda: self.say(*(self._forge.frame() for _ in range(self._rng.randrange(1, 9)))): 3,
+            self._ask_lane: 6 if self.lanes else 0,
+        }
+        self._rng.choices(list(lies), list(lies.values()))[0]()
         time.sleep(self._rng.choice((0.0, 0.002, 0.02)))
 
     def _found(self) -> Found | None:
         # Over shared memory the release of a key that was not read is believed.
-        keyed = (Kind.KEYED,) * bool(self._lanes)
+        keyed = (Kind.KEYED,) * bool(self.lanes)
         kinds = (Kind.BLOCKS, Kind.REBOUND, Kind.ROWS, Kind.INBOX, Kind.INROWS, *keyed)
         return self._victim.directory.pick(self._rng, [self._victim.number], *kinds)
 
@@ -178,7 +156,7 @@ class _Liar(Stranger):
 
     def _consumed(self) -> None:
         found = self._found()
-        if found is not None and (self._victim.epoch.rca or self._lanes):
+        if found is not None and (self._victim.epoch.rca or self.lanes):
             self.say(wire.Consumed(found.cache_id, self._rng.randrange(found.shape.rows), 0, found.shape.tensors))
 
     def _guarded(self) -> tuple[int, list[wire.Guarded]] | None:
@@ -201,12 +179,6 @@ class _Liar(Stranger):
         addresses = np.array([self._rng.randrange(2**47) for _ in range(8)], "<u8").tobytes()
         self.say(wire.Locate(self._number, addresses, self._rng.choice((1, 4096, 2**62))))
 
-    def _unlink(self) -> None:
-        self.say(wire.UnlinkRequest(self._number), wire.UnlinkCancel())
-
-    def _forged(self) -> None:
-        self.say(b"".join(self._forge.frame() for _ in range(self._rng.randrange(1, 9))))
-
     def _ask_lane(self) -> None:
         named = self._guarded()
         if named is None:
@@ -217,15 +189,74 @@ class _Liar(Stranger):
         plan = Plan(0, 0, 2, plan_row(at, at, nbytes), False, 2 * nbytes)
         meta = encode_request(handle, self._rng.choice((4096, 12288, 2**40)), plan, write)
         payload = b"\xee" * (2 * nbytes) if write else b""
-        kind = _WRITE if write else _READ
-        header = _HEADER.pack(_MAGIC, kind, 0, 0, self._number, len(meta), len(payload), 0)
-        lane = self._rng.choice(self._lanes)
+        lane = self._rng.choice(self.lanes)
         with suppress(BlockingIOError):
-            lane.sendall(header + meta + payload)
+            lane.sendall(frame_of(WRITE if write else READ, self._number, meta, payload))
             lane.recv(1 << 16, socket.MSG_DONTWAIT)
 
-    def __exit__(self, *exc_info: object) -> None:
-        super().__exit__(*exc_info)
-        with ExitStack() as stack:
-            for lane in self._lanes:
-                stack.enter_context(lane)
+
+class Rubbish:
+    """Owns the connections that were used for it, for a few seconds each. The supervisor's thread only."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[float, socket.socket]] = []
+
+    def throw(self, kind: str, seed: int, port: int, pid: int, folder: Path) -> None:
+        rng = Random(seed)
+        with suppress(OSError):
+            sock = self._rendezvous(pid, folder) if kind == "rendezvous" else self._listener(port)
+            if sock is not None:
+                self._held.append((time.monotonic() + rng.uniform(0.0, _HELD_SECONDS), sock))
+                _say(sock, kind, rng)
+
+    def tidy(self, *, all_of_it: bool = False) -> None:
+        now = time.monotonic()
+        over = [sock for until, sock in self._held if all_of_it or until < now]
+        self._held = [(until, sock) for until, sock in self._held if sock not in over]
+        for sock in over:
+            sock.close()
+
+    @staticmethod
+    def _listener(port: int) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", port), 0.5)
+        sock.setblocking(False)
+        return sock
+
+    @staticmethod
+    def _rendezvous(pid: int, folder: Path) -> socket.socket | None:
+        """Return a connection to the same-host socket of a process, found as any stranger would find it."""
+        inodes = set()
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(entry))
+        for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 7 and f"socket:[{fields[6]}]" in inodes and fields[5] == "01":
+                name = fields[7]
+                sock = socket.socket(socket.AF_UNIX, int(fields[4], 16))
+                sock.setblocking(False)
+                try:
+                    sock.connect("\0" + name[1:] if name.startswith("@") else name)
+                except OSError:
+                    sock.close()
+                    continue
+                return sock
+        return None
+
+
+def _say(sock: socket.socket, kind: str, rng: Random) -> None:
+    match kind:
+        case "noise" | "rendezvous":
+            data = rng.randbytes(rng.choice((1, 16, 300, 9000)))
+        case "half a greeting":
+            data = (CONTROL_PREAMBLE + Forge(rng.randrange(1 << 30), HANDSHAKE).frame())[: rng.randrange(1, 60)]
+        case "huge frame":
+            data = CONTROL_PREAMBLE + FRAME_HEADER.pack(rng.choice((1 << 20, (1 << 20) + 1, (1 << 32) - 1))) + b"x" * 99
+        case "frames":
+            forge = Forge(rng.randrange(1 << 30), LINK | HANDSHAKE)
+            data = CONTROL_PREAMBLE + b"".join(forge.frame() for _ in range(20))
+        case "lane":
+            data = LANE_PREAMBLE + rng.randbytes(rng.choice((3, 16, 64, 500)))
+        case _:
+            return
+    sock.send(data)

@@ -4,31 +4,22 @@ One pair is two CacheManagers that link by ``link_clusters`` and take each other
 has the v1 interface. Addresses, ports and pools are their own; the worker's threads, signals and faults are not.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
-import time
-from typing import TYPE_CHECKING, Any, Final
+from random import Random
+from typing import Any, Final
 
 import numpy as np
 
-from faults.campaign.contents import Shape, Stamp, difference, whole
-from faults.campaign.memory import fill
+from faults.campaign.journal import Scene
+from faults.campaign.memory import Shape, Stamp, difference, fill, whole
+from faults.harness import holds_within
 from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole, RegisterMemStatus
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.linking import info
 from tests.support.ranks import table
 from tests.support.world import make_config
-
-if TYPE_CHECKING:
-    from random import Random
-
-    from faults.campaign.scene import Scene
-    from llm_datadist import Cache
-
-__all__ = ["Lodgers"]
 
 _SHAPE: Final = Shape(4, 8, 64)
 _BUDGET_MS: Final = 2000
@@ -39,14 +30,10 @@ _numbers: Final = itertools.count(1)
 
 
 class Lodgers:
-    """The thread that has them, one pair at a time."""
-
     def __init__(self, scene: Scene, rng: Random) -> None:
-        self._scene = scene
-        self._rng = rng
+        self._scene, self._rng = scene, rng
 
     def run(self) -> None:
-        """The thread."""
         while not self._scene.stop.is_set():
             how = self._rng.choice(("clusters", "roles", "ranks", "v1"))
             prompt, decoder = LLMDataDist(LLMRole.PROMPT, 1), LLMDataDist(LLMRole.DECODER, 2)
@@ -59,13 +46,13 @@ class Lodgers:
             self._scene.stop.wait(self._rng.choice((0.05, 0.3)))
 
     def _call(self, kind: str, function: Any, *args: Any) -> Any:
-        """Call and count; raise what the call raises."""
         outcome = self._scene.call(f"lodger {kind}", _BUDGET_MS / 1e3, function, *args)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     def _live(self, how: str, prompt: LLMDataDist, decoder: LLMDataDist) -> None:
+        scene = self._scene
         settings: dict[str, Any] = {"sync_kv_timeout": _BUDGET_MS, "mem_pool_cfg": _POOL, "host_mem_pool_cfg": None}
         # A transport of their own choice: between the two ends of one process any will do.
         settings["extra"] = {"llm.Transport": self._rng.choice(("auto", "inproc", "shm", "tcp"))}
@@ -77,49 +64,34 @@ class Lodgers:
             self._call("switch_role", prompt.switch_role, LLMRole.DECODER)  # which listens no more
             options = make_config(**settings, listen_ip_info="127.0.0.1:0")
             self._call("switch_role", prompt.switch_role, LLMRole.PROMPT, options)
-        source, target = self._caches(how, prompt, decoder)
-        stamp = Stamp(self._scene.worker, self._scene.life, 59, next(_numbers))
+        turn = next(_numbers)
+        managers: list[Any] = [
+            each.kv_cache_manager if how == "v1" else each.cache_manager for each in (prompt, decoder)
+        ]
+        made = [
+            self._call("allocate", manager.allocate_blocks_cache, _SHAPE.desc(), key)
+            for manager, key in zip(managers, (_KEY, None), strict=True)
+        ]
+        source, target = (each._cache if how == "v1" else each for each in made)
+        stamp = Stamp(scene.worker, scene.life, 59, turn)
         fill(tensor_views(source), stamp)
-        numbers = [self._meet(each) for each in (prompt, decoder)] if how == "ranks" else []
-        if numbers:
-            limit = time.monotonic() + _PREPARE_SECONDS
-            while decoder.query_register_mem_status(numbers[1]) is RegisterMemStatus.PREPARING:
-                if time.monotonic() > limit:
-                    break
-                time.sleep(0.01)
+        numbers = []
+        if how == "ranks":
+            join = f"campaign {os.getpid()} {turn}", {1: 0, 2: 1}, table("127.0.0.1", "127.0.0.1")
+            numbers = [self._call("link", each.link, *join) for each in (prompt, decoder)]
+            preparing = RegisterMemStatus.PREPARING
+            holds_within(lambda: decoder.query_register_mem_status(numbers[1]) is not preparing, _PREPARE_SECONDS)
         else:
             self._call("link_clusters", decoder.link_clusters, [info(1, prompt.listen_port)], _BUDGET_MS)
-        self._pull(how, decoder, target, stamp)
-        self._mistake(target)
-        for each, number in zip((prompt, decoder), numbers, strict=bool(numbers)):
-            self._call("unlink", each.unlink, number)
-
-    def _meet(self, datadist: LLMDataDist) -> int:
-        name = f"campaign {os.getpid()} {self._turn}"
-        number: int = self._call("link", datadist.link, name, {1: 0, 2: 1}, table("127.0.0.1", "127.0.0.1"))
-        return number
-
-    def _caches(self, how: str, prompt: LLMDataDist, decoder: LLMDataDist) -> tuple[Cache, Cache]:
-        self._turn = next(_numbers)
-        made = []
-        for each, key in ((prompt, _KEY), (decoder, None)):
-            manager: Any = each.kv_cache_manager if how == "v1" else each.cache_manager
-            made.append(self._call("allocate", manager.allocate_blocks_cache, _SHAPE.desc(), key))
-        self._made = made
-        return tuple(each._cache if how == "v1" else each for each in made)
-
-    def _mistake(self, target: Cache) -> None:
-        """Give a cache of a lodger to the worker's own manager, which must not take it for one of its own."""
-        copy = self._scene.cm.copy_blocks
-        if self._scene.call("copy_blocks of a lodger", self._scene.budget, copy, target, {0: [1]}) is None:
-            self._scene.journal.violation("wrong bytes", "a cache of a lodger was taken for one of the worker's")
-
-    def _pull(self, how: str, decoder: LLMDataDist, target: Cache, stamp: Stamp) -> None:
-        manager: Any = decoder.kv_cache_manager if how == "v1" else decoder.cache_manager
         blocks = list(range(_SHAPE.rows))
-        self._call(f"pull_blocks, {how}", manager.pull_blocks, _KEY, self._made[1], blocks, blocks)
+        self._call(f"pull_blocks, {how}", managers[1].pull_blocks, _KEY, made[1], blocks, blocks)
         found, wanted = np.stack(tensor_views(target)), whole(stamp, _SHAPE)
         if np.array_equal(found, wanted):
-            self._scene.journal.verified(found.nbytes)
+            scene.journal.verified(found.nbytes)
         else:
-            self._scene.journal.violation("wrong bytes", f"lodger, {how}: {difference(found, wanted)}")
+            scene.journal.violation("wrong bytes", f"lodger, {how}: {difference(found, wanted)}")
+        # The worker's own manager must not take a cache of a lodger for one of its own.
+        if scene.call("copy_blocks of a lodger", scene.budget, scene.cm.copy_blocks, target, {0: [1]}) is None:
+            scene.journal.violation("wrong bytes", "a cache of a lodger was taken for one of the worker's")
+        for each, number in zip((prompt, decoder), numbers, strict=bool(numbers)):
+            self._call("unlink", each.unlink, number)

@@ -1,47 +1,39 @@
 """A thread of a worker that pulls, pushes and copies, and judges every byte of what it pulled into after each call."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any, Final
 
-from faults.campaign.contents import Shape, Stamp, difference, pattern, stamp_of
-from faults.campaign.copies import copy_inside
-from faults.campaign.directory import Found, Kind
-from faults.campaign.epochs import MOVERS
-from faults.campaign.interrupted import Awaiting, Cancelled, Interrupted
-from faults.campaign.litter import drop
-from faults.campaign.memory import Destination, close_all
+import numpy as np
+
+import llm_datadist as dist
+from faults.campaign.interrupted import Awaiting, Linker
+from faults.campaign.journal import Cancelled, Interrupted, Scene
+from faults.campaign.memory import Destination, Found, Kind, Stamp, Words, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
-from faults.campaign.sends import LAYERS, send
-from llm_datadist import CacheKeyByIdAndIndex, Placement
+from faults.campaign.schedule import MOVERS
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from llm_datadist.types.grant import Grant
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from random import Random
-
-    from faults.campaign.contents import Words
-    from faults.campaign.scene import Scene
-
-__all__ = ["Mover"]
+from tests.support.layers import Always
 
 _OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48
 #: How many of the calls, out of those that could, go where something was a while ago.
 _OLD = 0.25
 _REMEMBERED = 24
+#: Of one transfer: each has ``sync_kv_timeout`` for itself.
+LAYERS: Final = 2
+_SLACK_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True)
 class _Own:
-    """The caches of one mover: what it pulls into, and what it pushes (letters)."""
-
     blocks: Destination
     rows: Destination
     host: Destination
@@ -51,8 +43,6 @@ class _Own:
 
 @dataclass(frozen=True)
 class _Into:
-    """What a pull addresses."""
-
     dst: Destination
     tensors: Sequence[int]
     rows: Sequence[int]
@@ -62,9 +52,7 @@ class Mover:
     """One thread, with destinations of its own. ``number`` counts the movers of its worker."""
 
     def __init__(self, scene: Scene, rng: Random, number: int) -> None:
-        self._scene = scene
-        self._rng = rng
-        self._number = number
+        self._scene, self._rng, self._number = scene, rng, number
         self._peers = scene.epoch.peers(scene.worker)
         self._turn = 0
         self._remembered: deque[Found] = deque(maxlen=_REMEMBERED)
@@ -73,11 +61,10 @@ class Mover:
         #: What an earlier life of this worker may have pulled before it was killed: nobody is left who knows.
         self._inherited = scene.directory.generations()
         self._own: _Own | None = None
-        self._weights, self._work = zip(*self._jobs(), strict=True)
+        self._jobs = [job for job in self._all_jobs() if job[0]]
         self._awaiting: Awaiting | None = None  # the main thread has none
 
     def run(self) -> None:
-        """The thread."""
         scene, self._awaiting = self._scene, Awaiting(self._rng)
         while not scene.stop.is_set():
             self.step()
@@ -86,7 +73,6 @@ class Mover:
         self._awaiting.close()
 
     def step(self) -> None:
-        """Do one thing."""
         if self._scene.resting:
             self._scene.stop.wait(0.01)
             return
@@ -95,55 +81,54 @@ class Mover:
         if self._own is None:
             self._scene.stop.wait(0.05)
             return
-        self._rng.choices(self._work, self._weights)[0](self._own)
+        _, job, kinds = self._rng.choices(self._jobs, [weight for weight, *_ in self._jobs])[0]
+        if not kinds:
+            job(self._own)
+        elif (found := self._pick(*kinds)) is not None:
+            job(self._own, found)
 
-    def _jobs(self) -> list[tuple[int, Callable[[_Own], object]]]:
-        jobs: list[tuple[int, Callable[[_Own], object]]] = [
-            (8, self._pull_blocks),
-            (4, self._pull_row),
-            (3, self._copy_inside),
-            (1, self._begin_anew),
-            (2, self._pull_granted),
-            (2, lambda own: drop(self._scene, own.blocks.cache)),
+    def _all_jobs(self) -> list[tuple[int, Callable[..., object], tuple[Kind, ...]]]:
+        """Return what there is to do: its weight, and of which caches of a peer it needs one."""
+        rca, harmed = self._scene.epoch.rca, self._scene.epoch.harmed
+        return [
+            (8, self._pull_blocks, (Kind.BLOCKS, Kind.REBOUND)),
+            (4, self._pull_row, (Kind.ROWS,)),
+            (3, self._copy_inside, ()),
+            (1, self._begin_anew, ()),
+            (2, self._pull_granted, (Kind.GRANTED,)),
+            (2, lambda own: _drop(self._scene, own.blocks.cache), ()),
+            (6 * rca, self._push_blocks, (Kind.INBOX,)),
+            (4 * rca, self._push_row, (Kind.INROWS,)),
+            (8 * (not rca), self._pull_keyed, (Kind.KEYED,)),
+            (3 * (not rca), self._pull_prefix, (Kind.PREFIX,)),
+            # An address that is changed on its way is written to: nothing between two ends can find that out.
+            (2 * (not harmed), self._send, ()),
         ]
-        jobs += [(6, self._push_blocks), (4, self._push_row)] if self._scene.epoch.rca else [(8, self._pull_keyed)]
-        jobs += [] if self._scene.epoch.rca else [(3, self._pull_prefix)]
-        # An address that is changed on its way is written to: nothing between two ends can find that out.
-        jobs += [] if self._scene.epoch.harmed else [(2, self._send)]
-        return jobs
 
     def free(self) -> bool:
-        """Give all memory back; False: something is still in use."""
         own, self._own = self._own, None
         return own is None or close_all([own.blocks, own.rows, own.host, own.letters, own.long_letters])
 
     # --- destinations ----------------------------------------------------------------------------------------------
 
     def _made(self) -> _Own | None:
-        """Return new caches, or None: the pool is full, or is not given back in time."""
-        shape = self._scene.epoch.shape
+        scene, shape = self._scene, self._scene.epoch.shape
         self._turn += 1
         made: list[Destination] = []
         try:
-            for each, long in ((shape, False), (shape.long, True), (shape, False), (shape, False), (shape.long, True)):
-                made.append(self._destination(each, len(made), long=long))
+            for index, long in enumerate((False, True, False, False, True)):
+                host = index == 2
+                kind = "allocated" if host else self._rng.choice(("allocated", "inside", "private"))
+                placement = dist.Placement.HOST if host else dist.Placement.DEVICE
+                stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
+                each = shape.long if long else shape
+                made.append(Destination(scene, each, stamp, kind, long=long, placement=placement))
         except LLMException:
             close_all(made)
             return None
         return _Own(*made)
 
-    def _destination(self, shape: Shape, index: int, *, long: bool) -> Destination:
-        scene = self._scene
-        host = index == 2
-        kinds = ("allocated", "inside", "private") if not host else ("allocated",)
-        placement = Placement.HOST if host else Placement.DEVICE
-        kind = self._rng.choice(kinds)
-        stamp = Stamp(scene.worker, scene.life, _OWN_SLOT + self._number, 8 * self._turn + index)
-        settings: dict[str, Any] = {"budget": scene.budget, "kind": kind, "long": long, "placement": placement}
-        return Destination(scene.journal, scene.cm, shape, stamp, **settings)
-
     def _begin_anew(self, own: _Own) -> None:
-        """Others get the memory, at once."""
         if self._rng.random() < 0.3 and not self.free():
             self._scene.journal.note("destinations kept by others")
 
@@ -158,14 +143,28 @@ class Mover:
         return found
 
     def _copy_inside(self, own: _Own) -> None:
-        copy_inside(self._scene, self._rng, own.blocks, own.rows, own.host)
+        scene, rng = self._scene, self._rng
+        what = rng.choice(("copy_blocks", "swap_blocks", "copy_cache"))
+        source = target = own.rows if what == "copy_cache" else own.blocks
+        if what == "swap_blocks":
+            source, target = rng.sample((own.blocks, own.host), 2)
+            from_, to = (rng.sample(range(each.shape.rows), 3) for each in (source, target))
+            pairs = dict(zip(from_, to, strict=True))
+            outcome = scene.call(what, 0.0, scene.cm.swap_blocks, source.cache, target.cache, pairs)
+        elif what == "copy_blocks":
+            one, *to = rng.sample(range(source.shape.rows), 3)
+            from_ = [one, one]
+            outcome = scene.call(what, scene.budget, scene.cm.copy_blocks, source.cache, {one: to})
+        else:
+            row, *to = rng.sample(range(source.shape.rows), 2)
+            from_ = [row]
+            outcome = scene.call(what, scene.budget, scene.cm.copy_cache, source.cache, source.cache, to[0], row)
+        new = source.expected[:, from_] if outcome is None else None
+        target.settle(what, range(target.shape.tensors), to, new)
 
     # --- pulls -----------------------------------------------------------------------------------------------------
 
-    def _pull_blocks(self, own: _Own) -> None:
-        found = self._pick(Kind.BLOCKS, Kind.REBOUND)
-        if found is None:
-            return
+    def _pull_blocks(self, own: _Own, found: Found) -> None:
         count = self._rng.choice((1, 2, 5, found.shape.rows))
         sources = self._rng.sample(range(found.shape.rows), count)
         targets = self._rng.sample(range(found.shape.rows), count)
@@ -174,9 +173,8 @@ class Mover:
         wanted = partial(pattern, tensors=from_, rows=sources, words=found.shape.words)
         self._pull("pull_blocks", call, found, _Into(own.blocks, to, targets), wanted)
 
-    def _pull_granted(self, own: _Own) -> None:
-        found = self._pick(Kind.GRANTED)
-        if found is None or not found.extra:
+    def _pull_granted(self, own: _Own, found: Found) -> None:
+        if not found.extra:
             return
         rows = self._rng.sample(range(found.shape.rows), self._rng.choice((1, 2, 5)))
         tensors, grant = range(found.shape.tensors), Grant.from_bytes(found.extra)
@@ -191,21 +189,15 @@ class Mover:
             return range(tensors), range(tensors), {}
         count = self._rng.randint(1, layers)
         there, here = self._rng.randint(0, layers - count), self._rng.randint(0, layers - count)
-        ranges: dict[str, Any] = {
-            "src_layer_range": range(there, there + count),
-            "dst_layer_range": range(here, here + count),
-        }
-        return range(2 * there, 2 * (there + count)), range(2 * here, 2 * (here + count)), ranges
+        src, dst = range(there, there + count), range(here, here + count)
+        ranges = {"src_layer_range": src, "dst_layer_range": dst}
+        return range(2 * there, 2 * src.stop), range(2 * here, 2 * dst.stop), ranges
 
-    def _pull_row(self, own: _Own) -> None:
-        found = self._pick(Kind.ROWS)
-        if found is None:
-            return
+    def _pull_row(self, own: _Own, found: Found) -> None:
         row = self._rng.randrange(found.shape.rows)
-        self._row(own, found, CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
+        self._row(own, found, dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row), row)
 
     def _row(self, own: _Own, found: Found, key: Any, row: int) -> Any:
-        """Pull a row into a row, or into blocks; return what came of it."""
         tensors = range(found.shape.tensors)
         wanted = partial(pattern, tensors=tensors, rows=(row,), words=found.shape.words)
         if self._rng.random() < 0.5:
@@ -231,7 +223,7 @@ class Mover:
         if outcome is None and scene.directory.life(found.worker) == found.incarnation:
             first = int(dst.views[tensors[0]][rows[0], 0])
             generation = self._generation(found, first)
-            scene.directory.pulled(scene.worker, found.worker, started)
+            scene.directory.good[scene.worker, found.worker] = started
             if dst.settle(about, tensors, rows, wanted(found.at(generation))):
                 self._judge_time(about, found, generation, started)
         else:
@@ -241,7 +233,6 @@ class Mover:
         return outcome
 
     def _call(self, what: str, call: partial[Any]) -> Any:
-        """Call in this form or that."""
         form = (what, call) if self._awaiting is None else self._awaiting.form(what, call)
         return self._scene.call(form[0], self._scene.budget, form[1])
 
@@ -255,10 +246,8 @@ class Mover:
     def _judge_time(self, about: str, found: Found, generation: int, started: int) -> None:
         ended = self._scene.directory.moment(found, generation, "ended")
         if ended and ended < started:
-            late = (started - ended) / 1e6
-            self._scene.journal.violation(
-                "wrong bytes", f"{about}: generation {generation} had ended {late:.1f} ms before"
-            )
+            text = f"{about}: generation {generation} had ended {(started - ended) / 1e6:.1f} ms before"
+            self._scene.journal.violation("wrong bytes", text)
 
     def _judge_error(self, what: str, outcome: Any) -> None:
         if isinstance(outcome, ChecksumMismatch):
@@ -269,11 +258,8 @@ class Mover:
 
     # --- keys, each consumed once ----------------------------------------------------------------------------------
 
-    def _pull_keyed(self, own: _Own) -> None:
+    def _pull_keyed(self, own: _Own, found: Found) -> None:
         """Each row of a keyed cache belongs to one mover, so that a second success is one too many."""
-        found = self._pick(Kind.KEYED)
-        if found is None:
-            return
         takers = MOVERS * len(self._scene.epoch.peers(found.worker))
         me = self._taker(found.worker)
         mine = [row for row in range(found.shape.rows) if (row + found.generation) % takers == me]
@@ -283,26 +269,8 @@ class Mover:
         identity = (found.worker, found.incarnation, found.slot, found.generation, row)
         link = self._link(found)
         by_id = self._rng.random() < 0.2
-        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
-        outcome = self._row(own, found, key, row)
-        self._judge_key(found, identity, link, outcome, by_id=by_id)
-
-    def _pull_prefix(self, own: _Own) -> None:
-        found = self._pick(Kind.PREFIX)
-        if found is None:
-            return
-        row = self._rng.randrange(found.shape.rows)
-        outcome = self._row(own, found, prefix_of(found, row), row)
-        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
-            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
-
-    def _should_be_there(self, found: Found) -> bool:
-        directory = self._scene.directory
-        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
-        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
-
-    def _judge_key(self, found: Found, identity: tuple[int, ...], link: Any, outcome: Any, *, by_id: bool) -> None:
-        journal = self._scene.journal
+        key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row) if by_id else request_of(found, row)
+        outcome, journal = self._row(own, found, key, row), self._scene.journal
         known = identity in self._consumed
         lost = isinstance(outcome, CacheNotFound) and not known and identity[:4] not in self._inherited
         if outcome is None:
@@ -316,8 +284,18 @@ class Mover:
         elif lost and self._should_be_there(found):
             journal.violation("keys", f"{identity} has gone, and nobody pulled or removed it: {outcome}")
 
+    def _pull_prefix(self, own: _Own, found: Found) -> None:
+        row = self._rng.randrange(found.shape.rows)
+        outcome = self._row(own, found, prefix_of(found, row), row)
+        if isinstance(outcome, CacheNotFound) and self._should_be_there(found):
+            self._scene.journal.violation("keys", f"prefix key {row} of {found} has gone: {outcome}")
+
+    def _should_be_there(self, found: Found) -> bool:
+        directory = self._scene.directory
+        there = directory.life(found.worker) == found.incarnation and directory.newest(found) == found.generation
+        return there and not directory.moment(found, found.generation, "ending") and not self._scene.epoch.harmed
+
     def _taker(self, owner: int) -> int:
-        """Return which of the movers linked to an owner this one is."""
         return self._scene.epoch.peers(owner).index(self._scene.worker) * MOVERS + self._number
 
     def _link(self, found: Found) -> Any:
@@ -328,17 +306,14 @@ class Mover:
 
     # --- pushes ----------------------------------------------------------------------------------------------------
 
-    def _push_blocks(self, own: _Own) -> None:
-        found = self._pick(Kind.INBOX)
-        if found is None:
-            return
+    def _push_blocks(self, own: _Own, found: Found) -> None:
         stamp, letters = self._letter(own.letters), own.letters
         rows = self._own_rows(found)
         sources = self._rng.sample(range(letters.shape.rows), len(rows))
         from_, to, ranges = self._layers(found.shape.tensors)
         key: Any = blocks_key(found)
         if self._rng.random() < 0.3:
-            key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
+            key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, 0)
         call = partial(self._scene.cm.push_blocks, key, letters.cache, sources, rows, **ranges)
         if self._push("push_blocks", call, found, letters):
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
@@ -346,7 +321,6 @@ class Mover:
             self._look_at_letters(found, _Into(own.blocks, to, back), rows, wanted)
 
     def _send(self, own: _Own) -> None:
-        """Send some layers one by one, by key, or to an address."""
         kind = Kind.INBOX if self._scene.epoch.rca else Kind.MAILBOX
         # Never where something was: an address says nothing of whose memory it is now.
         found = self._scene.directory.pick(self._rng, self._peers, kind)
@@ -356,7 +330,7 @@ class Mover:
         sources = self._rng.sample(range(own.letters.shape.rows), len(rows))
         first = self._rng.randrange(found.shape.tensors // 2)
         layers = range(first, min(first + LAYERS, found.shape.tensors // 2))
-        call = partial(send, self._scene, found, own.letters, sources, rows, layers)
+        call = partial(_send, self._scene, found, own.letters, sources, rows, layers)
         if self._push("transfer_cache_async", call, found, own.letters):
             back = self._rng.sample(range(own.blocks.shape.rows), len(rows))
             tensors = range(2 * layers.start, 2 * layers.stop)
@@ -367,9 +341,8 @@ class Mover:
         """Pull back what was pushed, and layers that were not: these may hold anything."""
         scene, dst, back = self._scene, into.dst, into.rows
         started = time.monotonic_ns()
-        outcome = scene.call(
-            "pull_blocks back", scene.budget, scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, back
-        )
+        pull = partial(scene.cm.pull_blocks, blocks_key(found), dst.cache, rows, list(back))
+        outcome = scene.call("pull_blocks back", scene.budget, pull)
         self._judge_error("pull_blocks back", outcome)
         everything = range(found.shape.tensors)
         found_now = [view[list(back)].copy() for view in dst.views]
@@ -384,13 +357,10 @@ class Mover:
                 return
         scene.journal.verified(wanted.nbytes)
 
-    def _push_row(self, own: _Own) -> None:
-        found = self._pick(Kind.INROWS)
-        if found is None:
-            return
+    def _push_row(self, own: _Own, found: Found) -> None:
         letters, stamp = own.long_letters, self._letter(own.long_letters)
         row, source = self._rng.choice(self._own_rows(found)), self._rng.randrange(letters.shape.rows)
-        key = CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
+        key = dist.CacheKeyByIdAndIndex(found.cluster_id, found.cache_id, row)
         call = partial(self._scene.cm.push_cache, key, letters.cache, source)
         if self._push("push_cache", call, found, letters):
             back = self._rng.randrange(own.rows.shape.rows)
@@ -400,7 +370,6 @@ class Mover:
             self._pull("pull_cache back", pull, found, _Into(own.rows, tensors, (back,)), lambda _: wanted)
 
     def _letter(self, letters: Destination) -> Stamp:
-        """Write something new into what is to be pushed."""
         self._turn += 1
         stamp = Stamp(self._scene.worker, self._scene.life, _SOURCE_SLOT + self._number, self._turn % (1 << 20))
         letters.fill(stamp)
@@ -412,7 +381,6 @@ class Mover:
         return [row for row in range(found.shape.rows) if pusher_of(row, found.generation, pushers) == me]
 
     def _push(self, what: str, call: partial[Any], found: Found, letters: Destination) -> bool:
-        """Return True when it succeeded and can be looked at."""
         scene = self._scene
         started = time.monotonic_ns()
         outcome = self._call(what, call)
@@ -422,3 +390,58 @@ class Mover:
             return False
         self._judge_time(f"{what} into {found}", found, found.generation, started)
         return not scene.directory.moment(found, found.generation, "ending")
+
+
+def _send(scene: Scene, found: Found, letters: Destination, sources: list[int], rows: list[int], layers: range) -> None:
+    """Send layers, and wait until the transfer has ended; raise what came of it."""
+    config: Any
+    if scene.epoch.rca:
+        config = dist.TransferWithCacheKeyConfig(blocks_key(found), layers, layers)
+    else:
+        addresses = np.frombuffer(found.extra, "<u8")[2 * layers.start : 2 * layers.stop]
+        config = dist.TransferConfig(found.cluster_id, addresses.tolist(), layers)
+    task = scene.cm.transfer_cache_async(letters.cache, Always(), [config], sources, rows)
+    # Nothing of it may go on: what is sent is written anew afterwards.
+    code = task.synchronize(int((LAYERS * scene.budget + _SLACK_SECONDS) * 1e3))
+    if code is not dist.LLMStatusCode.LLM_SUCCESS:
+        raise task.errors[0] or LLMException("a transfer that failed has no error", status_code=code)
+
+
+class _Litter:
+    """A grant and a cache, in a cycle, so that the collector frees them."""
+
+    def __init__(self, cm: CacheManager, grant: Grant, cache: dist.Cache) -> None:
+        self._me = self
+        self._cm, self._grant, self._cache = cm, grant, cache
+
+    def __del__(self) -> None:
+        with suppress(LLMException):  # finalized before
+            self._grant.revoke()
+            self._cm.deallocate_blocks_cache(self._cache)
+
+
+def _drop(scene: Scene, granted: dist.Cache) -> None:
+    grant = scene.call("grant", 0.0, granted.grant, [0], 60.0)
+    if isinstance(grant, BaseException):
+        return
+    desc = dist.CacheDesc(1, [1, 64], dist.DataType.DT_INT8)
+    cache = scene.call("allocate", scene.budget, scene.cm.allocate_blocks_cache, desc)
+    if isinstance(cache, BaseException):
+        grant.revoke()
+        return
+    _Litter(scene.cm, grant, cache)
+    scene.journal.note("left to finalizers")
+
+
+class Roamer:
+    """What the main thread does: it moves bytes, links and unlinks."""
+
+    def __init__(self, mover: Mover, linker: Linker, rng: Random) -> None:
+        self.mover, self._linker, self._rng = mover, linker, rng
+
+    def run(self, seconds: float, stop: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not stop():
+            if self._rng.random() < 0.02:
+                self._linker.look_after(self._linker.any_peer())
+            self.mover.step()

@@ -3,34 +3,24 @@
 Every kind of memory that the interface protects is reused at once, under whoever still reads or writes it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from faults.campaign.contents import GENERATIONS, Shape, Stamp
-from faults.campaign.directory import Found, Kind
-from faults.campaign.epochs import MOVERS
-from faults.campaign.memory import Memory, fill, same
+from faults.campaign.journal import Scene
+from faults.campaign.memory import GENERATIONS, Found, Kind, Memory, Shape, Stamp, fill, same
+from faults.campaign.schedule import MOVERS
 from llm_datadist import BlocksCacheKey, Cache, CacheKey
 from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import LLMException
+from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
-
-    from numpy.typing import NDArray
-
-    from faults.campaign.scene import Scene
-    from llm_datadist.types.grant import Grant
-
-__all__ = ["Producer", "blocks_key", "prefix_of", "pusher_of", "request_of"]
 
 _BACK_TO_BACK_SECONDS = 0.6
 _HELD_SECONDS = 0.3
@@ -45,13 +35,11 @@ def blocks_key(found: Found) -> BlocksCacheKey:
 
 
 def request_of(found: Found, row: int) -> CacheKey:
-    """Return the key of a row."""
     number = ((found.incarnation * 64 + found.slot) << 28) + (found.generation << 8) + row
     return CacheKey(found.cluster_id, number)
 
 
 def prefix_of(found: Found, row: int) -> CacheKey:
-    """Return the prefix key of a row."""
     return CacheKey(found.cluster_id, INVALID_ID, prefix_id=request_of(found, row).req_id)
 
 
@@ -63,21 +51,15 @@ def pusher_of(row: int, generation: int, pushers: int) -> int | None:
     return None if (row + generation) % _GROUP == 0 else row // _GROUP % pushers
 
 
-def inbox_shape(shape: Shape, pushers: int) -> Shape:
-    return Shape(shape.tensors, _GROUP * pushers + 1, shape.words)
-
-
 class Slot:
     """A place in the directory and what is there. One thread: the producer's.
 
-    Subclasses say how a generation is made and how it is taken back.
+    Here it is pool memory: blocks under a key of their own, inboxes, rows, and canaries that nobody may touch.
+    Subclasses say how else a generation is made and how it is taken back.
     """
 
     def __init__(self, scene: Scene, number: int, kind: Kind, shape: Shape) -> None:
-        self.scene = scene
-        self.number = number
-        self.kind = kind
-        self.shape = shape
+        self.scene, self.number, self.kind, self.shape = scene, number, kind, shape
         self.generation = 0
         self.cache: Cache | None = None
         self.views: list[NDArray[Any]] = []
@@ -85,11 +67,21 @@ class Slot:
 
     @property
     def found(self) -> Found:
-        cache_id = -1 if self.cache is None else self.cache.cache_id
-        scene = self.scene
-        return Found(
-            scene.worker, self.number, self.kind, scene.life, self.generation, cache_id, self.shape, self.extra
-        )
+        scene, cache_id = self.scene, -1 if self.cache is None else self.cache.cache_id
+        of = scene.worker, self.number, self.kind, scene.life, self.generation, cache_id
+        return Found(*of, self.shape, self.extra)
+
+    @property
+    def made(self) -> Cache:
+        assert self.cache is not None
+        return self.cache
+
+    def call(self, kind: str, function: Callable[..., Any], *args: Any) -> Any:
+        return self.scene.call(kind, self.scene.budget, function, *args)
+
+    def mark(self, what: str, generation: int | None = None) -> None:
+        which = self.generation if generation is None else generation
+        self.scene.directory.mark(self.scene.worker, self.number, which, what)
 
     def renew(self) -> None:
         """Take the present generation back and make the next one; either may fail, with a typed error."""
@@ -104,40 +96,42 @@ class Slot:
 
     def make(self) -> Any:
         """Return the next generation's cache, filled, or an exception."""
-        raise NotImplementedError
+        cm, desc = self.scene.cm, self.shape.desc()
+        if self.kind in (Kind.ROWS, Kind.INROWS):
+            return self.filled(self.call("allocate", cm.allocate_cache, desc))
+        key = None if self.kind is Kind.NOTHING else blocks_key(self.found)
+        return self.filled(self.call("allocate", cm.allocate_blocks_cache, desc, key))
 
     def take_back(self) -> bool:
         """Give the cache back; False: it stays."""
-        raise NotImplementedError
+        cm = self.scene.cm
+        give = cm.deallocate_blocks_cache if self.made.is_blocks_cache else cm.deallocate_cache
+        return self.scene.call("deallocate", 0.0, give, self.made) is None
 
     def free(self) -> bool:
         """Look at every byte, then give the cache back; False: it stays as it was."""
         if self.cache is None:
             return True
-        directory, worker = self.scene.directory, self.scene.worker
         self.check()
-        directory.mark(worker, self.number, self.generation, "ending")
+        self.mark("ending")
         if not self.take_back():
-            directory.unmark(worker, self.number, self.generation)
+            self.scene.directory.unmark(self.scene.worker, self.number, self.generation)
             return False
-        directory.mark(worker, self.number, self.generation, "ended")
-        directory.withdraw(worker, self.number)
-        self.cache = None
-        self.views = []
+        self.mark("ended")
+        self.scene.directory.withdraw(self.scene.worker, self.number)
+        self.cache, self.views = None, []
         return True
 
     def check(self) -> None:
         """Nobody has written here but who may."""
-        rows = range(self.views[0].shape[0])
+        rows: Sequence[int] = range(self.views[0].shape[0])
         if self.kind in (Kind.INBOX, Kind.INROWS, Kind.MAILBOX):
-            rows = [row for row in rows if pusher_of(row, self.generation, 1) is None]  # type: ignore[assignment]
+            rows = [row for row in rows if pusher_of(row, self.generation, 1) is None]
         same(self.scene.journal, f"owner's {self.kind.name} slot {self.number}", self.views, self.found.stamp, rows)
 
-    def unregistered(self, cache: Cache | None) -> bool:
+    def unregistered(self, cache: Cache) -> bool:
         """Unregister a cache; False: it stays."""
-        assert cache is not None
-        scene = self.scene
-        return scene.call("unregister", scene.budget, scene.cm.unregister_cache, cache.cache_id) is None
+        return self.call("unregister", self.scene.cm.unregister_cache, cache.cache_id) is None
 
     def filled(self, cache: Any) -> Any:
         if not isinstance(cache, Exception):
@@ -145,22 +139,9 @@ class Slot:
             fill(self.views, self.found.stamp)
         return cache
 
-
-class Allocated(Slot):
-    """Pool memory: blocks under a key of their own, inboxes, rows, and canaries that nobody may touch."""
-
-    def make(self) -> Any:
-        scene, desc = self.scene, self.shape.desc()
-        if self.kind in (Kind.ROWS, Kind.INROWS):
-            return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_cache, desc))
-        key = None if self.kind is Kind.NOTHING else blocks_key(self.found)
-        return self.filled(scene.call("allocate", scene.budget, scene.cm.allocate_blocks_cache, desc, key))
-
-    def take_back(self) -> bool:
-        cm, cache = self.scene.cm, self.cache
-        assert cache is not None
-        give = cm.deallocate_blocks_cache if cache.is_blocks_cache else cm.deallocate_cache
-        return self.scene.call("deallocate", 0.0, give, cache) is None
+    def spoil(self, memory: Memory, generation: int) -> None:
+        """Write over memory that nobody is at any more: what is written now is not read by anybody."""
+        memory.fill(Stamp(self.scene.worker, self.scene.life, 63, generation))
 
 
 class Keyed(Slot):
@@ -171,14 +152,11 @@ class Keyed(Slot):
         return [key_of(self.found, row) for row in range(self.shape.rows)]
 
     def make(self) -> Any:
-        scene = self.scene
-        made = scene.call("allocate", scene.budget, scene.cm.allocate_cache, self.shape.desc(), self._keys())
-        return self.filled(made)
+        return self.filled(self.call("allocate", self.scene.cm.allocate_cache, self.shape.desc(), self._keys()))
 
     def take_back(self) -> bool:
-        scene, cache = self.scene, self.cache
-        assert cache is not None
-        scene.call("deallocate", 0.0, scene.cm.deallocate_cache, cache)
+        scene = self.scene
+        scene.call("deallocate", 0.0, scene.cm.deallocate_cache, self.made)
         for key in self._keys():
             scene.call("remove_cache_key", 0.0, scene.cm.remove_cache_key, key)
         return True
@@ -197,19 +175,19 @@ class Reused(Slot):
         return self.memory.register(self.scene.budget, key=blocks_key(self.found))
 
     def take_back(self) -> bool:
-        return self.unregistered(self.cache)
+        return self.unregistered(self.made)
 
     def free(self) -> bool:
         gone = super().free()
-        if gone:  # nobody is at it any more: what is written now is not read by anybody
-            self.memory.fill(Stamp(self.scene.worker, self.scene.life, 63, self.generation))
+        if gone:
+            self.spoil(self.memory, self.generation)
         return gone
 
 
 class Rebound(Slot):
     """Two memories under one key: the newer one is bound before the older one goes."""
 
-    def __init__(self, scene: Scene, number: int, shape: Shape, memories: tuple[Memory, Memory]) -> None:
+    def __init__(self, scene: Scene, number: int, shape: Shape, *memories: Memory) -> None:
         super().__init__(scene, number, Kind.REBOUND, shape)
         self.memories = memories
         self._older: tuple[Cache, int] | None = None  # bound no more, not unregistered yet
@@ -217,38 +195,37 @@ class Rebound(Slot):
     def renew(self) -> None:
         if not self._drop_older():
             return
-        scene, older = self.scene, self.cache
+        older = self.cache
         if older is not None:
             self.check()
         self.generation += 1
         memory = self.memories[self.generation % 2]
         memory.fill(self.found.stamp)
-        made = memory.register(scene.budget, key=blocks_key(self.found))
+        made = memory.register(self.scene.budget, key=blocks_key(self.found))
         if isinstance(made, Exception):
             self.generation -= 1
             return
         if older is not None:
-            scene.directory.mark(scene.worker, self.number, self.generation - 1, "ended")
+            self.mark("ended", self.generation - 1)
             self._older = older, self.generation - 1
         self.cache, self.views = made, memory.arrays
-        scene.directory.publish(self.found)
+        self.scene.directory.publish(self.found)
         self._drop_older()
 
     def _drop_older(self) -> bool:
-        if self._older is None:
-            return True
-        cache, generation = self._older
-        if not self.unregistered(cache):
-            return False
-        self._older = None
-        self.memories[generation % 2].fill(Stamp(self.scene.worker, self.scene.life, 63, generation))
+        if self._older is not None:
+            cache, generation = self._older
+            if not self.unregistered(cache):
+                return False
+            self._older = None
+            self.spoil(self.memories[generation % 2], generation)
         return True
 
     def take_back(self) -> bool:
-        return self._drop_older() and self.unregistered(self.cache)
+        return self._drop_older() and self.unregistered(self.made)
 
 
-class Mailbox(Allocated):
+class Mailbox(Slot):
     """Blocks that peers know by their addresses: nothing else may ever be there in this epoch."""
 
     def renew(self) -> None:
@@ -261,7 +238,7 @@ class Mailbox(Allocated):
         return super().filled(cache)
 
 
-class Granted(Allocated):
+class Granted(Slot):
     """Blocks that stay where they are and are used again, under a grant for each use."""
 
     def __init__(self, scene: Scene, number: int, shape: Shape) -> None:
@@ -285,21 +262,17 @@ class Granted(Allocated):
         return made
 
     def give(self) -> None:
-        """Grant all blocks."""
-        assert self.cache is not None
         # Longer than the campaign, or over at once by itself.
         ttl = 600.0 if self.generation % 3 else 0.05
-        made = self.scene.call("grant", 0.0, self.cache.grant, list(range(self.shape.rows)), ttl)
+        made = self.scene.call("grant", 0.0, self.made.grant, list(range(self.shape.rows)), ttl)
         self._grant, self.extra = (None, b"") if isinstance(made, Exception) else (made, made.to_bytes())
 
     def end(self) -> bool:
-        """Revoke what was granted, and say so."""
         self.check()
-        scene = self.scene
-        scene.directory.mark(scene.worker, self.number, self.generation, "ending")
-        if self._grant is not None and scene.call("revoke", scene.budget, self._grant.revoke) is not None:
+        self.mark("ending")
+        if self._grant is not None and self.call("revoke", self._grant.revoke) is not None:
             return False
-        scene.directory.mark(scene.worker, self.number, self.generation, "ended")
+        self.mark("ended")
         return True
 
 
@@ -307,15 +280,13 @@ class Producer:
     """Makes and takes back at random, until told to stop; storms and full pools on command."""
 
     def __init__(self, scene: Scene, rng: Random) -> None:
-        self._scene = scene
-        self._rng = rng
+        self._scene, self._rng = scene, rng
         self._memories: list[Memory] = []
         self._slots: list[Slot] = []
         self.storm = threading.Event()
         self.exhaust = threading.Event()
 
     def run(self) -> None:
-        """The thread."""
         while not self._slots and not self._scene.stop.is_set():
             self._begin()
         while not self._scene.stop.is_set():
@@ -327,7 +298,6 @@ class Producer:
             self._scene.stop.wait(self._rng.choice((0.0, 0.005, 0.02, 0.1)))
 
     def free(self) -> bool:
-        """Take everything back; False: something stays."""
         freed = [slot.free() for slot in self._slots]
         if all(freed):
             self._give_memories_back()
@@ -346,7 +316,7 @@ class Producer:
     def _begin(self) -> None:
         scene, shape = self._scene, self._scene.epoch.shape
         pushers = MOVERS * len(scene.epoch.peers(scene.worker))
-        inbox = inbox_shape(shape, pushers)
+        inbox = Shape(shape.tensors, _GROUP * pushers + 1, shape.words)
         rca = scene.epoch.rca
         try:
             memories = [self._memory(shape) for _ in range(3)]
@@ -354,12 +324,12 @@ class Producer:
         except LLMException:
             self._give_memories_back()
             return
-        slots: list[Slot] = [Allocated(scene, 0, Kind.BLOCKS, shape), Allocated(scene, 1, Kind.BLOCKS, shape)]
-        slots += [Reused(scene, 2, Kind.BLOCKS, shape, memories[0]), Rebound(scene, 3, shape, tuple(memories[1:]))]  # type: ignore[arg-type]
-        slots += [Allocated(scene, 4, Kind.ROWS, shape.long), Allocated(scene, 5, Kind.NOTHING, shape)]
+        slots: list[Slot] = [Slot(scene, 0, Kind.BLOCKS, shape), Slot(scene, 1, Kind.BLOCKS, shape)]
+        slots += [Reused(scene, 2, Kind.BLOCKS, shape, memories[0]), Rebound(scene, 3, shape, *memories[1:])]
+        slots += [Slot(scene, 4, Kind.ROWS, shape.long), Slot(scene, 5, Kind.NOTHING, shape)]
         if letters is not None:
             rows = Shape(shape.tensors, inbox.rows, shape.long.words)
-            slots += [Allocated(scene, 6, Kind.INBOX, inbox), Allocated(scene, 7, Kind.INROWS, rows)]
+            slots += [Slot(scene, 6, Kind.INBOX, inbox), Slot(scene, 7, Kind.INROWS, rows)]
             slots += [Reused(scene, 8, Kind.INBOX, inbox, letters)]
         else:
             slots += [Keyed(scene, 6, Kind.KEYED, shape.long), Keyed(scene, 7, Kind.KEYED, shape.long)]
@@ -382,7 +352,6 @@ class Producer:
         self._memories.clear()
 
     def _back_to_back(self) -> None:
-        """Deallocate and reuse as fast as can be."""
         until = time.monotonic() + _BACK_TO_BACK_SECONDS
         while time.monotonic() < until and not self._scene.stop.is_set():
             for slot in self._slots:
@@ -394,7 +363,7 @@ class Producer:
         scene = self._scene
         canaries: list[Slot] = []
         while True:
-            canary: Slot = Allocated(scene, 32 + len(canaries) % 16, Kind.NOTHING, scene.epoch.shape)
+            canary: Slot = Slot(scene, 32 + len(canaries) % 16, Kind.NOTHING, scene.epoch.shape)
             canary.generation = len(canaries)
             made = canary.make()
             if isinstance(made, Exception):

@@ -1,22 +1,96 @@
-"""Which fault comes when: a list of events from a seed. No I/O, no clock."""
-
-from __future__ import annotations
+"""What is set for one epoch, and which fault comes when: all of it from a seed. No I/O, no clock."""
 
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from faults.campaign.departures import CHILDREN
-from faults.campaign.epochs import WORKERS
+from faults.campaign.memory import Shape
 from faults.gates import STEPS
+from faults.relay import Fault
 from faults.stalls import STALLS
-from faults.streams import Fault
 
-if TYPE_CHECKING:
-    from faults.campaign.epochs import Epoch
+#: Two prompts and two decoders.
+WORKERS: Final = 4
+#: One of them is the main thread.
+MOVERS: Final = 3
+#: "mixed": worker 0 takes nothing but tcp, the others what is best.
+TRANSPORTS: Final = ("shm", "tcp", "auto", "cma", "mixed")
+_SHAPES: Final = (Shape(4, 24, 64), Shape(8, 32, 512), Shape(2, 24, 1024), Shape(16, 40, 1024))
+_POOL_CACHES: Final = 31
 
-__all__ = ["GARBAGE", "Event", "schedule"]
 
+@dataclass(frozen=True)
+class Epoch:
+    number: int
+    seed: int
+    transport: str
+    rca: bool  # pushes, and pulls that consume nothing
+    checksum: bool
+    harmed: bool  # bytes change on their way, and checksums have to find it
+    private: bool  # registered memory lies outside the pools at times
+    shape: Shape
+    sync_ms: int
+    peer_timeout: float
+    copy_threads: int
+    relayed: frozenset[tuple[int, int]]  # which (dialer, listener) go through a relay
+
+    def peers(self, worker: int) -> list[int]:
+        return [each for each in range(WORKERS) if each // 2 != worker // 2]
+
+    def settings(self, worker: int) -> dict[str, Any]:
+        transport = self.transport
+        if transport == "mixed":
+            transport = "tcp" if worker == 0 else "auto"
+        size = max(_POOL_CACHES * self.shape.nbytes, 8 << 20)
+        pool = f'{{"memory_size": {size}, "page_shift": 12}}'
+        extra = {
+            "llm.Transport": transport,
+            "llm.Checksum": str(int(self.checksum)),
+            "llm.PeerTimeout": str(self.peer_timeout),
+            "llm.CopyThreads": str(self.copy_threads),
+        }
+        return {
+            "extra": extra,
+            "enable_remote_cache_accessible": self.rca,
+            "sync_kv_timeout": self.sync_ms,
+            "mem_pool_cfg": pool,
+            "host_mem_pool_cfg": pool,
+        }
+
+    def __str__(self) -> str:
+        words = [self.transport, "rca" if self.rca else "keys", "checksums" if self.checksum else "no checksums"]
+        words += ["harmed bytes"] * self.harmed + ["private memory"] * self.private
+        shape = f"{self.shape.tensors}x{self.shape.rows}x{self.shape.words * 8} B"
+        return f"epoch {self.number}: {', '.join(words)}, {shape}, {self.sync_ms} ms, {len(self.relayed)} relays"
+
+
+def plan_epoch(seed: int, number: int, transports: tuple[str, ...]) -> Epoch:
+    rng = Random(f"{seed} epoch {number}")
+    # In turn, so that a short campaign sees different ones too.
+    transport = transports[number % len(transports)]
+    turns = len(transports)
+    rca = (number if turns % 2 else number + number // turns) % 2 == 1
+    checksum = rng.random() < 0.65
+    pairs = [(i, j) for i in range(WORKERS) for j in range(WORKERS) if i // 2 != j // 2]
+    return Epoch(
+        number=number,
+        seed=rng.randrange(1 << 48),
+        transport=transport,
+        rca=rca,
+        checksum=checksum,
+        # A changed address of a push would be written to: nothing between two ends can find that out.
+        harmed=checksum and not rca and rng.random() < 0.7,
+        private=transport != "shm" and rng.random() < 0.7,
+        shape=rng.choice(_SHAPES),
+        sync_ms=rng.choice((200, 500, 1000, 2000)),
+        peer_timeout=rng.choice((2.0, 3.0, 10.0)),
+        copy_threads=rng.choice((1, 2, 3)),
+        relayed=frozenset(pair for pair in pairs if rng.random() < 0.6),
+    )
+
+
+#: What a forked child does: it ends at once, ends as an interpreter does, or becomes another program.
+CHILDREN: Final = ("os._exit", "sys.exit", "exec")
 GARBAGE: Final = ("noise", "half a greeting", "huge frame", "frames", "lane", "rendezvous", "silence")
 #: How often each comes, in comparison.
 _WEIGHTS: Final = {
@@ -60,7 +134,6 @@ class Event:
 
 
 def schedule(epoch: Epoch, seconds: float) -> list[Event]:
-    """Return the events of an epoch, in order."""
     rng = Random(f"{epoch.seed} schedule")
     events: list[Event] = []
     at = rng.expovariate(1 / _MEAN_SECONDS)

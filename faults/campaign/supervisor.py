@@ -1,37 +1,41 @@
-"""The supervisor: epoch after epoch of faults, each followed by healing, proof and a look at what is left."""
+"""The long campaign of faults, see docs/faults.md: epoch after epoch, each followed by healing, proof and a last look.
 
-from __future__ import annotations
+The supervisor sees the workers as processes that are killed, stopped, and born again at the same address.
+"""
 
+import argparse
 import heapq
 import itertools
+import json
+import os
+import secrets
+import signal
 import socket
+import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from faults.campaign import worker as work
-from faults.campaign.directory import Directory
-from faults.campaign.epochs import TRANSPORTS, WORKERS, plan_epoch
-from faults.campaign.garbage import Rubbish
-from faults.campaign.hands import Hand, Lost
-from faults.campaign.liars import Liars, Victim
+from faults.campaign.journal import states_in
+from faults.campaign.liars import Liars, Rubbish, Victim
+from faults.campaign.memory import Directory
 from faults.campaign.report import Report
-from faults.campaign.schedule import schedule
-from faults.campaign.states import states_in
+from faults.campaign.schedule import TRANSPORTS, WORKERS, Epoch, Event, plan_epoch, schedule
+from faults.harness import holds_within
 from faults.relay import Relay
+from llm_datadist._links.credentials import new_secret
+from llm_datadist.bench.progress import Progress
+from tests.support.ends import ChildEnd
+from tests.support.world import SECRETS_VARIABLE
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from faults.campaign.epochs import Epoch
-    from faults.campaign.schedule import Event
-    from llm_datadist.bench.progress import Progress
-
-__all__ = ["Supervisor"]
-
+_ANSWER_SECONDS: Final = 90.0
+_LEAVE_SECONDS: Final = 30.0
 _STEP_SECONDS: Final = 0.02
 _ROAM_SECONDS: Final = 0.4
 _PROGRESS_SECONDS: Final = 30.0
@@ -39,29 +43,143 @@ _LINK_SECONDS: Final = 20.0
 #: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
 #: of communicators try, here and in other runs on this host: what they dial must be theirs.
 _PORTS: Final = range(21000, 27000)
+_TOLD: dict[str, Callable[..., None]] = {"stall": work.stop_for, "fork": work.fork, "limit": work.limit}
+_TOLD |= {"storm": work.storm, "exhaust": work.exhaust}
+
+
+class Lost(Exception):
+    """A worker that should be there is not, or does not answer."""
+
+
+class Hand:
+    """One worker, through all its lives. The supervisor's thread only.
+
+    Attributes:
+        state: "up", "stopped", "dead", "rising" while it has not answered yet, or "leaving".
+        busy: Its main thread makes calls, and hears nothing.
+    """
+
+    def __init__(self, number: int, port: int, folder: Path, directory: Directory) -> None:
+        self.number, self.port = number, port
+        self.state = "dead"
+        self.busy = False
+        self._until = 0.0
+        self._folder, self._directory = folder, directory
+        self._child: ChildEnd | None = None
+
+    @property
+    def child(self) -> ChildEnd:
+        assert self._child is not None
+        return self._child
+
+    def bear(self) -> None:
+        self._child, self.state = ChildEnd(f"campaign {self.number}"), "up"
+        self.do(work.prepare, str(self._folder), self.number)
+
+    def rise(self, epoch: Epoch, ports: dict[int, int]) -> None:
+        """Be born again in the middle of an epoch. Returns at once, see :meth:`risen`."""
+        self._child, self.state = ChildEnd(f"campaign {self.number}"), "rising"
+        self.send(_rise, str(self._folder), self.number, epoch, self.port, ports)
+
+    def risen(self) -> bool:
+        if self.state == "rising" and self.child.answered():
+            self.collect()
+            self.state = "up"
+        elif self.busy and self.state == "up" and self.child.answered():
+            self.rest()
+        return self.state == "up"
+
+    def roam(self, seconds: float) -> None:
+        """Let its main thread make calls of its own for a while. Returns at once; it is busy meanwhile."""
+        self.send(work.roam, seconds)
+        self.busy = True
+
+    def rest(self) -> None:
+        if self.busy:
+            self.busy = False
+            self.collect()
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.state, self.busy = "dead", False
+        self._directory.reborn(self.number)
+
+    def depart(self, finalize: bool) -> None:
+        """Have it end in good order, in the middle of its calls. Returns at once, see :meth:`departed`."""
+        self._directory.reborn(self.number)
+        self.send(work.depart, finalize)
+        self.state = "leaving"
+        self._until = time.monotonic() + _LEAVE_SECONDS
+
+    def departed(self) -> bool:
+        if self.child.code is None and time.monotonic() < self._until:
+            return False
+        code, self.state = self.child.code, "dead"
+        if code:
+            raise Lost(f"worker {self.number} was to leave in good order, and ended with {code}")
+        if code is None:
+            raise Lost(f"worker {self.number} was to leave in good order, and has not answered")
+        self.child.kill()
+        self._directory.reborn(self.number)
+        return True
+
+    def stop(self) -> None:
+        self.child.signal(signal.SIGSTOP)
+        self.state = "stopped"
+
+    def go_on(self) -> None:
+        if self.state == "stopped":
+            self.child.signal(signal.SIGCONT)
+            self.state = "up"
+
+    def gone(self) -> int | None:
+        return None if self.state in {"dead", "leaving"} else self.child.code
+
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.send(function, *args)
+        return self.collect()
+
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self.child.begin(function, *args)
+        except OSError as error:
+            raise Lost(f"worker {self.number} is gone (exit {self._exit()}) before {function.__name__}") from error
+
+    def collect(self) -> Any:
+        try:
+            return self.child.finish(_ANSWER_SECONDS)
+        except (EOFError, ConnectionError) as error:
+            raise Lost(f"worker {self.number} is gone, exit {self._exit()}") from error
+        except TimeoutError as error:
+            raise Lost(f"worker {self.number} has not answered for {_ANSWER_SECONDS:g} s") from error
+
+    def close(self) -> None:
+        if self._child is not None:
+            self.go_on()
+            self._child.kill()
+            self.state, self.busy = "dead", False
+
+    def _exit(self) -> int | None:
+        holds_within(lambda: self.child.code is not None, 5.0)
+        return self.child.code
+
+
+def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: dict[int, int]) -> None:
+    work.prepare(world, folder, number)
+    work.begin(world, epoch, port, dialled=True)
+    work.go(world, ports)
 
 
 class Supervisor:
-    """Owns the workers, the relays and the schedule. One thread.
-
-    Args:
-        seed: Everything but the interleaving and the ports follows from it.
-        transports: Taken in turn.
-        folder: Where workers write what they see.
-        progress: Where each epoch is told, and how far it is.
-    """
+    """Owns the workers, the relays and the schedule. One thread."""
 
     def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
-        self._seed = seed
-        self._transports = transports or TRANSPORTS
-        self._folder = folder
-        self._progress = progress
+        self._seed, self._transports, self._folder, self._progress = seed, transports, folder, progress
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)
         ports = _free_ports(SystemRandom())
         self._hands = [Hand(number, ports[number], folder, self._directory) for number in range(WORKERS)]
-        self._rubbish = Rubbish()
-        self._liars = Liars()
+        self._rubbish, self._liars = Rubbish(), Liars()
         self._relays: dict[tuple[int, int], Relay] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -71,7 +189,6 @@ class Supervisor:
         self._rested_ns = 0
 
     def run(self, seconds: float, epoch_seconds: float) -> None:
-        """Run epochs until the time is over; the last one is finished."""
         end = time.monotonic() + seconds
         self._progress.begin(round(seconds))
         try:
@@ -104,10 +221,8 @@ class Supervisor:
                 hand.bear()
         self._all(work.begin, lambda hand: (epoch, hand.port))
         with ExitStack() as undo:
-            self._relays = {
-                pair: undo.enter_context(Relay(("127.0.0.1", self._hands[pair[1]].port)))
-                for pair in sorted(epoch.relayed)
-            }
+            targets = {pair: ("127.0.0.1", self._hands[pair[1]].port) for pair in sorted(epoch.relayed)}
+            self._relays = {pair: undo.enter_context(Relay(target)) for pair, target in targets.items()}
             self._all(work.go, lambda hand: (self._ports(epoch, hand.number),))
             self._harm(epoch, schedule(epoch, seconds), time.monotonic() + seconds)
             self.report.phase("calm")
@@ -116,10 +231,9 @@ class Supervisor:
         self.report.phase("heal")
         self._heal(epoch)
         self.report.phase("finish")
-        for hand, sample in zip(
-            self._hands, self._all(work.finish, lambda hand: (epoch.number % 2 == 0,)), strict=True
-        ):
-            self.report.growth.add(hand.pid, sample)
+        samples = self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
+        for hand, sample in zip(self._hands, samples, strict=True):
+            self.report.growth.add(hand.child.pid, sample)
         self.report.phase("end")
         left = sorted(path.name for path in (self._folder / "sockets").iterdir())
         if left:
@@ -151,7 +265,7 @@ class Supervisor:
 
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
-        states = [state for each in event.pair or (event.worker,) for state in states_in(self._directory.doing(each))]
+        masks = [int(self._directory.doing[each]) for each in event.pair or (event.worker,)]
         match event.what:
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
@@ -163,12 +277,12 @@ class Supervisor:
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
-                self._rubbish.throw(event.details["kind"], event.details["seed"], hand.port, hand.pid, self._folder)
+                self._rubbish.throw(**event.details, port=hand.port, pid=hand.child.pid, folder=self._folder)
             case "liar" if hand.state in {"up", "stopped"}:
                 victim = Victim(hand.number, hand.port, epoch, self._directory, self._folder)
                 self._liars.send(event.details["seed"], victim, event.details["seconds"])
-            case "stall" if hand.state == "up":
-                self._tell(hand, work.stop_for, event.details["name"], event.details["seconds"])
+            case "stall" | "fork" | "limit" | "storm" | "exhaust" if hand.state == "up":
+                self._tell(hand, _TOLD[event.what], *event.details.values())
             case "gate" if hand.state == "up":
                 self._tell(hand, work.stop_at, event.details["step"], *list(event.details.values())[1:])
                 # The other end meanwhile uses its memory again.
@@ -176,22 +290,14 @@ class Supervisor:
                     self._tell(peer, work.storm)
             case "lull":
                 self._rested_ns = self._directory.rest(**event.details)
-            case "fork" if hand.state == "up":
-                self._tell(hand, work.fork, event.details["how"])
-            case "limit" if hand.state == "up":
-                self._tell(hand, work.limit, *event.details.values())
             case "exit" if hand.state == "up":
                 self._depart(hand, epoch, event.details["finalize"])
             case "roll":
                 self._roll(list(self._hands), epoch, event.details["finalize"])
-            case "storm" if hand.state == "up":
-                self._tell(hand, work.storm)
-            case "exhaust" if hand.state == "up":
-                self._tell(hand, work.exhaust)
             case _:
                 done = False
         if done:
-            self.report.happened(event, sorted(set(states)))
+            self.report.happened(event, sorted({state for mask in masks for state in states_in(mask)}))
 
     def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
         """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
@@ -210,7 +316,6 @@ class Supervisor:
         attempt()
 
     def _depart(self, hand: Hand, epoch: Epoch, finalize: bool) -> None:
-        """Have a worker leave in good order, and bring it back at once."""
         if hand.state != "up":
             return
         if hand.busy:
@@ -238,13 +343,8 @@ class Supervisor:
             self._recovers("stop", hand, epoch)
 
     def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
-        """Note when somebody has pulled from a worker again."""
-        peers = epoch.peers(hand.number)
-
-        def moved(since_ns: int) -> bool:
-            return any(self._directory.has_pulled(peer, hand.number, since_ns) for peer in peers)
-
-        self.report.recoveries.begin(kind, moved)
+        good, peers = self._directory.good, epoch.peers(hand.number)
+        self.report.recoveries.begin(kind, lambda ns: any(good[peer, hand.number] > ns for peer in peers))
 
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
@@ -257,11 +357,9 @@ class Supervisor:
         idle = self._directory.resting()
         drops = event.what == "relay" and details["fault"].what in {"drop", "stall"} and idle
         if event.what == "cut" or drops:
-            self.report.recoveries.begin(
-                "idle drop" if idle else "cut",
-                lambda ns: self._directory.has_pulled(one, two, ns) or self._directory.has_pulled(two, one, ns),
-                self._rested_ns if idle else None,
-            )
+            good, since = self._directory.good, self._rested_ns if idle else None
+            what = "idle drop" if idle else "cut"
+            self.report.recoveries.begin(what, lambda ns: good[one, two] > ns or good[two, one] > ns, since)
         match event.what:
             case "relay":
                 relay.now(details["kind"], details["direction"], details["fault"])
@@ -274,7 +372,6 @@ class Supervisor:
                 relay.cut(details["kind"], reset=details["reset"])
 
     def _ports(self, epoch: Epoch, number: int) -> dict[int, int]:
-        """Return where a worker dials its peers."""
         return {
             peer: self._relays[number, peer].port if (number, peer) in self._relays else self._hands[peer].port
             for peer in epoch.peers(number)
@@ -299,7 +396,6 @@ class Supervisor:
             if hand.state == "rising":
                 hand.collect()
                 hand.state = "up"
-        for hand in self._hands:
             hand.rest()
         self._all(work.halt, lambda hand: ())
 
@@ -348,3 +444,28 @@ def _free_ports(rng: Random) -> list[int]:
         if port not in ports:
             ports.append(port)
     return ports
+
+
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    yield f"seed {seed}", True
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        if options.secure:
+            os.environ[SECRETS_VARIABLE] = str(new_secret(Path(folder) / "secrets", "campaign"))
+        with Progress(sys.stdout, "seconds") as progress:
+            supervisor = Supervisor(seed, tuple(options.transport), Path(folder), progress)
+            supervisor.run(options.seconds, options.epoch)
+    report = supervisor.report
+    if options.json:
+        Path(options.json).write_text(json.dumps(report.as_dict() | {"seed": seed}, indent=1) + "\n")
+    yield f"\n{report.table()}\n\nseed {seed}: {'FAILED' if report.failed else 'passed'}", not report.failed
+
+
+OPTIONS: Final = {
+    "seconds": (600.0, "how long, about"),
+    "epoch": (20.0, "seconds of faults between two looks at what is left"),
+    "seed": (None, "what it is made from; any, if left out"),
+    "transport": (TRANSPORTS, "taken in turn"),
+    "secure": (False, "with links that are authenticated and sealed"),
+    "json": ("", "a file for the numbers"),
+}

@@ -1,70 +1,47 @@
-"""What the supervisor sends to a worker: functions that run in the worker's main thread, each bounded in time."""
+"""What the supervisor sends to a worker: functions that run in the worker's main thread, each bounded in time.
 
-from __future__ import annotations
+Among them: processes that fork under load, and that leave as any interpreter does, in the middle of their calls.
+"""
 
+import ctypes
 import faulthandler
 import gc
 import mmap
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from faults.campaign.contents import Stamp, whole
-from faults.campaign.departures import Child, leave
-from faults.campaign.directory import Directory, Kind
-from faults.campaign.epochs import MOVERS
-from faults.campaign.interrupted import Bell, Roamer, RungScene
-from faults.campaign.journal import SLACK_SECONDS, Journal, stack
-from faults.campaign.linker import Linker
+from faults.campaign.interrupted import Bell, Linker, RungScene
+from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
-from faults.campaign.memory import Destination
-from faults.campaign.mover import Mover
-from faults.campaign.producer import Allocated, Producer, blocks_key
-from faults.campaign.scene import Scene
-from faults.campaign.states import Doing
+from faults.campaign.memory import Destination, Directory, Kind, Stamp, whole
+from faults.campaign.mover import Mover, Roamer
+from faults.campaign.producer import Producer, Slot, blocks_key
+from faults.campaign.schedule import MOVERS, Epoch
 from faults.gates import shut
 from faults.harness import holds_within
 from faults.limits import few_descriptors, few_threads
 from faults.stalls import stall
 from llm_datadist import LLMStatusCode
-from llm_datadist.errors import LLMException
+from llm_datadist.errors import LLMException, StateError
 from tests.support.linking import info
-from tests.support.world import make_config, residue, settled
+from tests.support.world import World, make_config, residue, settled
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from faults.campaign.epochs import Epoch
-    from tests.support.world import World
-
-__all__ = [
-    "begin",
-    "depart",
-    "exhaust",
-    "finish",
-    "fork",
-    "go",
-    "halt",
-    "limit",
-    "link_to",
-    "prepare",
-    "prove",
-    "publish_proof",
-    "roam",
-    "stop_at",
-    "stop_for",
-    "storm",
-]
-
+_SECONDS: Final = 20.0
+#: Exit status of a child whose call was not refused.
+_NOT_REFUSED: Final = 70
 _TIDY_SECONDS: Final = 15.0
 _PROOF_SLOT: Final = 20
 _IDS: Final = 1_000_000
@@ -75,10 +52,50 @@ _PATIENCE_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 12.0
 
 
+def leave() -> None:
+    """End this process as ``sys.exit`` does in a main program: exit functions, destructors, then the process."""
+    warnings.simplefilter("ignore", ResourceWarning)  # threads of the campaign stop where they are
+    sys.unraisablehook = sys.__unraisablehook__
+    ctypes.pythonapi.Py_Exit(0)
+
+
+class Child:
+    """A forked child of the main thread. Owns the process until :meth:`wait`.
+
+    First it makes ``calls``, with what it has a copy of: each has to be refused.
+    """
+
+    def __init__(self, how: str, calls: Sequence[Callable[[], object]]) -> None:
+        self._how = how
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
+            self._pid = os.fork()
+        if self._pid == 0:
+            for call in calls:
+                with suppress(StateError):
+                    call()
+                    os._exit(_NOT_REFUSED)
+            if how == "sys.exit":
+                leave()
+            if how == "exec":
+                os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", ""])
+            os._exit(0)
+
+    def wait(self, journal: Journal) -> None:
+        limit = time.monotonic() + _SECONDS
+        while not (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
+            if time.monotonic() > limit:
+                journal.violation("hangs", f"a forked child that leaves by {self._how} has not ended")
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                return
+            time.sleep(0.01)
+        if code := os.waitstatus_to_exitcode(ended[1]):
+            journal.violation("crashes", f"a forked child that leaves by {self._how} ended with {code}")
+
+
 @dataclass
 class _Life:
-    """What a worker has in one epoch."""
-
     scene: Scene
     producer: Producer
     movers: list[Mover]
@@ -88,10 +105,9 @@ class _Life:
     before: dict[str, Any]
     fresh: dict[str, Any]
     stalls: threading.Lock = field(default_factory=threading.Lock)
-    proof: Allocated | None = None
+    proof: Slot | None = None
 
     def start(self, name: str, function: Callable[[], object]) -> None:
-        """Start a thread that :func:`halt` waits for."""
         self.threads.append(threading.Thread(target=function, name=f"campaign-{name}", daemon=True))
         self.threads[-1].start()
 
@@ -103,7 +119,7 @@ def prepare(world: World, folder: str, worker: int) -> None:
     os.close(complaints)
     faulthandler.enable()
     sys.setswitchinterval(0.001)
-    gc.set_threshold(200)  # finalizers run often, see faults.campaign.litter
+    gc.set_threshold(200)  # finalizers run often, see faults.campaign.mover
     world.memory["folder"] = Path(folder)
     world.memory["directory"] = Directory(Path(folder) / "directory")
     world.memory["worker"] = worker
@@ -124,10 +140,9 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     world.dd._engine.store.registry._next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
-    doing = Doing(partial(directory.does, worker))
-    journal = Journal(
-        folder / f"journal-{epoch.number}-{worker}-{life}", f"worker {worker}", doing, harmed=epoch.harmed
-    )
+    doing = Doing(partial(directory.doing.__setitem__, worker))
+    path = folder / f"journal-{epoch.number}-{worker}-{life}"
+    journal = Journal(path, f"worker {worker}", doing, harmed=epoch.harmed)
     scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
@@ -139,19 +154,16 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
 
 
 def go(world: World, ports: dict[int, int]) -> None:
-    """Start the threads."""
     life: _Life = world.memory["life"]
     life.scene.ports.update(ports)
     life.scene.journal.__enter__()
     lodgers = Lodgers(life.scene, Random(f"{life.scene.seed} lodgers"))
-    for number, run in enumerate(
-        [life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers)]
-    ):
+    runs = (life.producer.run, lodgers.run, life.linker.run, *(mover.run for mover in life.movers))
+    for number, run in enumerate(runs):
         life.start(str(number), run)
 
 
 def roam(world: World, seconds: float) -> None:
-    """Make calls in this thread, and interrupt them."""
     life: _Life = world.memory["life"]
     life.roamer.run(seconds, life.scene.stop.is_set)
 
@@ -160,28 +172,36 @@ def roam(world: World, seconds: float) -> None:
 
 
 def storm(world: World) -> None:
-    """Deallocate and reuse as fast as can be for a while."""
     world.memory["life"].producer.storm.set()
 
 
 def exhaust(world: World) -> None:
-    """Take all of the pool for a while."""
     world.memory["life"].producer.exhaust.set()
 
 
-def limit(world: World, what: str, free: int, seconds: float) -> None:
-    """Leave the process few descriptors or threads for a while. Returns at once."""
+def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractContextManager[None]]) -> None:
+    """Be in that state for a while, and in no other. Returns at once."""
     life: _Life = world.memory["life"]
 
     def run() -> None:
-        with life.stalls, (few_descriptors if what == "descriptors" else few_threads)(free):
+        with life.stalls, suppress(LLMException, TimeoutError, AssertionError), harm():
             time.sleep(seconds)
 
-    life.start("limit", run)
+    life.start(name, run)
+
+
+def limit(world: World, what: str, free: int, seconds: float) -> None:
+    """Leave the process few descriptors or threads."""
+    _hold(world, "limit", seconds, partial(few_descriptors if what == "descriptors" else few_threads, free))
+
+
+def stop_for(world: World, what: str, seconds: float) -> None:
+    """Stall a part of this end, see faults.stalls."""
+    _hold(world, "stall", seconds, partial(stall, world.dd, what))
 
 
 def fork(world: World, how: str) -> None:
-    """Fork a child that leaves, see faults.campaign.departures. Returns at once."""
+    """Fork a child that leaves. Returns at once."""
     life: _Life = world.memory["life"]
     if life.stalls.acquire(blocking=False):  # another program does not begin without descriptors
         try:
@@ -192,22 +212,10 @@ def fork(world: World, how: str) -> None:
 
 
 def depart(world: World, finalize: bool) -> None:
-    """End the process in good order, in the middle of all calls."""
     world.memory["life"].scene.journal.leaving = True
     if finalize:
         world.dd.finalize()
     leave()
-
-
-def stop_for(world: World, what: str, seconds: float) -> None:
-    """Stall a part of this end, see faults.stalls. Returns at once."""
-    life: _Life = world.memory["life"]
-
-    def run() -> None:
-        with life.stalls, suppress(LLMException, TimeoutError, AssertionError), stall(world.dd, what):
-            time.sleep(seconds)
-
-    life.start("stall", run)
 
 
 def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) -> None:
@@ -219,11 +227,7 @@ def stop_at(world: World, step: str, peer: int, seconds: float, unlink: bool) ->
     folder = Path(tempfile.mkdtemp(prefix="gate-", dir=world.memory["folder"]))
 
     def run() -> None:
-        with (
-            life.stalls,
-            suppress(LLMException, TimeoutError),
-            shut(world.dd, step, folder, peer=peer + 1) as gate,
-        ):
+        with life.stalls, suppress(LLMException, TimeoutError), shut(world.dd, step, folder, peer=peer + 1) as gate:
             try:
                 gate.wait(_PATIENCE_SECONDS)
                 life.scene.journal.note("calls stopped at a gate")
@@ -253,10 +257,10 @@ def halt(world: World) -> None:
     gc.collect()
 
 
-def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
-    """Be linked to all these workers with no unlink before; return what could not be done."""
+def link_to(world: World, ports: dict[int, int], seconds: float) -> None:
+    """Be linked to all these workers with no unlink before."""
     life: _Life = world.memory["life"]
-    journal, wrong = life.scene.journal, []
+    journal = life.scene.journal
     for peer, port in ports.items():
         until, codes = time.monotonic() + seconds, []
         while time.monotonic() < until:
@@ -266,25 +270,19 @@ def link_to(world: World, ports: dict[int, int], seconds: float) -> list[str]:
                 break
             time.sleep(0.05)
         else:
-            wrong.append(
-                f"no link to worker {peer} within {seconds} s of healing: {codes[:9]}; {world.dd.statistics()}"
-            )
-    for text in wrong:
-        journal.violation("not healed", text)
-    return wrong
+            text = f"no link to worker {peer} within {seconds} s of healing: {codes[:9]}; {world.dd.statistics()}"
+            journal.violation("not healed", text)
 
 
 def publish_proof(world: World) -> None:
-    """Let the peers find a fresh cache."""
     life: _Life = world.memory["life"]
     if not _freed(life):
         return
-    life.proof = Allocated(life.scene, _PROOF_SLOT, Kind.PROOF, life.scene.epoch.shape)
+    life.proof = Slot(life.scene, _PROOF_SLOT, Kind.PROOF, life.scene.epoch.shape)
     life.proof.renew()
 
 
 def prove(world: World) -> None:
-    """Pull from every peer, and compare every byte."""
     life: _Life = world.memory["life"]
     scene = life.scene
     stamp = Stamp(scene.worker, scene.life, 60, 0)
@@ -293,13 +291,11 @@ def prove(world: World) -> None:
         if found is None:
             scene.journal.violation("not healed", f"worker {peer} has published nothing after healing")
             continue
-        settings = {"budget": scene.budget, "kind": "allocated"}
-        target = Destination(scene.journal, scene.cm, found.shape, stamp, **settings)
+        target = Destination(scene, found.shape, stamp)
         rows = list(range(found.shape.rows))
         for _ in range(_ATTEMPTS):
-            error = scene.call(
-                "pull_blocks healed", scene.budget, scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows
-            )
+            pull = partial(scene.cm.pull_blocks, blocks_key(found), target.cache, rows, rows)
+            error = scene.call("pull_blocks healed", scene.budget, pull)
             if error is None:
                 break
             target.settle("proof", range(found.shape.tensors), rows, None)
@@ -320,9 +316,12 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
     _freed(life)
     _wait_until(journal, "left in the tables", lambda: _remains(world))
     if unlink:
-        _unlink_all(world, scene)
+        for number, peer in enumerate(scene.epoch.peers(scene.worker)):
+            cluster = info(peer + 1, 1)
+            scene.call("unlink_clusters", 5.0, world.dd.unlink_clusters, [cluster], 5000, number % 2 == 1)
+        _wait_until(journal, "still linked", lambda: [str(link) for link in world.dd.statistics().links])
         wanted = {name: what for name, what in life.fresh.items() if name in {"fds", "memfd mappings"}}
-        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()), _descriptors)
+        _wait_until(journal, "held without a link", lambda: _more(wanted, residue()))
     try:
         world.dd.check_integrity()
     except AssertionError as error:
@@ -348,19 +347,14 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
 
 
 def _freed(life: _Life) -> bool:
-    """Give back what the threads had; a peer may still be at it for a while."""
-    freed = holds_within(
-        lambda: all([life.producer.free(), *(mover.free() for mover in (*life.movers, life.roamer.mover))]),
-        _TIDY_SECONDS,
-        0,
-    )
+    owners: list[Producer | Mover] = [life.producer, *life.movers, life.roamer.mover]
+    freed = holds_within(lambda: not [each for each in owners if not each.free()], _TIDY_SECONDS, 0)
     if not freed:
         life.scene.journal.violation("leaks", "memory of the user is still in use after healing")
     return freed
 
 
 def _remains(world: World) -> dict[str, Any]:
-    """Return what the tables hold that they should not."""
     statistics = world.dd.statistics()
     caches = statistics.caches
     counts: dict[str, Any] = {
@@ -374,16 +368,9 @@ def _remains(world: World) -> dict[str, Any]:
     return {name: value for name, value in counts.items() if value}
 
 
-def _unlink_all(world: World, scene: Scene) -> None:
-    for number, peer in enumerate(scene.epoch.peers(scene.worker)):
-        cluster = info(peer + 1, 1)
-        scene.call("unlink_clusters", 5.0, world.dd.unlink_clusters, [cluster], 5000, number % 2 == 1)
-    _wait_until(scene.journal, "still linked", lambda: [str(link) for link in world.dd.statistics().links])
-
-
-def _wait_until(journal: Journal, what: str, remains: Callable[[], Any], more: Callable[[], str] = str) -> None:
+def _wait_until(journal: Journal, what: str, remains: Callable[[], Any]) -> None:
     if not holds_within(lambda: not remains(), _TIDY_SECONDS):
-        journal.violation("leaks", f"{what}: {remains()} {more()}")
+        journal.violation("leaks", f"{what}: {remains()}; descriptors {dict(residue()['fds'])}")
 
 
 def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -393,12 +380,3 @@ def _more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         for name, was in before.items()
         if (now[name] - was if isinstance(was, Counter) else now[name] != was)
     }
-
-
-def _descriptors() -> str:
-    """Return what every descriptor is."""
-    names = []
-    for entry in sorted(os.listdir("/proc/self/fd"), key=int):
-        with suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{entry}"))
-    return str(names)

@@ -6,23 +6,16 @@ logs as its own fault, is raised as :class:`Finding`, with the seed. ``python -m
 ``make faults`` does so for longer than the tests.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from llm_datadist._log import logger
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Finding", "Target", "Verdicts", "trial"]
 
 #: What the library logs when it is itself to blame; an alert is the peer's word.
 _FAULT: Final = re.compile(r"unexpected error|(?<!alert )internal error|a handler failed|never retrieved|Traceback")
@@ -34,15 +27,7 @@ class Finding(AssertionError):
 
 @dataclass
 class Verdicts:
-    """What became of the frames of one target.
-
-    Attributes:
-        target: Its name.
-        seed: What all of it was made from.
-        accepted: Frames that were taken, by kind of message.
-        refused: Frames that were refused, by kind of error.
-        seconds: How long it took.
-    """
+    """What became of the frames of one target, which were made from ``seed``, by kind of message or error."""
 
     target: str
     seed: int
@@ -52,15 +37,12 @@ class Verdicts:
 
     @property
     def judged(self) -> int:
-        """Frames that were read to their verdict."""
         return self.accepted.total() + self.refused.total()
 
     def take(self, what: object) -> None:
-        """Count a frame that was taken."""
         self.accepted[type(what).__name__] += 1
 
     def refuse(self, error: BaseException | str) -> None:
-        """Count a frame that was refused."""
         self.refused[error if isinstance(error, str) else type(error).__name__] += 1
 
     def __str__(self) -> str:
@@ -72,8 +54,8 @@ class Verdicts:
         )
 
 
-Target = Callable[[int, int], Verdicts]
-"""function(frames, seed)."""
+Targets = dict[str, tuple[float, Callable[[int, int], Verdicts]]]
+"""Name -> its part of all frames, so that all take about as long on one machine; function(frames, seed)."""
 
 
 @contextmanager
@@ -100,7 +82,6 @@ class _Watch(logging.Handler):
         self.faults: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look at one record."""
         text = record.getMessage()
         if record.levelno >= logging.ERROR or record.exc_info or _FAULT.search(text):
             self.faults.append(f"{record.levelname}: {text} {record.exc_info[1]!r}" if record.exc_info else text)

@@ -1,69 +1,45 @@
 """Wrong frames from right ones: what the targets are fed with.
 
-All of it follows from a seed. A frame begins as a message that could be meant, then a field or two become wild, then
-some bytes change. So most of them reach deep into the code, and none of the ways to be wrong is left out: random,
-truncated, oversized, out of order, repeated.
+All of it follows from a seed. A frame begins as a message that could be meant, made from the types of its fields and
+from what :data:`FIELDS` knows of their meaning; then a field or two become wild, then some bytes change. So most of
+them reach deep into the code, and none of the ways to be wrong is left out: random, truncated, oversized, out of order,
+repeated.
 """
-
-from __future__ import annotations
 
 import copy
 import random
 import ssl
 import struct
 from collections import deque
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
+from msgspec.inspect import BoolType, BytesType, IntType, StrType, UnionType, type_info
 
+from llm_datadist._links import messages
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
 from llm_datadist._links.seal import Seal
 
-__all__ = ["HANDSHAKE", "LINK", "MUTATIONS", "SEALED_HANDSHAKE", "SPOILS", "Forge", "mutated", "wild"]
-
-_SHARE: Final = 10  # where a greeting has it
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
 _LARGE: Final[list[Any]] = [2**48, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, -1, -2, -(2**31), -(2**63)]
 _TEXTS: Final[list[Any]] = [
+    *"\0x",
     "",
-    "x",
     "hello",
     "resolve",
-    "\0",
     "a\nb\r\x1b[31m",
     "\ud7ff",
     "é" * 200,
     "x" * 4096,
     "x" * 4097,
 ]
-_BYTES: Final[list[Any]] = [
-    b"",
-    b"\0",
-    b"\xff" * 15,
-    b"t" * 16,
-    bytes(17),
-    bytes(64),
-    bytes(65),
-    bytes(range(256)),
-    bytes(5000),
-]
-_ODD: Final[list[Any]] = [
-    None,
-    True,
-    False,
-    0.0,
-    -1.5,
-    1e308,
-    float("inf"),
-    [],
-    {},
-    [[]],
-    {"a": 1},
-    [None] * 3,
-    [[[[[[]]]]]],
-]
+_LENGTHS: Final = (17, 64, 65, 5000)
+_BYTES: Final[list[Any]] = [b"", b"\0", b"\xff" * 15, b"t" * 16, bytes(range(256)), *map(bytes, _LENGTHS)]
+_NESTED: Final[list[Any]] = [[], {}, [[]], {"a": 1}, [None] * 3, [[[[[[]]]]]]]
+_ODD: Final[list[Any]] = [None, True, False, 0.0, -1.5, 1e308, float("inf"), *_NESTED]
 
 
 def wild(rng: random.Random) -> Any:
@@ -108,8 +84,23 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return MUTATIONS[rng.choice(_MUTATIONS)](data, rng.randrange(len(data)), rng)
 
 
+# --- messages that could be meant -------------------------------------------------------------------------------------
+
+
 def _id(rng: random.Random) -> int:
     return rng.randrange(1, 64) if rng.random() < 0.9 else rng.choice(_LARGE)
+
+
+def _one_of(*values: Any) -> Callable[[random.Random], Any]:
+    return lambda rng: rng.choice(values)
+
+
+def _below(stop: int, start: int = 0) -> Callable[[random.Random], int]:
+    return lambda rng: rng.randrange(start, stop)
+
+
+def _member(rng: random.Random) -> int:
+    return 100 + rng.randrange(50)
 
 
 def _key(rng: random.Random) -> Any:
@@ -118,54 +109,11 @@ def _key(rng: random.Random) -> Any:
     return [rng.randrange(4), rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 2**64 - 1)), rng.randrange(3)]
 
 
-def _hello(rng: random.Random) -> list[Any]:
-    wanted = rng.choice((None, None, 1, rng.randrange(9)))
-    token, incarnation = rng.randbytes(16), rng.randbytes(16)
-    rca = rng.random() < 0.5
-    transport = rng.choice((None, None, "shm", "rdma"))
-    greeting = [
-        PROTOCOL_VERSION,
-        100 + rng.randrange(50),
-        incarnation,
-        rca,
-        4242,
-        "fuzz",
-        rng.randbytes(16),
-        transport,
-        *_nonce_and_share(rng),
-        rng.choice(("", "", "tcp", "rdma")),
-    ]
-    return ["hello", *greeting, wanted, rng.random() < 0.2, token, *_communicator(rng)]
-
-
-def _nonce_and_share(rng: random.Random) -> list[bytes]:
-    """Return a nonce and a share."""
-    return [rng.randbytes(16), rng.choice((b"", b"", b"", rng.randbytes(9)))]
-
-
-def _proof(rng: random.Random) -> bytes:
-    return rng.choice((b"", rng.randbytes(32)))
-
-
-def _communicator(rng: random.Random) -> list[Any]:
-    """Sometimes a greeting is for a communicator."""
+def _communicator(rng: random.Random) -> list[Any] | None:
     if rng.random() < 0.7:
-        return []
-    members = [[1, 0], [100 + rng.randrange(50), 1]][: rng.choice((0, 1, 2, 2, 2))]
-    return [[rng.choice(("link", "link", "", "x" * 128, "a\nb")), members, bytes(16), rng.randbytes(16)]]
-
-
-def _welcome(rng: random.Random) -> list[Any]:
-    rendezvous = rng.choice(("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"))
-    greeting = [PROTOCOL_VERSION, 1, rng.randbytes(16), False, 4242, "fuzz", rng.randbytes(16)]
-    transport = rng.choice((None, "tcp", "x\ny"))
-    return ["welcome", *greeting, transport, *_nonce_and_share(rng), "", rendezvous, rng.randbytes(16), _proof(rng)]
-
-
-def _transport_choice(rng: random.Random) -> list[Any]:
-    present = rng.random() < 0.15
-    transport = rng.choice(("inproc", "shm", "cma", "tcp", "x\ny"))
-    return ["transportchoice", transport, "because", rng.randrange(1, 1 << 40), present, _proof(rng), _proof(rng)]
+        return None
+    members = [[1, 0], [_member(rng), 1]][: rng.choice((0, 1, 2, 2, 2))]
+    return [rng.choice(("link", "link", "", "x" * 128, "a\nb")), members, bytes(16), rng.randbytes(16)]
 
 
 @cache
@@ -174,35 +122,19 @@ def _client_hello() -> bytes:
     return Seal(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), server_side=False).shake()
 
 
-def _resolve(rng: random.Random) -> list[Any]:
-    cache_id = rng.randrange(-1, 12)
-    return ["resolve", _id(rng), rng.random() < 0.2, _key(rng), cache_id, rng.randrange(10), rng.randrange(60_000)]
-
-
-def _release(rng: random.Random) -> list[Any]:
-    return ["release", rng.randrange(1 << rng.randrange(1, 20)), rng.randrange(5), rng.randrange(6)]
-
-
-def _consumed(rng: random.Random) -> list[Any]:
-    return ["consumed", rng.randrange(-1, 12), rng.randrange(9), rng.randrange(5), rng.randrange(6)]
-
-
 def _guards(rng: random.Random) -> list[Any]:
     return [[rng.choice((0, 1, 1, 2, 2, 3, 7)), rng.choice((0, 1, 1, 1, 2, 3))] for _ in range(rng.choice((1, 1, 2)))]
 
 
-def _verify(rng: random.Random) -> list[Any]:
+def _runs(rng: random.Random) -> bytes:
     spans = [(rng.randrange(8) * 48, 48 * rng.randrange(1, 3)) for _ in range(rng.randrange(4))]
-    runs = b"".join(struct.pack("<QQ", *span) for span in spans)
-    named = [rng.randrange(1, 9), rng.choice((0, 0, 0, rng.randrange(1 << 12))), _guards(rng), rng.random() < 0.3]
-    which = [rng.choice((384, 384, 384, 48, 0)), rng.randrange(4), rng.randrange(1, 5), runs, rng.random() < 0.3]
-    return ["verify", _id(rng), *named, *which, rng.randbytes(16), rng.randrange(60_000)]
+    return b"".join(struct.pack("<QQ", *span) for span in spans)
 
 
-def _locate(rng: random.Random) -> list[Any]:
+def _addresses(rng: random.Random) -> bytes:
     count = rng.choice((1, 2, 2, 8, 4096, 4097))
     near = [rng.choice((0, 1, 2**12, 2**47, 2**64 - 1, rng.randrange(2**48))) for _ in range(min(count, 8))]
-    return ["locate", _id(rng), struct.pack(f"<{len(near)}Q", *near) + rng.randbytes(8 * (count - len(near))), _id(rng)]
+    return struct.pack(f"<{len(near)}Q", *near) + rng.randbytes(8 * (count - len(near)))
 
 
 def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:
@@ -213,12 +145,6 @@ def located(rng: random.Random, number: int, count: int = 2) -> list[Any]:
     return ["located", number, ids, tensors, offsets, rng.random() < 0.5]
 
 
-def geometry(rng: random.Random) -> list[Any]:
-    """Return the geometry of a cache as it travels, which is that of a small one."""
-    kind, tensors, rows, stride = rng.randrange(2), rng.choice((4, 4, 4, 1, 8)), 8, 48
-    return [kind, tensors, rows, stride, rows * stride, [rows, stride], 3, 1]
-
-
 def resolved(rng: random.Random, number: int, tensors: int = 4) -> list[Any]:
     """Return an answer to request ``number`` that could be meant."""
     regions = b"".join(rng.choice((1, 1, 1, 2, 0, 3)).to_bytes(4, "little") for _ in range(tensors))
@@ -226,12 +152,12 @@ def resolved(rng: random.Random, number: int, tensors: int = 4) -> list[Any]:
         regions = regions[:4] * tensors
     offsets = b"".join((rng.randrange(1 << 10) << 12).to_bytes(8, "little") for _ in range(tensors))
     guards = _guards(rng) if rng.random() < 0.9 else []
-    shape = geometry(rng) if rng.random() < 0.3 else [rng.randrange(2), tensors, 8, 48, 384, [8, 48], 3, 1]
+    said = rng.choice((4, 4, 4, 1, 8)) if rng.random() < 0.3 else tensors
+    shape = [rng.randrange(2), said, 8, 48, 384, [8, 48], 3, 1]
     return ["resolved", number, rng.randrange(9), shape, rng.randrange(8), regions, offsets, guards, rng.randrange(3)]
 
 
 def _nixl_request(rng: random.Random) -> bytes:
-    """Return a request of the transport nixl that could be meant."""
     if rng.random() < 0.3:
         return _encode([2, _id(rng), rng.random() < 0.8])
     receiver = rng.choice((None, ["0123456789abcdef", 1, rng.randbytes(9), "1.5.1"]))
@@ -241,7 +167,6 @@ def _nixl_request(rng: random.Random) -> bytes:
 
 
 def _nixl_answer(rng: random.Random) -> bytes:
-    """Return an answer of the transport nixl that could be meant."""
     receiver = ["0123456789abcdef", 1, rng.randbytes(9), "1.5.1"]
     return _encode(
         rng.choice(
@@ -259,98 +184,134 @@ def _token(rng: random.Random) -> bytes:
     return bytes([rng.randrange(4)]) * 16 if rng.random() < 0.8 else rng.randbytes(rng.choice((0, 15, 16, 17)))
 
 
-def _claim(rng: random.Random) -> list[Any]:
-    readers, budget_ms = rng.choice((0, 1, 1, 1, 2, 1025)), rng.choice((0, 1, 60_000, 2**63 - 1))
-    return ["claim", _id(rng), _token(rng), readers, budget_ms]
-
-
-def _claimed(rng: random.Random) -> list[Any]:
+def _grant(rng: random.Random) -> bytes:
     numbers = [rng.randrange(9), rng.randbytes(16), *(rng.choice((0, 1, 2, 2**63)) for _ in range(3))]
     grant = msgspec.msgpack.encode([*numbers, _token(rng), [rng.randrange(9) for _ in range(rng.randrange(4))]])
-    return ["claimed", _id(rng), grant if rng.random() < 0.8 else rng.randbytes(rng.randrange(80))]
+    return grant if rng.random() < 0.8 else rng.randbytes(rng.randrange(80))
 
 
-#: What a linked peer says, its weight, and how it is made.
-LINK: Final[dict[str, tuple[int, Any]]] = {
-    "resolve": (24, _resolve),
-    "release": (20, _release),
-    "consumed": (8, _consumed),
-    "resolved": (4, lambda rng: resolved(rng, _id(rng))),
-    "failed": (3, lambda rng: ["failed", _id(rng), rng.choice(_NUMBERS + _LARGE), "no"]),
-    "beat": (3, lambda rng: ["beat", _id(rng)]),
-    "ping": (3, lambda rng: ["ping", _id(rng)]),
-    "pong": (2, lambda rng: ["pong", _id(rng)]),
-    "unlinkrequest": (2, lambda rng: ["unlinkrequest", _id(rng)]),
-    "unlinkack": (2, lambda rng: ["unlinkack", _id(rng)]),
-    "authenticate": (2, lambda rng: ["authenticate", rng.choice((_client_hello(), rng.randbytes(5), b""))]),
-    "authenticated": (1, lambda rng: ["authenticated", rng.randbytes(rng.choice((0, 5, 300)))]),
-    "laneslost": (2, lambda rng: ["laneslost"]),
-    "unlinkcancel": (2, lambda rng: ["unlinkcancel"]),
-    "locate": (6, _locate),
-    "located": (2, lambda rng: located(rng, _id(rng), rng.randrange(4))),
-    "claim": (
-        6,
-        lambda rng: [
-            "claim",
-            _id(rng),
-            _token(rng),
-            rng.choice((0, 1, 1, 1, 2, 1025)),
-            rng.choice((0, 1, 60_000, 2**63 - 1)),
-        ],
-    ),
-    "claimed": (2, _claimed),
-    "claimended": (4, lambda rng: ["claimended", _token(rng), rng.random() < 0.5]),
-    "claimover": (2, lambda rng: ["claimover", _id(rng), rng.choice(("revoked", "no\nway")), _id(rng)]),
-    "verify": (6, _verify),
-    "nixlask": (3, lambda rng: ["nixlask", _id(rng), _nixl_request(rng)]),
-    "nixlsaid": (3, lambda rng: ["nixlsaid", _id(rng), _nixl_answer(rng)]),
-    "verified": (2, lambda rng: ["verified", _id(rng), rng.randbytes(16 * rng.randrange(4))]),
+#: How a field is made whose type does not say enough, by its name, or by that of its message too.
+FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
+    "version": _one_of(PROTOCOL_VERSION),
+    "cluster_id": _member,
+    "welcome.cluster_id": _one_of(1),
+    "transport": _one_of(None, None, "shm", "rdma"),
+    "welcome.transport": _one_of(None, "tcp", "x\ny"),
+    "transportchoice.transport": _one_of("inproc", "shm", "cma", "tcp", "x\ny"),
+    "lane_share": lambda rng: rng.choice((b"", b"", b"", rng.randbytes(9))),
+    "fabric": _one_of("", "", "tcp", "rdma"),
+    "wanted": lambda rng: rng.choice((None, None, 1, rng.randrange(9))),
+    "reconnects": lambda rng: rng.random() < 0.2,
+    "communicator": _communicator,
+    "rendezvous": _one_of("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"),
+    "code": _one_of(*_NUMBERS),
+    "failed.code": _one_of(*_NUMBERS, *_LARGE),
+    "sequence": _below(1 << 40, 1),
+    "linked.sequence": _id,
+    "present": lambda rng: rng.random() < 0.15,
+    "authenticate.data": lambda rng: rng.choice((_client_hello(), rng.randbytes(5), b"")),
+    "authenticated.data": lambda rng: rng.randbytes(rng.choice((0, 5, 300))),
+    "push": lambda rng: rng.random() < 0.2,
+    "key": _key,
+    "cache_id": _below(12, -1),
+    "row": _below(10),
+    "budget_ms": _below(60_000),
+    "pin": lambda rng: rng.randrange(1 << rng.randrange(1, 20)),
+    "first": _below(5),
+    "count": _below(6),
+    "addresses": _addresses,
+    "verify.cache_id": _below(9, 1),
+    "verify.pin": lambda rng: rng.choice((0, 0, 0, rng.randrange(1 << 12))),
+    "guards": _guards,
+    "extent": _one_of(384, 384, 384, 48, 0),
+    "verify.first": _below(4),
+    "verify.count": _below(5, 1),
+    "runs": _runs,
+    "nixlask.data": _nixl_request,
+    "nixlsaid.data": _nixl_answer,
+    "claim.token": _token,
+    "claimended.token": _token,
+    "readers": _one_of(0, 1, 1, 1, 2, 1025),
+    "claim.budget_ms": _one_of(0, 1, 60_000, 2**63 - 1),
+    "grant": _grant,
 }
+
+
+def _of_type(rng: random.Random, type_: Any) -> Any:
+    """Return a value of a field of which only the type is known."""
+    match type_info(type_):
+        case BoolType():
+            return rng.random() < 0.5
+        case IntType():
+            return _id(rng)
+        case StrType():
+            return rng.choice(("because", "no\nway", ""))
+        case BytesType(min_length=16, max_length=16):
+            return rng.randbytes(16)
+        case BytesType(max_length=32):
+            return rng.choice((b"", rng.randbytes(32)))
+        case BytesType():
+            return rng.randbytes(16 * rng.randrange(4))
+        case UnionType():
+            return None
+    raise TypeError(f"nothing is known of {type_}")
+
+
+_TYPES: Final = {kind.__name__.lower(): msgspec.structs.fields(kind) for kind in get_args(messages._ANY)}
+
+
+def _message(rng: random.Random, name: str, *, sealed: bool) -> list[Any]:
+    """Return the fields of a message that could be meant. ``sealed``: each end gives its half of the lanes' secret."""
+    if name == "resolved":
+        return resolved(rng, _id(rng))
+    if name == "located":
+        return located(rng, _id(rng), rng.randrange(4))
+    said: list[Any] = [name]
+    for field in _TYPES[name]:
+        make = FIELDS.get(f"{name}.{field.name}") or FIELDS.get(field.name)
+        if sealed and field.name == "lane_share" and rng.random() < 0.9:
+            said.append(rng.randbytes(32))
+        else:
+            said.append(make(rng) if make else _of_type(rng, field.type))
+    return said
+
+
+_WEIGHTS: Final = {
+    24: "resolve",
+    20: "release",
+    8: "consumed",
+    6: "locate claim verify",
+    4: "resolved claimended",
+    3: "failed beat ping nixlask nixlsaid",
+    2: "pong unlinkrequest unlinkack unlinkcancel authenticate laneslost located claimed claimover verified",
+    1: "authenticated",
+}
+#: What a linked peer says, and how often.
+LINK: Final = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}
 #: What has its place in a handshake, and none on a link.
-HANDSHAKE: Final[dict[str, tuple[int, Any]]] = {
-    "hello": (8, _hello),
-    "welcome": (2, _welcome),
-    "refused": (1, lambda rng: ["refused", rng.choice(_NUMBERS), "no\nway"]),
-    "transportchoice": (4, _transport_choice),
-    "linked": (1, lambda rng: ["linked", _id(rng), _proof(rng)]),
-}
-#: The same where both ends are authenticated: each gives its half of the lanes' secret.
-SEALED_HANDSHAKE: Final[dict[str, tuple[int, Any]]] = HANDSHAKE | {
-    "hello": (8, lambda rng: _sharing(_hello(rng), rng)),
-    "welcome": (2, lambda rng: _sharing(_welcome(rng), rng)),
-}
-
-
-def _sharing(fields: list[Any], rng: random.Random) -> list[Any]:
-    if rng.random() < 0.9:
-        fields[_SHARE] = rng.randbytes(32)
-    return fields
+HANDSHAKE: Final = {"hello": 8, "welcome": 2, "refused": 1, "transportchoice": 4, "linked": 1}
 
 
 class Forge:
     """Makes payloads and frames from a seed, and remembers some of them to say them again.
 
-    Args:
-        seed: Everything follows from it.
-        messages: What to make, as :data:`LINK`.
-        wrong: Which part of the payloads is broken; fields are wild in as many again.
+    ``wrong`` is the part of the payloads that is broken; fields are wild in as many again. ``sealed``: greetings are
+    those of ends that are authenticated.
     """
 
-    def __init__(self, seed: int, messages: dict[str, tuple[int, Any]], wrong: float = 0.3) -> None:
+    def __init__(self, seed: int, weights: dict[str, int], wrong: float = 0.3, *, sealed: bool = False) -> None:
         self.rng = random.Random(seed)
-        self._makers = [make for _, make in messages.values()]
-        self._weights = [weight for weight, _ in messages.values()]
-        self._wrong = wrong
+        self._names, self._weights = list(weights), list(weights.values())
+        self._wrong, self._sealed = wrong, sealed
         self._said: deque[bytes] = deque(maxlen=64)
 
     def payload(self) -> bytes:
-        """Return the payload of a frame."""
         rng = self.rng
         if self._said and rng.random() < 0.1:
             return rng.choice(self._said)
-        fields = rng.choices(self._makers, self._weights)[0](rng)
+        fields = _message(rng, rng.choices(self._names, self._weights)[0], sealed=self._sealed)
         if rng.random() < self._wrong:
-            self._spoil(fields)
+            SPOILS[rng.choice(_SPOILS)](fields, rng)
         data = _encode(fields)
         if rng.random() < self._wrong:
             data = mutated(data, rng)
@@ -364,9 +325,6 @@ class Forge:
         if self.rng.random() < self._wrong / 100:
             length = self.rng.choice((0, length + 1, max(length - 1, 0), FRAME_LIMIT, FRAME_LIMIT + 1, 2**32 - 1))
         return FRAME_HEADER.pack(length) + data
-
-    def _spoil(self, fields: list[Any]) -> None:
-        SPOILS[self.rng.choice(_SPOILS)](fields, self.rng)
 
 
 def _extend(fields: list[Any], rng: random.Random) -> None:

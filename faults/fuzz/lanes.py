@@ -4,40 +4,31 @@ The victim is a real :class:`~llm_datadist._transport.lanes.Lanes` over real mem
 reads from it again and again, and compares every byte.
 """
 
-from __future__ import annotations
-
 import asyncio
+import random
 import socket
-import struct
 import time
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
 from faults.fuzz.links import join
 from faults.fuzz.stage import Stage
+from faults.lane_ends import DATA, HEADER, MAGIC, READ, RESULT, WRITE
 from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Keys, Sealer
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
-from llm_datadist._native import Ending, LaneEngine, Plan, Tensors, encode_request, plan_row
+from llm_datadist._native import Ending, LaneEngine, Plan, encode_request, plan_row
 from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, LaneSocket, read_lane_greeting
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
+from tests.support.twin import tensors_of
 
-if TYPE_CHECKING:
-    import random
-
-    from numpy.typing import NDArray
-
-__all__ = ["fuzz_lane_greetings", "fuzz_lane_handles", "fuzz_lanes"]
-
-_MAGIC: Final = 0x31444C44
-_READ, _DATA, _WRITE, _RESULT = 1, 2, 3, 4
-_HEADER: Final = struct.Struct("<IBBHQQQQ")
 _EXTENT: Final = 4096
 _SECONDS: Final = 20.0
 
@@ -53,12 +44,10 @@ class _Owner:
         self.granted = 0  # requests of the bad ones
 
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        self._note(link, "read")
-        return self._grant(link, request, self.memory)
+        return self._grant(link, request, "read", self.memory)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        self._note(link, "write")
-        return self._grant(link, request, self.sink)
+        return self._grant(link, request, "write", self.sink)
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         self.lost += 1
@@ -66,24 +55,16 @@ class _Owner:
         if self.verdicts is not None and link != "honest" and "closed" not in reason and "ended" not in reason:
             self.verdicts.refuse("breach")
 
-    def _note(self, link: object, what: str) -> None:
+    def _grant(self, link: object, request: LaneRequest, what: str, memory: NDArray[np.uint8]) -> LaneGrant:
         if self.verdicts is not None and link != "honest":
             self.verdicts.accepted[what] += 1
-
-    def _grant(self, link: object, request: LaneRequest, memory: NDArray[np.uint8]) -> LaneGrant:
         if request.handle != b"mine":
             raise CacheNotFound(f"no memory is called {request.handle!r}")
         self.granted += link != "honest"
-        return LaneGrant(_tensors(memory))
-
-
-def _tensors(memory: NDArray[np.uint8]) -> Tensors:
-    return Tensors(memory.ctypes.data + _EXTENT * np.arange(4, dtype=np.uint64), _EXTENT)
+        return LaneGrant(tensors_of(list(memory)))
 
 
 class _Scene:
-    """The victim with its loop, and an honest engine. A context manager."""
-
     def __init__(self) -> None:
         self.owner = _Owner()
         self._control = ControlLoop()
@@ -106,11 +87,10 @@ class _Scene:
         self._control.stop()
 
     def look(self) -> None:
-        """Read all of the victim's memory over the honest lane, and compare every byte."""
         self._into[:] = 0
         plan = Plan(0, 0, 4, plan_row(0, 0, _EXTENT), False, 4 * _EXTENT)
         meta = encode_request(b"mine", _EXTENT, plan, False)
-        job = self._honest.start_read(self._lane, meta, plan, _tensors(self._into))
+        job = self._honest.start_read(self._lane, meta, plan, tensors_of(list(self._into)))
         outcome = self._honest.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
         if outcome.ending is not Ending.GOOD or not np.array_equal(self._into, self.owner.memory):
             raise Finding(f"an honest read beside the bad lanes ended with {outcome}")
@@ -164,21 +144,19 @@ def _sealed(said: bytes, rng: random.Random) -> tuple[bytes, Keys]:
 
 
 def _lane_frame(rng: random.Random, number: int) -> bytes:
-    kind = (
-        rng.choice((_READ, _READ, _READ, _WRITE, _WRITE, _DATA, _RESULT)) if rng.random() < 0.1 else rng.choice((1, 3))
-    )
+    kind = rng.choice((READ, READ, READ, WRITE, WRITE, DATA, RESULT) if rng.random() < 0.1 else (READ, WRITE))
     meta, payload = b"", b""
-    if kind in (_READ, _WRITE):
+    if kind in (READ, WRITE):
         start, nbytes, count = rng.randrange(_EXTENT), rng.randrange(512), rng.randrange(1, 4)
         plan = Plan(0, 0, count, plan_row(start, start, nbytes), False, nbytes * count)
-        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, kind == _WRITE)
+        meta = encode_request(b"mine" if rng.random() < 0.9 else b"yours", _EXTENT, plan, kind == WRITE)
         if rng.random() < 0.2:
             meta = mutated(meta, rng)
-        payload = bytes(plan.nbytes) if kind == _WRITE else b""
+        payload = bytes(plan.nbytes) if kind == WRITE else b""
     size = len(payload) if rng.random() < 0.97 else rng.choice((0, 1, 2**48, 2**48 + 1, 2**64 - 1))
     length = len(meta) if rng.random() < 0.97 else rng.choice((0, 1, 1 << 20, (1 << 20) + 1, 2**64 - 1))
     number = number if rng.random() < 0.97 else rng.choice((0, 1, 2, 2**64 - 1))
-    return _HEADER.pack(_MAGIC, kind, 0, 0, number, length, size, 0) + meta + payload
+    return HEADER.pack(MAGIC, kind, 0, 0, number, length, size, 0) + meta + payload
 
 
 def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
@@ -242,7 +220,6 @@ def _pin_name(rng: random.Random) -> int:
 
 
 def _spoiled(fields: list[object], rng: random.Random) -> bytes:
-    """Return the fields encoded, and a part of them wrong."""
     if rng.random() < 0.2:
         fields[rng.randrange(len(fields))] = wild(rng)
     data = msgspec.msgpack.encode(fields)
@@ -254,37 +231,32 @@ def fuzz_lane_greetings(frames: int, seed: int) -> Verdicts:
     rng = Forge(seed, LINK).rng
 
     async def run(verdicts: Verdicts) -> None:
-        loop = asyncio.get_running_loop()
         while verdicts.judged < frames:
             greeting = rng.randbytes(TOKEN_BYTES)
             said = mutated(greeting, rng) if rng.random() < 0.6 else greeting
-            await _one_greeting(loop, said, verdicts)
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                theirs.setblocking(False)
+                ours.send(said)
+                ours.shutdown(socket.SHUT_WR)
+                try:
+                    token = await read_lane_greeting(asyncio.get_running_loop(), theirs)
+                except ProtocolError as error:
+                    verdicts.refuse(error)
+                    continue
+                rest = theirs.recv(1 << 16)
+            if token + rest != said:
+                raise Finding(f"{said!r} was read as {token!r}, and {rest!r} was left for the engine")
+            verdicts.accepted["greeting"] += 1
 
     with trial("lane greetings", seed) as verdicts:
         asyncio.run(run(verdicts))
     return verdicts
 
 
-async def _one_greeting(loop: asyncio.AbstractEventLoop, said: bytes, verdicts: Verdicts) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setblocking(False)
-        ours.send(said)
-        ours.shutdown(socket.SHUT_WR)
-        try:
-            token = await read_lane_greeting(loop, theirs)
-        except ProtocolError as error:
-            verdicts.refuse(error)
-            return
-        rest = theirs.recv(1 << 16)
-    if token + rest != said:
-        raise Finding(f"{said!r} was read as {token!r}, and {rest!r} was left for the engine")
-    verdicts.accepted["greeting"] += 1
-
-
-TARGETS: Final[dict[str, Target]] = {
-    "lanes": fuzz_lanes,
-    "sealed lanes": lambda frames, seed: fuzz_lanes(frames, seed, sealed=True),
-    "lane handles": fuzz_lane_handles,
-    "lane greetings": fuzz_lane_greetings,
+TARGETS: Final[Targets] = {
+    "lanes": (0.03, fuzz_lanes),
+    "sealed lanes": (0.015, lambda frames, seed: fuzz_lanes(frames, seed, sealed=True)),
+    "lane handles": (0.03, fuzz_lane_handles),
+    "lane greetings": (0.03, fuzz_lane_greetings),
 }

@@ -1,45 +1,36 @@
 """Fuzz targets with links behind them: the dispatcher and every handler, and answers to an initiator."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
+from typing import Any, Final
 
 import msgspec
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, located, mutated, resolved, wild
+from faults.fuzz.greetings import Hostile, check_bounded, secured
 from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
+from faults.strangers import Plain, Tls
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.channel import FrameParser
+from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import NewLink
-from llm_datadist._links.link import LinkOrigin, Peer
-from llm_datadist._links.messages import FRAME_HEADER, Located, Resolve, Resolved, decode
+from llm_datadist._links.link import Link, LinkOrigin, Peer
+from llm_datadist._links.messages import FRAME_HEADER, Located, Message, Resolve, Resolved, decode
 from llm_datadist._links.renewal import Renewal
+from llm_datadist._links.seal import Seal
 from llm_datadist._transfer.addresses import offsets_in
+from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from llm_datadist._links.credentials import Credentials
-    from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._links.seal import Seal
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist.datadist import LLMDataDist
-
-__all__ = ["Session", "fuzz_answers", "fuzz_handlers", "join", "judge", "say"]
 
 _STRANGER: Final = 666
 
@@ -47,15 +38,20 @@ _STRANGER: Final = 666
 # --- the dispatcher and its handlers ---------------------------------------------------------------------------------
 
 
-def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | None = None) -> Verdicts:
+def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, sealed: bool = False) -> Verdicts:
     """Be many linked peers in turn that send anything to the real links, handlers and tables of the victim.
 
-    ``speak`` says what each peer has to say, in place of :func:`_speak`.
+    ``sealed``: behind TLS, with wrong frames, odd records, or records that somebody changes on their way.
     """
     forge = Forge(seed, LINK, wrong=0.02)
     odd = Forge(seed + 1, LINK | HANDSHAKE, wrong=0.5)
-    name = "sealed handlers" if speak else "handlers, RCA" if rca else "handlers"
-    with Stage(rca=rca) as stage, trial(name, seed) as verdicts, _counting(stage, verdicts) as taken:
+    name = "sealed handlers" if sealed else "handlers, RCA" if rca else "handlers"
+    with (
+        secured() if sealed else nullcontext() as sessions,
+        Stage(rca=rca) as stage,
+        trial(name, seed) as verdicts,
+        _counting(stage, verdicts) as taken,
+    ):
         session = 0
         while verdicts.judged < frames:
             if session % 100 == 0:
@@ -67,26 +63,19 @@ def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, speak: Speak | N
             if session % 3 == 0:
                 said.append(odd.frame())
             taken.clear()
-            if speak is None:
-                _speak(stage, b"".join(said), verdicts, session)
-            else:
-                speak(Session(stage, session, verdicts, taken), said)
+            if sessions is None:
+                _speak(stage, session, verdicts, Hostile(forge, Plain()), said)
+                continue
+            strange = forge.rng.random() < 0.05
+            seal, victim, *writer = sessions.odd_pair(server_side=False) if strange else sessions.fresh_pair()
+            peer = Hostile(forge, Tls(seal), *writer)
+            peer.heard(_speak(stage, session, verdicts, peer, said, victim, sessions.foreign))
+            check_bounded(victim)
+            if not strange:
+                _check_taken(taken, said)
         _hoard(stage, verdicts)
         stage.settled()
     return verdicts
-
-
-@dataclass(frozen=True)
-class Session:
-    """One peer of the stage: its number, and what the victim's dispatcher takes of it."""
-
-    stage: Stage
-    number: int
-    verdicts: Verdicts
-    taken: list[Message]
-
-
-Speak = Callable[[Session, list[bytes]], None]
 
 
 @contextmanager
@@ -143,23 +132,19 @@ def join(
     return engine._control.call(install)
 
 
-def _speak(stage: Stage, data: bytes, verdicts: Verdicts, sequence: int) -> None:
+def _speak(stage: Stage, number: int, verdicts: Verdicts, peer: Hostile, said: list[bytes], *sealed: Any) -> bytes:
     """One peer says its piece, hears what it is answered, and goes."""
     ours, theirs = socket.socketpair()
     with ours:
-        link = join(stage, theirs, sequence)
-        say(ours, data)
-        drain(ours)
-    judge(link, verdicts)
-
-
-def judge(link: Link, verdicts: Verdicts) -> None:
-    """Count why a link has ended, unless its peer has just gone."""
+        link = join(stage, theirs, number, *sealed)
+        say(ours, peer.put(said))
+        heard = drain(ours)
     reason = link.channel.reason if link.channel is not None else ""
     if "tampered" in reason or reason.startswith("not authenticated again"):
         verdicts.refuse("AuthFailed")
-    elif "closed the connection" not in reason and "broke" not in reason:
+    elif "closed the connection" not in reason and "broke" not in reason:  # its peer has not just gone
         verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
+    return heard
 
 
 def say(sock: socket.socket, data: bytes) -> None:
@@ -180,7 +165,6 @@ def say(sock: socket.socket, data: bytes) -> None:
 
 
 def _hoard(stage: Stage, verdicts: Verdicts) -> None:
-    """Ask for far more pins than a peer may have, and release none."""
     stage.publish()
     ours, theirs = socket.socketpair()
     question = ["resolve", 1, False, None, stage.published[0].cache_id, 0, 60_000]
@@ -221,7 +205,6 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
 
 
 def _answer(forge: Forge, number: int) -> bytes:
-    """Return an answer to ``number``, most often one that decodes."""
     rng = forge.rng
     fields = resolved(rng, number)
     if rng.random() < 0.5:
@@ -276,35 +259,35 @@ def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
 
     honest = links._handlers[Resolve]
     links._handlers[Resolve] = liar
+    manager: Any = stage.friend.cache_manager
+    manager._deadline = lambda: Deadline(50)  # a lie that answers another question is waited for
     try:
-        with _quick(stage.friend):
-            stage.friend.cache_manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
-    except (LLMException, ValueError) as error:
-        if not isinstance(error, LLMException):
-            raise
+        manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
+    except LLMException as error:
         verdicts.refuse(error)
     else:
         verdicts.accepted["pull"] += 1
     finally:
         links._handlers[Resolve] = honest
+        del manager._deadline
     for end in (stage.friend, stage.victim):
         if not end.statistics().links:
             stage.link()
 
 
-@contextmanager
-def _quick(end: LLMDataDist) -> Iterator[None]:
-    """A lie that answers another question is waited for: not for long."""
-    manager: Any = end.cache_manager
-    manager._deadline = lambda: Deadline(50)
-    try:
-        yield
-    finally:
-        del manager._deadline
+def _check_taken(taken: list[Message], said: list[bytes]) -> None:
+    """Raise Finding where the victim took a message that was not said, or not in its turn."""
+    parser = FrameParser()
+    parser.feed(b"".join(said))
+    for message in taken:
+        payload = parser.take()
+        if payload is None or decode(payload) != message:
+            raise Finding(f"{message} was taken, and was not said")
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "handlers": fuzz_handlers,
-    "handlers, RCA": lambda frames, seed: fuzz_handlers(frames, seed, rca=True),
-    "answers": fuzz_answers,
+TARGETS: Final[Targets] = {
+    "handlers": (0.1, fuzz_handlers),
+    "handlers, RCA": (0.04, lambda frames, seed: fuzz_handlers(frames, seed, rca=True)),
+    "answers": (0.1, fuzz_answers),
+    "sealed handlers": (0.05, lambda frames, seed: fuzz_handlers(frames, seed, sealed=True)),
 }

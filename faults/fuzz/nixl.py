@@ -1,33 +1,26 @@
 """Fuzz target: what a peer asks of the owner over nixl. Agents here move nothing, so that no NIXL is needed."""
 
-from __future__ import annotations
-
+import random
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from unittest import mock
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
-from llm_datadist._native import Plan, Tensors, encode_request, plan_row
+from llm_datadist._deadline import Deadline
+from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 from llm_datadist._transport.nixl import Ask, Done, Granted, Meet, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed, Progress
 from llm_datadist.errors import CacheNotFound, ProtocolError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._deadline import Deadline
-
-__all__ = ["EXTENT", "HANDLE", "TAG", "TARGETS", "StillAgent", "answer_of", "ask", "fuzz_nixl_requests", "serving"]
+from tests.support.twin import tensors_of
 
 HANDLE: Final = b"mine"
 TAG: Final = 7
@@ -35,7 +28,7 @@ EXTENT: Final = 4096
 _MOVES: Final = 8  # so that a Done finds a move that was granted
 _PATIENCE_SECONDS: Final = 10.0
 _MEMORY: Final = np.zeros((4, EXTENT), np.uint8)
-_TENSORS: Final = Tensors(_MEMORY.ctypes.data + EXTENT * np.arange(4, dtype=np.uint64), EXTENT)
+_TENSORS: Final = tensors_of(list(_MEMORY))
 _decode: Final = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
 _requests: Final = msgspec.msgpack.Decoder(Ask | Done | Meet).decode
 
@@ -51,11 +44,9 @@ class StillAgent:
         """Take tensors as registered."""
 
     def covers_any(self, bases: list[int]) -> bool:
-        """Know none of them."""
         return False
 
     def address(self, known: str) -> Address:
-        """Return an address with metadata."""
         return Address(self.name, 1, b"" if known else b"metadata", "1")
 
     def load(self, address: Address) -> bool:
@@ -73,7 +64,6 @@ class StillAgent:
         turn: Callable[[], object],
         progress: Progress,
     ) -> None:
-        """Move nothing."""
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes
         if len(here) and (int(here[:, 0].min()) < first or int((here[:, 0] + here[:, 1]).max()) > last):
             raise Finding("bytes outside the owner's memory would be moved")
@@ -86,13 +76,10 @@ class StillAgent:
         """Do nothing."""
 
     def cpu_seconds(self) -> float:
-        """Return what no thread uses."""
         return 0.0
 
 
 class _Owner:
-    """Grants four tensors of :data:`EXTENT` bytes to a peer that names them."""
-
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
         if request.handle != HANDLE:
             raise CacheNotFound("no such cache")
@@ -128,7 +115,6 @@ def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
 
 
 def ask(move: int = 1, *, write: bool = False, budget_ms: int = 60_000, nbytes: int = 64) -> Ask:
-    """Return a good request for all four tensors."""
     plan = Plan(0, 0, 4, plan_row(0, 0, nbytes), False, 4 * nbytes)
     meta = encode_request(HANDLE, EXTENT, plan, write)
     if write:
@@ -138,13 +124,11 @@ def ask(move: int = 1, *, write: bool = False, budget_ms: int = 60_000, nbytes: 
 
 
 def answer_of(data: bytes) -> Granted | Moved | Refused:
-    """Return what the owner has said."""
     answer: Granted | Moved | Refused = _decode(data)
     return answer
 
 
 def fuzz_nixl_requests(frames: int, seed: int) -> Verdicts:
-    """Ask one owner for anything, hear each answer."""
     rng = Forge(seed, LINK).rng
     with trial("nixl requests", seed) as verdicts:
         while verdicts.judged < frames:
@@ -196,4 +180,4 @@ def _request(rng: random.Random) -> bytes:
     return mutated(data, rng) if rng.random() < 0.2 else data
 
 
-TARGETS: Final[dict[str, Target]] = {"nixl requests": fuzz_nixl_requests}
+TARGETS: Final[Targets] = {"nixl requests": (0.02, fuzz_nixl_requests)}

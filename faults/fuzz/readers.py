@@ -1,27 +1,23 @@
 """Fuzz targets without a socket: the parser of frames, packets of the rendezvous, requests of lanes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+import random
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from faults.fuzz import Finding, Target, Verdicts, trial
+from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated, wild
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Message, decode, encode
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._native import Plan, Tensors, encode_request
+from llm_datadist._native import Plan, encode_request
 from llm_datadist._native.lanes import check_plan
 from llm_datadist._transport import rendezvous
-from llm_datadist._transport.lanes import decode_request
+from llm_datadist._transport.lanes import LaneRequest, decode_request
 from llm_datadist.errors import ParamError, ProtocolError
-
-if TYPE_CHECKING:
-    import random
-
-__all__ = ["TARGETS", "fuzz_lane_requests", "fuzz_packets", "fuzz_parser", "packet"]
+from tests.support.twin import tensors_of
 
 
 def fuzz_parser(frames: int, seed: int) -> Verdicts:
@@ -63,20 +59,25 @@ def _check_again(message: Message) -> None:
         raise Finding(f"{message} is not what it encodes to")
 
 
-def fuzz_packets(frames: int, seed: int) -> Verdicts:
-    """Feed the packets of the same-host rendezvous to :func:`llm_datadist._transport.rendezvous.decode`."""
-    rng = Forge(seed, LINK).rng
-    with trial("same-host packets", seed) as verdicts:
-        while verdicts.judged < frames:
-            try:
-                verdicts.take(rendezvous.decode(packet(rng)))
-            except ProtocolError as error:
-                verdicts.refuse(error)
-    return verdicts
+def _reading(
+    name: str, make: Callable[[random.Random], bytes], read: Callable[[bytes], object]
+) -> Callable[[int, int], Verdicts]:
+    """Return a target that feeds a reader with what ``make`` returns."""
+
+    def fuzz(frames: int, seed: int) -> Verdicts:
+        rng = Forge(seed, LINK).rng
+        with trial(name, seed) as verdicts:
+            while verdicts.judged < frames:
+                try:
+                    verdicts.take(read(make(rng)))
+                except (ProtocolError, ParamError) as error:
+                    verdicts.refuse(error)
+        return verdicts
+
+    return fuzz
 
 
 def packet(rng: random.Random) -> bytes:
-    """Return a packet of the rendezvous that could be meant, or nearly."""
     value: dict[str, Any] = {"type": "refusal", "reason": "no"}
     if rng.random() < 0.9:
         described = msgspec.structs.asdict(RegionDescriptor(1, 4096, "device", writable=False))
@@ -94,24 +95,6 @@ def packet(rng: random.Random) -> bytes:
     return mutated(data, rng) if rng.random() < 0.4 else data
 
 
-def fuzz_lane_requests(frames: int, seed: int) -> Verdicts:
-    """Feed requests of lanes to ``decode_request``, and what it takes to the check against real tensors."""
-    rng = Forge(seed, LINK).rng
-    memory = np.zeros((4, 4096), np.uint8)
-    tensors = Tensors(memory.ctypes.data + 4096 * np.arange(4, dtype=np.uint64), 4096)
-    with trial("lane requests", seed) as verdicts:
-        while verdicts.judged < frames:
-            try:
-                request = decode_request(_lane_request(rng))
-                check_plan(request.plan, tensors, tensors)
-            except (ProtocolError, ParamError) as error:
-                verdicts.refuse(error)
-            else:
-                _check_inside(request.plan)
-                verdicts.take(request)
-    return verdicts
-
-
 def _lane_request(rng: random.Random) -> bytes:
     count, runs = rng.randrange(5), np.empty((rng.randrange(4), 3), np.uint64)
     for run in runs:
@@ -123,16 +106,24 @@ def _lane_request(rng: random.Random) -> bytes:
     return mutated(data, rng) if rng.random() < 0.6 else data
 
 
-def _check_inside(plan: Plan) -> None:
-    """What passed the check may not leave the tensors, by arithmetic without bounds."""
-    last = plan.src_first + plan.count
+_MEMORY: Final = np.zeros((4, 4096), np.uint8)
+_TENSORS: Final = tensors_of(list(_MEMORY))
+
+
+def _read_request(data: bytes) -> LaneRequest:
+    """Read a request of a lane, and check it against real tensors; what passes may not leave them."""
+    request = decode_request(data)
+    plan = request.plan
+    check_plan(plan, _TENSORS, _TENSORS)
+    last = plan.src_first + plan.count  # by arithmetic without bounds
     for _, start, nbytes in plan.runs.tolist():
         if plan.count and nbytes and (last > 4 or start + nbytes > 4096):
             raise Finding(f"{plan} leaves four tensors of 4096 bytes")
+    return request
 
 
-TARGETS: Final[dict[str, Target]] = {
-    "parser": fuzz_parser,
-    "same-host packets": fuzz_packets,
-    "lane requests": fuzz_lane_requests,
+TARGETS: Final[Targets] = {
+    "parser": (0.379, fuzz_parser),
+    "same-host packets": (0.12, _reading("same-host packets", packet, rendezvous.decode)),
+    "lane requests": (0.1, _reading("lane requests", _lane_request, _read_request)),
 }

@@ -4,58 +4,37 @@ The healthy peer pulls again and again while the victim is fed, and compares eve
 tables must agree with themselves, and the pins of the lost be gone.
 """
 
-from __future__ import annotations
-
-import time
+import socket
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from faults.fuzz import Finding
+from faults.harness import holds_within
+from llm_datadist import types
+from llm_datadist._transfer.engine import Engine
 from llm_datadist.config import LLMConfig
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMStatusCode
-from llm_datadist.types import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    DataType,
-    LLMClusterInfo,
-    LLMRole,
-)
+from llm_datadist.types.descriptors import Cache
 from llm_datadist.views import tensor_views
-
-if TYPE_CHECKING:
-    import socket
-
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist.types.descriptors import Cache
-
-__all__ = ["FRIEND", "PATIENCE_SECONDS", "VICTIM", "Stage", "drain"]
+from tests.support.world import cluster_info
 
 VICTIM: Final = 1
 FRIEND: Final = 2
 PATIENCE_SECONDS: Final = 20.0
-_KEY: Final = CacheKey(1, 2**40, 0)  # its number is out of the forge's reach
-_DESC: Final = CacheDesc(4, [8, 48], DataType.DT_UINT8)
+_KEY: Final = types.CacheKey(1, 2**40, 0)  # its number is out of the forge's reach
+_DESC: Final = types.CacheDesc(4, [8, 48], types.DataType.DT_UINT8)
 _POOL: Final = '{"memory_size": 4194304, "page_shift": 12}'
 
 
 class Stage:
-    """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both.
-
-    Attributes:
-        victim: What is fed.
-        friend: What must not notice.
-        published: The victim's caches that frames may name.
-        paged: A blocks cache of the friend.
-    """
+    """A victim that listens, and a friend of it that pulls. A context manager; ``extra`` are options of both."""
 
     def __init__(self, *, rca: bool = False, extra: dict[str, str] | None = None) -> None:
-        self.victim = LLMDataDist(LLMRole.PROMPT, VICTIM)
-        self.friend = LLMDataDist(LLMRole.DECODER, FRIEND)
+        self.victim = LLMDataDist(types.LLMRole.PROMPT, VICTIM)
+        self.friend = LLMDataDist(types.LLMRole.DECODER, FRIEND)
         self._rca = rca
         self._extra = extra or {}
         self._pulls = 0
@@ -67,7 +46,7 @@ class Stage:
             undo.callback(self.victim.finalize)
             self.victim.init(_options(self._rca, "127.0.0.1:0") | self._extra)
             self.friend.init(_options(self._rca, None) | self._extra)
-            self._source = self.victim.cache_manager.allocate_blocks_cache(_DESC, BlocksCacheKey(VICTIM, 77))
+            self._source = self.victim.cache_manager.allocate_blocks_cache(_DESC, types.BlocksCacheKey(VICTIM, 77))
             self.paged = self.friend.cache_manager.allocate_blocks_cache(_DESC)
             self._row = self.friend.cache_manager.allocate_cache(_DESC)
             self.link()
@@ -79,37 +58,29 @@ class Stage:
 
     def link(self, port: int | None = None) -> None:
         """Link the friend to the victim, unless it is, at another port if there is one."""
-        code, _ = self.friend.link_clusters([self._info(port or self.port)], 10_000)
+        code, _ = self.friend.link_clusters([cluster_info(VICTIM, port or self.port)], 10_000)
         if code not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
             raise Finding(f"the friend cannot link: {code}")
 
     def unlink(self) -> None:
         """End the link of the friend at both ends, if there is one."""
-        self.friend.unlink_clusters([self._info(self.port)], 10_000, True)
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while self.victim.statistics().links or self.friend.statistics().links:
-            if time.monotonic() > limit:
-                raise Finding("an unlinked peer stays")
-            self.victim.unlink_clusters([self._info(0, FRIEND)], 10_000, True)
-            time.sleep(0.001)
+        self.friend.unlink_clusters([cluster_info(VICTIM, self.port)], 10_000, True)
 
-    def _info(self, port: int, cluster_id: int = VICTIM) -> LLMClusterInfo:
-        info = LLMClusterInfo()
-        info.remote_cluster_id = cluster_id
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info("127.0.0.1", port)
-        return info
+        def gone() -> bool:
+            self.victim.unlink_clusters([cluster_info(FRIEND, 0)], 10_000, True)
+            return not (self.victim.statistics().links or self.friend.statistics().links)
+
+        if not holds_within(gone, PATIENCE_SECONDS, 0.001):
+            raise Finding("an unlinked peer stays")
 
     @property
     def engine(self) -> Engine:
-        """The victim's."""
         engine = self.victim._engine
         assert engine is not None
         return engine
 
     @property
     def port(self) -> int:
-        """Where the victim listens."""
         port = self.victim.listen_port
         assert port is not None
         return port
@@ -119,9 +90,9 @@ class Stage:
         manager = self.victim.cache_manager
         for old in self.published:
             for request in range(1, 8):
-                manager.remove_cache_key(CacheKey(VICTIM, request, 0))
+                manager.remove_cache_key(types.CacheKey(VICTIM, request, 0))
             manager.deallocate_cache(old)
-        keys = [CacheKey(VICTIM, request, 0) for request in range(1, 8)]
+        keys = [types.CacheKey(VICTIM, request, 0) for request in range(1, 8)]
         self.published = [manager.allocate_cache(_DESC, keys[:4]), manager.allocate_cache(_DESC, keys[4:])]
 
     def look(self) -> None:
@@ -130,13 +101,13 @@ class Stage:
         source = _filled(self._source, self._pulls)
         expected = _filled(self.paged, self._pulls + 1_000_000)
         manager = self.friend.cache_manager
-        manager.pull_blocks(BlocksCacheKey(VICTIM, 77), self.paged, [1, 6], [0, 3])
+        manager.pull_blocks(types.BlocksCacheKey(VICTIM, 77), self.paged, [1, 6], [0, 3])
         expected[:, [0, 3]] = source[:, [1, 6]]
         _same(self.paged, expected)
         published = self.victim.cache_manager.allocate_cache(_DESC, [_KEY])
         try:
             source, expected = _filled(published, self._pulls + 1), _filled(self._row, self._pulls + 2)
-            by_id = CacheKeyByIdAndIndex(VICTIM, published.cache_id, 0)
+            by_id = types.CacheKeyByIdAndIndex(VICTIM, published.cache_id, 0)
             manager.pull_cache(by_id if self._rca else _KEY, self._row, 5)
             expected[:, 5] = source[:, 0]
             _same(self._row, expected)
@@ -147,23 +118,22 @@ class Stage:
         self.friend.check_integrity()
 
     def push(self) -> None:
-        """The friend pushes, and every byte of the destination is compared."""
         self._pulls += 1
         source, expected = _filled(self.paged, self._pulls), _filled(self._source, self._pulls + 1_000_000)
-        self.friend.cache_manager.push_blocks(BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
+        self.friend.cache_manager.push_blocks(types.BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
         expected[:, [7, 4]] = source[:, [2, 5]]
         _same(self._source, expected)
 
     def settled(self) -> None:
         """Wait until only the friend is linked and no pin is held; then :meth:`look`."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while True:
+
+        def alone() -> bool:
             now = self.victim.statistics()
-            if now.pins == 0 and [link.remote_cluster_id for link in now.links] == [FRIEND]:
-                break
-            if time.monotonic() > limit:
-                raise Finding(f"left behind after all strangers went: {now.pins} pins, links {now.links}")
-            time.sleep(0.001)
+            return now.pins == 0 and [link.remote_cluster_id for link in now.links] == [FRIEND]
+
+        if not holds_within(alone, PATIENCE_SECONDS, 0.001):
+            now = self.victim.statistics()
+            raise Finding(f"left behind after all strangers went: {now.pins} pins, links {now.links}")
         self.look()
 
 
@@ -184,7 +154,6 @@ def _bytes(cache: Cache) -> list[Any]:
 
 
 def _filled(cache: Cache, seed: int) -> Any:
-    """Fill a cache with noise; return a copy, shape (tensors, rows, bytes)."""
     noise = np.random.default_rng(seed).integers(0, 256, (4, 8, 48), dtype=np.uint8)
     for view, part in zip(_bytes(cache), noise, strict=True):
         view[:] = part

@@ -1,18 +1,12 @@
 """2,000 connections of strangers at a listener (docs/faults.md, Attacks); ``strangers.py`` measures what they cost."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from faults.crowd import CROWD, MANNERS, Crowd, footprint, prepare, pull
 from tests.support.ends import begin_there, result_there
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from tests.support.pairs import Pair
+from tests.support.pairs import Pair
 
 #: Handshakes with one address that a listener has in progress at a time.
 _GREETINGS = 64

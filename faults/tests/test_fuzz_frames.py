@@ -4,21 +4,21 @@ The targets raise a Finding by themselves for whatever must not happen; here is 
 message was said and taken, and every way to be wrong was gone. `make faults` judges ten times as many.
 """
 
-from __future__ import annotations
-
 import math
 import ssl
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 import pytest
 
 from faults import fuzz
+from faults.__main__ import main
 from faults.fuzz import forge as forges
-from faults.fuzz import links, readers, sealed
-from faults.fuzz.command import SHARES, TARGETS, main
+from faults.fuzz import greetings, links, readers
+from faults.fuzz.command import TARGETS
 from llm_datadist._links import messages
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Release, decode
@@ -28,66 +28,33 @@ from llm_datadist._transfer.target import Target
 from llm_datadist.errors import AuthFailed, ProtocolError
 from tests.support.world import anonymous_bytes, residue, settled
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 FRAMES: Final = 200_000
 SEED: Final = 20_260
 MOST_GROWTH: Final = 64 << 20
 #: What a reader may say no with; anything else would be news.
 TYPED: Final = {
-    "ProtocolError",
-    "header: ProtocolError",
-    "ParamError",
-    "LinkError",
-    "LinkRefused",
-    "LLMException",
-    "CacheMismatch",
-    "CacheNotFound",
-    "TransferFailed",
-    "DeadlineExceeded",
-    "PeerLost",
-    "NotLinked",
-    "AuthFailed",
-    "Refused",
-    "hung up",
-    "dropped",
-    "breach",
-    "another message",
+    *("ProtocolError", "header: ProtocolError", "ParamError", "LinkError", "LinkRefused", "LLMException"),
+    *("CacheMismatch", "CacheNotFound", "TransferFailed", "DeadlineExceeded", "PeerLost", "NotLinked", "AuthFailed"),
+    *("Refused", "hung up", "dropped", "breach", "another message"),
 }
+_LINKED: Final = {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01}
+_READ: Final = {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.005}
 #: Per target, kinds of which at least that part of its frames must be: it did not pass by doing one thing only.
 TAKEN: Final[dict[str, dict[str, float]]] = {
-    "parser": {
-        "Resolve": 0.05,
-        "Release": 0.03,
-        "Hello": 0.01,
-        "Resolved": 0.005,
-        "TransportChoice": 0.005,
-        "UnlinkAck": 0.002,
-    },
+    "parser": _READ | {"TransportChoice": 0.005, "UnlinkAck": 0.002},
     "same-host packets": {"RendezvousHello": 0.1, "Refusal": 0.01},
     "lane requests": {"LaneRequest": 0.1},
-    "handlers": {
-        "Resolve": 0.1,
-        "Release": 0.1,
-        "Consumed": 0.03,
-        "Resolved": 0.01,
-        "UnlinkCancel": 0.01,
-        "Verify": 0.01,
-    },
-    "handlers, RCA": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "UnlinkRequest": 0.005},
+    "handlers": _LINKED | {"UnlinkCancel": 0.01, "Verify": 0.01},
+    "handlers, RCA": _LINKED | {"UnlinkRequest": 0.005},
+    "sealed handlers": _LINKED | {"Verify": 0.01},
     "answers": {"Resolved": 0.02, "pull": 0.0001},
-    "greetings": {"Welcome": 0.02},
-    "dials": {"Welcome": 0.05, "Linked": 0.01},
+    **{target: {"Welcome": 0.02} for target in ("greetings", "sealed greetings")},
+    **{target: {"Welcome": 0.05, "Linked": 0.01} for target in ("dials", "sealed dials")},
+    **{target: {"read": 0.1, "write": 0.1} for target in ("lanes", "sealed lanes")},
     "rendezvous": {},
-    "lanes": {"read": 0.1, "write": 0.1},
     "lane handles": {"LaneGrant": 0.001},
     "lane greetings": {"greeting": 0.1},
     "nixl requests": {"Moved": 0.05, "Granted": 0.01, "Meet": 0.01},
-    "sealed handlers": {"Resolve": 0.1, "Release": 0.1, "Consumed": 0.03, "Resolved": 0.01, "Verify": 0.01},
-    "sealed lanes": {"read": 0.1, "write": 0.1},
-    "sealed greetings": {"Welcome": 0.02},
-    "sealed dials": {"Welcome": 0.05, "Linked": 0.01},
 }
 #: Targets that are fed with messages, and those of which each kind must have been taken.
 ALL_TAKEN: Final = {
@@ -102,7 +69,7 @@ SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed 
 
 
 def frames_of(target: str) -> int:
-    return math.ceil(FRAMES * SHARES[target])
+    return math.ceil(FRAMES * TARGETS[target][0])
 
 
 @pytest.fixture
@@ -124,8 +91,8 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_the_shares_make_all_frames_and_every_target_has_one() -> None:
-    assert set(SHARES) == set(TARGETS) == set(TAKEN)
-    assert sum(map(frames_of, SHARES)) >= FRAMES
+    assert set(TARGETS) == set(TAKEN)
+    assert sum(map(frames_of, TARGETS)) >= FRAMES
 
 
 @pytest.fixture
@@ -136,9 +103,9 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("target", SHARES)
+@pytest.mark.parametrize("target", TARGETS)
 def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str, ways: Counter[str]) -> None:
-    function = TARGETS[target]
+    _, function = TARGETS[target]
     function(min(frames_of(target), 2_000), SEED + 1)  # whatever is made once is made now
     ways.clear()
     before = anonymous_bytes()
@@ -162,7 +129,7 @@ def test_the_same_seed_makes_the_same_frames() -> None:
 
 
 def test_the_command_runs_one_target_or_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--frames", "2000", "--seed", "3", "--target", "same-host packets"]) == 0
+    assert main(["fuzz", "--frames", "2000", "--seed", "3", "--target", "same-host packets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("same-host packets, seed 3: 2000 frames, ")
     assert lines[1] == "2000 frames judged, no finding"
@@ -220,16 +187,16 @@ def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = sealed.Sessions.session
+    session = greetings.Sessions.session
 
-    def gullible(self: sealed.Sessions, *, server_side: bool) -> Seal:
+    def gullible(self: greetings.Sessions, *, server_side: bool) -> Seal:
         context = self._current()[server_side]
         context.verify_mode = ssl.CERT_NONE
         return session(self, server_side=server_side)
 
-    monkeypatch.setattr(sealed.Sessions, "session", gullible)
+    monkeypatch.setattr(greetings.Sessions, "session", gullible)
     with pytest.raises(fuzz.Finding, match="a stranger was authenticated"):
-        sealed.fuzz_sealed_greetings(2_000, 1)
+        greetings.fuzz_greetings(2_000, 1, sealed=True)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -246,7 +213,7 @@ def test_a_seal_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Seal, "open", patient)
     with pytest.raises(fuzz.Finding, match=r"a seal keeps \d+ bytes unopened"):
-        sealed.fuzz_sealed_handlers(10_000, 1)
+        links.fuzz_handlers(10_000, 1, sealed=True)
 
 
 def test_what_the_library_logs_against_itself_is_found() -> None:

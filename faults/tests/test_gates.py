@@ -1,10 +1,8 @@
 """Every gate of walk 1: an end that stands at it, sees what the step says, goes on, and moves the right bytes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,10 +12,8 @@ from llm_datadist import CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.errors import StateError
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, cache_id, call, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.pairs import Pair
+from tests.support.world import World
 
 KEY = CacheKey(1, 10)
 PUSH_ONLY = {"before write", "write deadline", "after write", "consumed", "target consumed"}

@@ -1,47 +1,32 @@
 """Interrupts in every call, a sample of what ``python -m faults interrupts`` does (docs/faults.md, Attacks)."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from faults.interrupts import (
-    BOUND_SECONDS,
-    PROMPT_SECONDS,
-    TRANSPORTS,
-    VERBS,
-    Interrupted,
-    at_each_instruction,
-    at_random,
-    instructions,
-    interrupted_end,
-)
+from faults import interrupts
 from llm_datadist import BlocksCacheKey
 from tests.support.linking import bytes_move_both_ways
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from tests.support.world import World
+from tests.support.world import World
 
 POINTS, TIMES = 24, 40
 
 
 @pytest.mark.parametrize("rca", [True, False], ids=["rca", "no rca"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", interrupts.TRANSPORTS)
 def test_attack_an_interrupt_in_any_call_leaves_no_late_byte_no_hold_and_no_lock(transport: str, rca: bool) -> None:
     source = random.Random(7)
-    with interrupted_end(transport, rca=rca) as scene:
-        for verb in (each for each in VERBS.values() if each.rca is rca and transport in each.transports):
-            count = instructions(scene, verb)
+    with interrupts.interrupted_end(transport, rca=rca) as scene:
+        for verb in (each for each in interrupts.VERBS.values() if each.rca is rca and transport in each.transports):
+            count = interrupts.instructions(scene, verb)
             assert count > POINTS
-            at_each_instruction(scene, verb, sorted(source.sample(range(1, count + 1), POINTS)))
+            interrupts.at_each_instruction(scene, verb, sorted(source.sample(range(1, count + 1), POINTS)))
             if verb.at_random:
-                at_random(scene, verb, TIMES, source)
+                interrupts.at_random(scene, verb, TIMES, source)
         assert scene.counts["interrupted"] > POINTS
 
 
@@ -57,15 +42,17 @@ def _is_stopped(pid: int) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_interrupt_ends_a_call_that_waits_for_a_stopped_peer(transport: str) -> None:
-    with interrupted_end(transport, rca=False) as scene:
+    with interrupts.interrupted_end(transport, rca=False) as scene:
         handler = signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGUSR1))
         scene.there.signal(signal.SIGSTOP)
         wait_until(lambda: _is_stopped(scene.there.pid))  # it may answer for a moment yet
         try:
             since = time.monotonic()
-            with pytest.raises(Interrupted):
+            with pytest.raises(interrupts.Interrupted):
                 _pull_until_the_timer_rings(scene.world)
-            assert 0.2 <= time.monotonic() - since < min(PROMPT_SECONDS, BOUND_SECONDS), "not only at its deadline"
+            assert 0.2 <= time.monotonic() - since < min(interrupts.PROMPT_SECONDS, interrupts.BOUND_SECONDS), (
+                "not only at its deadline"
+            )
         finally:
             scene.there.signal(signal.SIGCONT)
             signal.signal(signal.SIGALRM, handler)

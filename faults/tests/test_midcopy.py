@@ -1,9 +1,7 @@
 """Stopping inside a copy: exactly, by a trap on a page, and by luck, with a signal."""
 
-from __future__ import annotations
-
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +12,8 @@ from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.views import tensor_views
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.pairs import Pair
+from tests.support.world import World
 
 DENIED = trap_denied()
 needs_traps = pytest.mark.skipif(DENIED is not None, reason=f"no page can be trapped here: {DENIED}")

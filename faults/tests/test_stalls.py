@@ -1,9 +1,5 @@
 """Stalls: what is stalled waits, deadlines go on, and everything goes on afterwards with the right bytes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from faults.stalls import STALLS, go_on, stall, stall_there
@@ -11,10 +7,8 @@ from llm_datadist import CacheKey
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.pairs import Pair
+from tests.support.world import World
 
 KEY = CacheKey(1, 10)
 PATIENT = {"llm.PeerTimeout": "600"}

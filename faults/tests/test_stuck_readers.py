@@ -1,7 +1,5 @@
 """Readers that are stuck cost the owner and its other peers nothing: `faults/stuck_readers.py` measures that."""
 
-from __future__ import annotations
-
 import pytest
 
 from faults.stuck_readers import scene_of

@@ -1,11 +1,9 @@
 """Some trials of each kind (`faults/trials.py` makes as many as one likes), the rebind race and grants, in
 short."""
 
-from __future__ import annotations
-
 import pytest
 
-from faults import grant_churn, rebind_race, trials
+from faults import grants, rebind, trials
 
 
 @pytest.mark.parametrize("transport", trials.TRANSPORTS)
@@ -22,16 +20,16 @@ def test_memory_used_again_under_who_was_stopped_inside_a_copy(transport: str, w
         assert (report.reused if transport == "tcp" else report.quarantines) > 0
 
 
-@pytest.mark.parametrize("transport", rebind_race.TRANSPORTS)
+@pytest.mark.parametrize("transport", rebind.TRANSPORTS)
 def test_a_key_bound_anew_during_a_pull_of_the_old_cache(transport: str) -> None:
-    race = rebind_race.run(transport, 200)
-    assert race.good, "\n".join([rebind_race.HEAD, race.line(), *race.faults])
+    race = rebind.run(transport, 200)
+    assert race.good, "\n".join([rebind.HEAD, race.line(), *race.faults])
     assert race.torn > 0
     assert race.consumed > 0
 
 
-@pytest.mark.parametrize("transport", grant_churn.TRANSPORTS)
+@pytest.mark.parametrize("transport", grants.TRANSPORTS)
 def test_blocks_that_are_used_again_while_readers_claim_them(transport: str) -> None:
-    churn = grant_churn.run(transport, 8000)
-    assert churn.good, "\n".join([grant_churn.HEAD, churn.line(), *churn.faults])
-    assert grant_churn.run(transport, 8000, guarded=False).wrong_bytes > 0, "without grants it goes wrong"
+    churn = grants.run(transport, 8000)
+    assert churn.good, "\n".join([grants.HEAD, churn.line(), *churn.faults])
+    assert grants.run(transport, 8000, guarded=False).wrong_bytes > 0, "without grants it goes wrong"

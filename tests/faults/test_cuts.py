@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from faults.gated import stopped
-from faults.relay import Relay
-from faults.relayed import BIG, DEADLINE_MS, HARM, KEY, Relayed
-from faults.streams import Fault
+from faults.relay import BIG, DEADLINE_MS, HARM, KEY, Fault, Relay, Relayed
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import DeadlineExceeded, NotLinked, PeerLost, TransferFailed
 from tests.support.ends import LocalEnd

@@ -1,7 +1,7 @@
 """Lanes whose bytes are sealed: keys, records as they are on the wire, and what a peer with the keys may do wrong.
 
 All that plain lanes do sealed ones do too: see the fixture `kind_of_lane`. What a relay can do to records:
-faults/sealed_relay.py.
+faults/tamper.py.
 """
 
 from __future__ import annotations

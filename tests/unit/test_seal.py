@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from faults.tls import ALERT, RecordWriter, logged_secret
+from faults.sealing import ALERT, RecordWriter, logged_secret
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist.config import CredentialFiles

@@ -9,36 +9,28 @@ that a successful pull brought, and that no other was written. It releases, lets
 one reader is killed at times and born again. At the end nothing may be left at the owner: no claim, no guard, no pin.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
-from faults.harness import Processes, Report, Threads, command, differing, numbered, words_of
+from faults.harness import Processes, Report, Threads, Words, differing, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist.bench.progress import steps
 from llm_datadist.errors import LLMException, StateError
+from llm_datadist.types.grant import Grant
 from tests.support.linking import SUCCESS, info, link, unlink
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from faults.harness import Words
-    from llm_datadist.types.grant import Grant
-    from tests.support.world import World
-
-__all__ = ["HEAD", "TRANSPORTS", "run"]
+from tests.support.world import World
 
 TRANSPORTS: Final = ("shm", "tcp")
 HEAD: Final = "transport     steps  seconds  wrong  what came of the owner's steps and the readers'"
-
 _KEY: Final = BlocksCacheKey(1, 0)
 _PLACES: Final = 8
 _BLOCKS: Final = 4
@@ -75,22 +67,15 @@ def make_cache(world: World, key: BlocksCacheKey | None) -> None:
         words[:] = _POISON
 
 
-@dataclass
-class _Counts:
-    """What one end did; ``wrong`` are bytes."""
-
-    steps: Counter[str] = field(default_factory=Counter)
-    wrong: int = 0
+#: Among the counts of what an end did: bytes.
+_WRONG: Final = "wrong bytes"
 
 
 class _Owner(Threads):
-    """Gives grants, one after the other in each place, until it is told to stop."""
-
     def __init__(self, world: World, seed: int) -> None:
         super().__init__()
-        self.counts = _Counts()
-        self._world = world
-        self._seed = seed
+        self.counts: Counter[str] = Counter()
+        self._world, self._seed = world, seed
         self._chance = random.Random(seed)
         self._views = [words.reshape(_ROWS, _BLOCK_WORDS) for words in words_of(world.caches["kv"])]
         self._last: list[Grant | None] = [None] * _PLACES
@@ -111,7 +96,7 @@ class _Owner(Threads):
         last = self._last[place]
         if last is not None and last.active:
             if self._chance.random() < 0.9:
-                self._count("waits")
+                self.counts["waits"] += 1
                 time.sleep(0)
                 return
             last.revoke()
@@ -123,40 +108,34 @@ class _Owner(Threads):
         cache, token = self._world.caches["kv"], token_of(self._number, self._seed)
         self._last[place] = cache.grant(blocks, ttl, token=token)
         self._number += 1
-        self._count("given")
+        self.counts["given"] += 1
 
     def _renew(self) -> None:
         grant = self._chance.choice(self._last)
         if grant is not None:
             try:
                 grant.renew(self._chance.choice((0.001, 0.01, _LONG)))
-                self._count("renewed")
+                self.counts["renewed"] += 1
             except StateError:
-                self._count("renewed too late")
+                self.counts["renewed too late"] += 1
 
     def _revoke(self) -> None:
         grant = self._chance.choice(self._last)
         if grant is not None and grant.active:
             grant.revoke()
-            self._count("revoked")
+            self.counts["revoked"] += 1
 
     def _pause(self) -> None:
         time.sleep(self._chance.choice((0, 0, 0.0005)))
-        self._count("pauses")
-
-    def _count(self, what: str) -> None:
-        self.counts.steps[what] += 1
+        self.counts["pauses"] += 1
 
 
 class _Reader(Threads):
-    """Claims and pulls until it is told to stop."""
-
     def __init__(self, world: World, seed: int, port: int, guarded: bool) -> None:
         super().__init__()
         self._guarded = guarded
-        self.counts = _Counts()
-        self._world = world
-        self._seed = seed
+        self.counts: Counter[str] = Counter()
+        self._world, self._seed = world, seed
         self._owner = info(1, port)
         self._chance = random.Random(seed * 1000 + world.dd.cluster_id)
         self._views = [words.reshape(_ROWS, _BLOCK_WORDS) for words in words_of(world.caches["kv"])]
@@ -172,22 +151,22 @@ class _Reader(Threads):
             grant = self._world.cm.claim_grant(1, token_of(number, self._seed))
         except LLMException as error:
             over, taken = "has ended" in str(error), "readers already" in str(error)
-            self._count("ended" if over else "taken" if taken else type(error).__name__)
+            self.counts["ended" if over else "taken" if taken else type(error).__name__] += 1
             if over:
                 self._number = max(self._number, number + 1)
             self._relink()
             return
         self._number = max(self._number, number)
-        self._count("claimed")
+        self.counts["claimed"] += 1
         for _ in range(self._chance.randrange(3)):
             self._pull(grant, number)
         if self._chance.random() < 0.8:
             with suppress(LLMException):
                 grant.release()
-            self._count("released")
+            self.counts["released"] += 1
         elif self._chance.random() < 0.1:
             unlink(self._world, [self._owner], 5_000, force=True)
-            self._count("link given up")
+            self.counts["link given up"] += 1
             self._relink()
 
     def _pull(self, grant: Grant, number: int) -> None:
@@ -197,22 +176,19 @@ class _Reader(Threads):
             checked = grant if self._guarded else None
             self._world.cm.pull_blocks(_KEY, self._world.caches["kv"], sources, targets, grant=checked)
         except LLMException:
-            self._count("pull failed")
+            self.counts["pull failed"] += 1
         else:
-            self._count("pulled")
+            self.counts["pulled"] += 1
             for tensor, rows in enumerate(self._views):
                 wanted = (words_in(number, tensor, block) for block in sources)
-                self.counts.wrong += differing((rows[block] for block in targets), wanted)
+                self.counts[_WRONG] += differing((rows[block] for block in targets), wanted)
         for rows in self._views:
             rows[targets] = _POISON
-            self.counts.wrong += 8 * int((rows != _POISON).sum())
+            self.counts[_WRONG] += 8 * int((rows != _POISON).sum())
 
     def _relink(self) -> None:
         if not any(each.state == "ready" for each in self._world.dd.statistics().links):
-            self._count("linked" if link(self._world, [self._owner], 5_000) == SUCCESS else "not linked")
-
-    def _count(self, what: str) -> None:
-        self.counts.steps[what] += 1
+            self.counts["linked" if link(self._world, [self._owner], 5_000) == SUCCESS else "not linked"] += 1
 
 
 def begin_owner(world: World, seed: int) -> None:
@@ -226,21 +202,16 @@ def begin_reader(world: World, seed: int, port: int, guarded: bool) -> None:
     world.memory["churn"] = _Reader(world, seed, port, guarded)
 
 
-def counts(world: World) -> _Counts:
-    found: _Counts = world.memory["churn"].counts
-    return found
-
-
-def end(world: World) -> _Counts:
-    churn = world.memory["churn"]
-    churn.join()
-    world.dd.check_integrity()
-    found: _Counts = churn.counts
-    return found
+def counts(world: World, end: bool = False) -> Counter[str]:
+    """Return what an end did so far; ``end`` it before."""
+    churn: _Owner | _Reader = world.memory["churn"]
+    if end:
+        churn.join()
+        world.dd.check_integrity()
+    return churn.counts
 
 
 def left_over(world: World) -> str:
-    """Return what grants have left at the owner; empty for nothing."""
     world.dd.check_integrity()
     now = world.dd.statistics()
     guards = _live_guards(world) - world.memory["guards"]
@@ -255,25 +226,23 @@ def _live_guards(world: World) -> int:
 
 @dataclass
 class Churn(Report):
-    """One run over one transport."""
-
     steps: int = 0
 
-    def add(self, found: _Counts, who: str) -> None:
-        self.steps += found.steps.total()
-        self.wrong_bytes += found.wrong
-        self.outcomes.update({f"{who} {name}": count for name, count in found.steps.items()})
+    def add(self, found: Counter[str], who: str) -> None:
+        self.wrong_bytes += found.pop(_WRONG, 0)
+        self.steps += found.total()
+        self.outcomes.update({f"{who} {name}": count for name, count in found.items()})
 
     def line(self) -> str:
-        return f"{self.transport:9}  {self.steps:8}  {self.seconds:7.1f}  {self.wrong_bytes:5}  {super().line()}"
+        return f"{self.name:9}  {self.steps:8}  {self.seconds:7.1f}  {self.wrong_bytes:5}  {super().line()}"
 
 
-def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> Churn:
+def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> Churn:
     """Run until all ends together have done so many steps.
 
     Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes.
     """
-    report, began = Churn(transport, steps), time.monotonic()
+    report = Churn(transport, asked)
     pool = 2 * _TENSORS * _ROWS * _BLOCK_WORDS * 8
     with Processes(transport, pool, sync_kv_timeout=_PATIENCE_MS) as processes:
         owner = processes.owner()
@@ -281,7 +250,7 @@ def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> C
         first = (seed, owner.port, guarded)
         readers = {number: _born(processes, transport, number, *first) for number in _READERS}
         killed = time.monotonic()
-        while report.steps + sum(each.do(counts).steps.total() for each in (owner, *readers.values())) < steps:
+        while report.steps + sum(each.do(counts).total() for each in (owner, *readers.values())) < asked:
             time.sleep(0.05)
             if time.monotonic() - killed > _KILL_EVERY_S:
                 victim = _READERS[-1]
@@ -291,8 +260,8 @@ def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> C
                 readers[victim] = _born(processes, transport, victim, *first)
                 killed = time.monotonic()
         for each in readers.values():
-            report.add(each.do(end), "reader")
-        report.add(owner.do(end), "owner")
+            report.add(each.do(counts, True), "reader")
+        report.add(owner.do(counts, True), "owner")
         limit = time.monotonic() + 20
         while (left := owner.do(left_over)) and time.monotonic() < limit:
             time.sleep(0.05)
@@ -301,7 +270,6 @@ def run(transport: str, steps: int, seed: int = 1, *, guarded: bool = True) -> C
         for what in ("reader pulled", "reader released", "owner given", "owner renewed", "reader ended"):
             if not report.outcomes[what]:
                 report.faults.append(f"never: {what}")
-    report.seconds = time.monotonic() - began
     return report
 
 
@@ -313,13 +281,8 @@ def _born(processes: Processes, transport: str, number: int, seed: int, port: in
     return reader
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100_000, help="of all ends together")
-    parser.add_argument("--seed", type=int, default=1)
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    return (run(each, options.steps, options.seed).told() for each in steps(options.transport))
 
-    def runs(transport: str, options: argparse.Namespace) -> Iterator[Report]:
-        yield run(transport, options.steps, options.seed)
 
-    return command(parser, TRANSPORTS, HEAD, runs, arguments)
+OPTIONS: Final = {"steps": (100_000, "of all ends together"), "seed": (1, ""), "transport": (TRANSPORTS, "")}
