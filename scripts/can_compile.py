@@ -38,5 +38,5 @@ if __name__ == "__main__":
             "This host cannot compile open-datadist. It lacks\n"
             + "".join(f"  {line}\n" for line in missing)
             + "Install it (Debian, Ubuntu: apt-get install g++ python3-dev python3-venv; Fedora: dnf install gcc-c++\n"
-            + "python3-devel), or a wheel, which needs no compiler: `make wheels`, then as README.md says."
+            + "python3-devel), or a wheel, which needs no compiler: `make wheels`, then see docs/dependencies.md."
         )

@@ -218,6 +218,34 @@ def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_s
         prompt = second
 
 
+@BOTH_TRANSPORTS
+def test_r22_a_process_that_comes_back_late_takes_the_place_of_no_other_even_of_one_that_is_silent(
+    family: Family,
+) -> None:
+    first, second, old, decoder = (
+        family.born(role, number, extra=PATIENT)
+        for role, number in (("PROMPT", 1), ("PROMPT", 1), ("DECODER", 2), ("DECODER", 2))
+    )
+    assert old.do(link, [info(1, first.port)]) == SUCCESS
+    with frozen(old):
+        assert decoder.do(link, [info(1, first.port)]) == SUCCESS
+        freeze(decoder)
+    alone(old)  # and dials again
+    wait_until(lambda: old.do(redials) == ())
+    decoder.signal(signal.SIGCONT)
+    assert [each.peer_pid for each in first.do(picture).links] == [decoder.pid]
+    with frozen(first):
+        decoder.do(lose, 1)
+        wait_until(lambda: [each.attempts for each in decoder.do(redials)] == [1])  # waits for an answer
+        assert decoder.do(link, [info(1, second.port)]) == SUCCESS
+        freeze(second)
+    wait_until(lambda: redials_no_more(decoder))
+    second.signal(signal.SIGCONT)
+    assert [each.peer_pid for each in decoder.do(picture).links] == [second.pid]
+    bytes_move_both_ways(second, decoder)
+    alone(first)
+
+
 def kill_and_link_again(world: World, pid: int, port: int) -> Any:
     """The news of the end may not have been read when the other process is dialled."""
     os.kill(pid, signal.SIGKILL)

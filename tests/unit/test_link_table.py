@@ -146,6 +146,9 @@ def test_rule_8_a_second_process_under_a_linked_cluster_id_is_refused_naming_bot
     assert here.table.conflict(second.me) is here.table.get(2)
     with pytest.raises(AlreadyLinked):
         here.table.admit(newcomer)
+    newcomer.origin.reconnected = True  # dialled before the other one was linked
+    with pytest.raises(AlreadyLinked):
+        here.table.install(newcomer)
     newcomer.end("refused", lost=False)
 
 

@@ -113,15 +113,18 @@ class LinkConflicts:
         if link.usable:
             self._lose(link, reason, "replaced")
 
-    async def give_way(self, peer: Peer, *, proven: bool) -> None:
+    async def give_way(self, peer: Peer, *, proven: bool, reconnects: bool) -> None:
         """Return once no other process of the cluster of ``peer`` is linked.
 
-        Raises AlreadyLinked if that lives; LinkRefused (``LLM_LINK_BUSY``) if it has the incarnation of a ``peer`` that
-        is not proven: as when both ends dial at once for the first time, whose one link is enough.
+        Raises AlreadyLinked if that lives, or if ``peer`` only ``reconnects``; LinkRefused (``LLM_LINK_BUSY``) if it
+        has the incarnation of a ``peer`` that is not proven: as when both ends dial at once for the first time, whose
+        one link is enough.
         """
         old = self._table.conflict(peer, proven=proven)
         if old is None:
             return
+        if reconnects and old.peer.incarnation != peer.incarnation:
+            raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer} since {peer} was lost")
         ping = old.ping()
         give_up = time.monotonic() + _ANSWER_MS / 1e3
         # A restarted peer may dial before the end of its old connection has been read.

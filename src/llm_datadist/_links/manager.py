@@ -47,6 +47,7 @@ from llm_datadist.errors import (
     AlreadyLinked,
     AuthFailed,
     DeadlineExceeded,
+    LinkError,
     LinkRefused,
     LLMException,
     LLMStatusCode,
@@ -316,7 +317,8 @@ class LinkManager:
             if attempt is not None:
                 attempt.begin(dial)
             dial.greet(wanted)
-            self._conflicts.replace(dial.peer, deadline)
+            if incarnation is None:  # a reconnect takes no other process's place
+                self._conflicts.replace(dial.peer, deadline)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
                 if communicator is not None:
@@ -338,13 +340,13 @@ class LinkManager:
             raise
 
     def _install_dialled(self, new: NewLink) -> None:
-        """Make a dialled link usable. Owns connection and socket. Raises LinkRefused."""
+        """Make a dialled link usable. Owns connection and socket. Raises LinkRefused and AlreadyLinked."""
         link, channel = self._make(new)
         link.ready(channel)
         try:
             old = self._table.install(link)
-        except LinkRefused:
-            link.end("finalized", lost=False)
+        except LinkError as error:
+            link.end(str(error), lost=False)
             raise
         self._bring_up(link, channel, new.leftover, old)
 
@@ -356,7 +358,7 @@ class LinkManager:
 
         A peer that is not ``proven`` to be what its incarnation says counts as another process.
         """
-        await self._conflicts.give_way(Peer.of(hello), proven=proven)
+        await self._conflicts.give_way(Peer.of(hello), proven=proven, reconnects=hello.reconnects)
 
     def install(self, new: NewLink) -> None:
         """Make an accepted link usable, then send Linked. Owns connection and socket, unless it raises LinkRefused."""

@@ -106,9 +106,14 @@ class LinkTable:
             self._changed.notify_all()
 
     def install(self, link: Link) -> Link | None:
-        """Put in a committed dial's link; return one that the caller must end. Raises LinkRefused once closed."""
+        """Put in a committed dial's link; return one that the caller must end.
+
+        Raises LinkRefused once closed, AlreadyLinked for a reconnect if another process has got its cluster id.
+        """
         with self._changed:
             self._refuse_if_closed()
+            if link.origin.reconnected and (other := self.conflict(link.peer)) is not None:
+                raise AlreadyLinked(f"cluster {link.peer.cluster_id} is linked to {other.peer}")
             old = self._links.get(link.peer.cluster_id)
             self._links[link.peer.cluster_id] = link
             self._unlinked.pop(link.peer.cluster_id, None)
