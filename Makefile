@@ -117,7 +117,7 @@ faults: $(STAMP)
 
 # Moments that a test cannot choose, each met often (docs/testing.md).
 trials: $(STAMP)
-	@for each in trials rebind grants interrupts sealed-lanes sealed-control stuck-readers crowd unmapping; do \
+	@for each in trials rebind grants interrupts tamper stuck-readers crowd unmapping; do \
 		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
 
 # What depends on moments: each of them often, one after the other.
