@@ -19,7 +19,7 @@ from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, redials
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, lose, redials
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
 from tests.support.world import World, make_config, residue_of
