@@ -267,7 +267,7 @@ def test_on_pipes_a_line_for_each_step_apart_from_results_on_a_terminal_a_bar_th
     ("arguments", "line", "unit"),
     [
         (_PULL, "1 of 1: pull", "cases"),
-        (_FUZZ, "frames judged, no finding", "targets"),
+        (_FUZZ, "frames judged, no finding", "steps"),
         (_CAMPAIGN, "seed 1: passed", "seconds"),
     ],
     ids=["bench", "fuzz", "campaign"],
