@@ -102,7 +102,9 @@ REFUSED: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "lists", "change", "text"), REFUSED, ids=[f"{each[0].__name__}: {each[3]}" for each in REFUSED])
+@pytest.mark.parametrize(
+    ("plan", "lists", "change", "text"), REFUSED, ids=[f"{each[0].__name__}: {each[3]}" for each in REFUSED]
+)
 def test_what_cannot_be_planned_is_refused_and_named(
     plan: Callable[..., Any], lists: list[Any], change: dict[str, Any], text: str
 ) -> None:
