@@ -112,8 +112,8 @@ class LinkTable:
         """
         with self._changed:
             self._refuse_if_closed()
-            if link.origin.reconnected and (other := self.conflict(link.peer)) is not None:
-                raise AlreadyLinked(f"cluster {link.peer.cluster_id} is linked to {other.peer}")
+            if link.origin.reconnected:
+                self._refuse_conflict(link.peer)
             old = self._links.get(link.peer.cluster_id)
             self._links[link.peer.cluster_id] = link
             self._unlinked.pop(link.peer.cluster_id, None)
@@ -124,6 +124,10 @@ class LinkTable:
         """Return the link to another process under the same cluster id; to any, if the peer is not ``proven``."""
         old = self._links.get(peer.cluster_id)
         return None if old is None or old.ended or (proven and old.peer.incarnation == peer.incarnation) else old
+
+    def _refuse_conflict(self, peer: Peer) -> None:
+        if (other := self.conflict(peer)) is not None:
+            raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {other.peer}")
 
     def refuse_if_full(self, cluster_id: int, source: str) -> None:
         """Raise LinkRefused if one more link that a peer at the address ``source`` makes would be one too many.
@@ -156,8 +160,7 @@ class LinkTable:
                 self._loopback.add(link)
                 return None
             old = self._links.get(peer.cluster_id)
-            if (other := self.conflict(peer)) is not None:
-                raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {other.peer}")
+            self._refuse_conflict(peer)
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 raise LinkRefused(
                     f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
