@@ -22,7 +22,7 @@ help:
 	@echo "make lint   ruff, mypy strict, the layers of imports, a client's program under mypy and pyright"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
-	@echo "make test-torch  the tests of the torch views and of that example, in .venv-full"
+	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in .venv-full"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
@@ -45,7 +45,8 @@ NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project
 $(VENV)/.cli: pyproject.toml $(NATIVE)
 	$(call SET_UP,$(VENV))
 	@echo "$(VENV): compiling the library, and installing what it needs: half a minute on two idle cores"
-	@$(PIP) --no-deps -e . & $(BIN)/python -c '$(NEEDS)' | xargs $(PIP) && wait $$!
+	@$(PIP) --no-deps -e . & compiled=$$!; $(BIN)/python -c '$(NEEDS)' | xargs $(PIP); needed=$$?; \
+		wait $$compiled && exit $$needed
 	@touch $@
 
 # The library is there, so that pip installs only what the extra names and compiles nothing again.
