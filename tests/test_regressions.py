@@ -36,3 +36,8 @@ def test_every_test_of_a_regression_is_collected_and_not_skipped() -> None:
     known = ids | {each.partition("[")[0] for each in ids} | {each.partition("::")[0] for each in ids}
     missing = [each for each in named if each not in known]
     assert not missing, f"merge or rename them in docs/notes/regressions.md too: {missing}"
+
+
+def test_every_brittle_test_exists() -> None:
+    lines = (ROOT / "tests" / "brittle.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#") and not (ROOT / line).exists()] == []
