@@ -28,7 +28,7 @@ from tests.support.linking import (
     links,
     result_there,
 )
-from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -260,3 +260,25 @@ def test_a_push_whose_lanes_break_in_the_middle_is_repeated_into_the_cache_it_wa
             decoder.do(call, *PUSH)
         same_bytes(prompt.do(show, name), moved(was, mine, [(1, 0), (2, 1), (3, 2)]))
         assert decoder.do(links) == {1: "ready"}
+
+
+def test_a_push_that_was_given_up_writes_nothing_over_a_later_one(tcp_pair: Pair) -> None:
+    """What the network still holds of it arrives after the later one has succeeded."""
+    spec = Spec(tensors=2, rows=4, stride=64 << 10, blocks=True)  # one lane carries a push
+    tcp_pair.start(linked=False, rca=True, sync_kv_timeout=600)
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    assert prompt.port is not None
+    decoder.do(make, "first", spec, 1)
+    later, was = decoder.do(make, "later", spec, 2), prompt.do(make, "kv", replace(spec, blocks_key=BLOCKS), 3)
+    with Relay(("127.0.0.1", prompt.port)) as relay:
+        assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
+        assert relay.now("lane", "up", Fault("stall", at=50_000)) > 1
+        with pytest.raises(DeadlineExceeded):
+            decoder.do(call, "push_blocks", BLOCKS, Use("first"), [0], [1])
+        old = relay.carried("lane")
+        wait_until(lambda: in_time(decoder, call, "push_blocks", BLOCKS, Use("later"), [0], [1]))
+        arrived = moved(was, later, [(1, 0)])
+        same_bytes(prompt.do(show, "kv"), arrived)
+        relay.resume()
+        wait_until(lambda: all(each.over for each in old))
+        same_bytes(prompt.do(show, "kv"), arrived)

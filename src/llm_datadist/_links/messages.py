@@ -341,7 +341,7 @@ class Verified(Message, frozen=True):
 
 
 class LanesLost(Message, frozen=True):
-    """Target of the dial -> initiator of it: the data lanes are silent, and dropped here. Dial others."""
+    """Either way: the data lanes are silent, or carry a write that was given up. They are dropped here: drop them."""
 
 
 class NixlAsk(Message, frozen=True):

@@ -246,6 +246,8 @@ class Initiator:
             op.span.transport = connection.capabilities.name
         if connection.suspects_lanes:
             _judge_lanes(link, connection, op.deadline)
+        if op.push and connection.doubts_writes:
+            _settle_writes(link, connection, op)
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
@@ -299,6 +301,21 @@ def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None
     lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
     if connection.drop_suspects(peer_lives=lives) and not link.origin.dialled:
         link.tell(LanesLost())
+
+
+def _settle_writes(link: Link, connection: Connection, op: TransferOp) -> None:
+    """Have the owner stop what earlier pushes may still be writing: their bytes would overwrite those of this one."""
+
+    def given_up() -> bool:
+        link.tell(LanesLost())
+        return link.responds(op.deadline)
+
+    if not connection.settle_writes(op.deadline, given_up):
+        if link.ended:
+            raise link.lost_error(op.what, "copy")
+        op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
+        text = f"{op.what}: {link.peer} does not answer whether it has given up an earlier push"
+        raise TransferFailed(text, peer=link.peer.cluster_id, phase="copy")
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:

@@ -294,11 +294,13 @@ class LaneReconnector:
                 self._worker.submit(self._reconnect_lanes, link)
 
     def on_lanes_lost(self, link: Link, _: LanesLost) -> None:
-        """Dial other lanes than those of now, which the peer finds silent. Threads: control."""
-        if link.origin.dialled:
-            for each in link.connection.connections:
-                each.drop_lanes()
-            self.lost(link)
+        """Drop the lanes of now: the peer finds them silent, or has given up what they carry. Threads: control.
+
+        The peer's next ``Ping`` is answered when this has returned, and no memory is touched for them any more.
+        """
+        for each in link.connection.connections:
+            each.drop_lanes()
+        self.lost(link)
 
     def close(self) -> None:
         """Join the thread; a dial in progress ends within its bound. Idempotent."""

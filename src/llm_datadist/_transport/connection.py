@@ -22,6 +22,8 @@ from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
@@ -172,6 +174,15 @@ class Connection(AbstractContextManager["Connection"]):
 
     def drop_lanes(self) -> None:
         """Drop every lane, because the peer asks for new ones."""
+
+    @property
+    def doubts_writes(self) -> bool:
+        """True if a write ended without the owner's answer: its bytes may still be on their way into the memory."""
+        return self.fallback is not None and self.fallback.doubts_writes
+
+    def settle_writes(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
+        """Return True once no earlier write can go on; ``given_up`` has the owner drop all lanes, and say so."""
+        return self.fallback is None or self.fallback.settle_writes(deadline, given_up)
 
     @property
     def remark(self) -> str:

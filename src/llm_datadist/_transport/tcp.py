@@ -46,6 +46,9 @@ _MAX_PART_BYTES: Final = 16 << 20
 # Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
 _PARTS_PER_LANE: Final = 2
 
+# The owner has said what became of the job.
+_ANSWERED: Final = (Ending.GOOD, Ending.REFUSED, Ending.TRAILER)
+
 # A lane that carried its last byte that much later than a silent one is as idle.
 _AS_IDLE_NS: Final = 1_000_000
 
@@ -74,6 +77,10 @@ class TcpConnection(Connection):
         # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
         # over the control connection that it lives, or not.
         self._suspects: set[int] = set()
+        # Lanes with writes that the owner has not answered, and the newest lane that both ends have dropped since.
+        self._doubtful: set[int] = set()
+        self._dropped_up_to = -1
+        self._settling = threading.Lock()  # held while the owner is asked to drop its lanes, and protects the two above
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
@@ -115,6 +122,31 @@ class TcpConnection(Connection):
     def drop_lanes(self) -> None:
         """Drop all lanes: the peer says that they are silent."""
         self._lanes.drop(self._group, self._group.lanes())
+
+    @property
+    def doubts_writes(self) -> bool:
+        return bool(self._doubtful)
+
+    def settle_writes(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
+        """See the base. Other threads wait for the one that asks: what they write later needs no answer of its own."""
+        if not self._settling.acquire(timeout=deadline.remaining_ms() / 1e3):
+            return False
+        try:
+            lanes = {*self._group.lanes(), *self._doubtful}
+            if not self._doubtful:
+                return True
+            self._lanes.drop(self._group, lanes)
+            if not given_up():
+                return False
+            self._dropped_up_to = max(lanes)
+            self._doubtful = {each for each in self._doubtful.copy() if each > self._dropped_up_to}
+            return True
+        finally:
+            self._settling.release()
+
+    def _doubt(self, lane: int) -> None:
+        if lane > self._dropped_up_to:
+            self._doubtful.add(lane)
 
     def _suspect(self, lane: int) -> None:
         """Suspect a lane and all that have been idle for as long."""
@@ -208,6 +240,8 @@ class _LaneTransfer:
             outcome = self._engine.move(lane, remote.handle, remote.extent, plan, local, until, cancelled, write=write)
         except BaseException:  # of a signal, which has ended the job
             self._group.put(lane, plan.nbytes)
+            if write:
+                self._connection._doubt(lane)
             raise
         self._ended(_Part(0, lane, plan.nbytes), outcome)
         self._judge(outcome)
@@ -235,6 +269,8 @@ class _LaneTransfer:
             outcome = self._engine.wait(part.job, self._deadline.expires_ns, self._deadline.cancelled)
         except BaseException:  # of a signal, which has ended the job
             self._group.put(part.lane, part.nbytes)
+            if self._transfer.write:
+                self._connection._doubt(part.lane)
             raise
         self._ended(part, outcome)
         return outcome
@@ -249,6 +285,8 @@ class _LaneTransfer:
         self._done += outcome.nbytes
         self._group.put(part.lane, part.nbytes)
         connection = self._connection
+        if self._transfer.write and outcome.ending not in _ANSWERED:
+            connection._doubt(part.lane)
         if outcome.nbytes:
             connection._moved[part.lane] = time.monotonic_ns()
             connection._suspects.discard(part.lane)
