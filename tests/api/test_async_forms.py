@@ -256,7 +256,10 @@ def _cancelled_on_the_way(world: World, method: str) -> None:
     """Cancel a call once a data lane has something to do."""
 
     def on_its_way() -> None:
-        wait_until(lambda: any(any(group._loads.values()) for group in _groups(world)))
+        connections = links_of(world).get(1).connection.connections
+        # A push that comes after a cancelled one waits until the owner has given that up.
+        waits = any(each.doubts_writes for each in connections)
+        wait_until(lambda: waits or any(any(group._loads.values()) for group in _groups(world)))
 
     moving = call(world, method, BLOCKS, Use("kv"), [1, 6], [0, 3])
     asyncio.run(_cancelled(moving, on_its_way))

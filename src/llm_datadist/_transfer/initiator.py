@@ -308,14 +308,15 @@ def _settle_writes(link: Link, connection: Connection, op: TransferOp) -> None:
 
     def given_up() -> bool:
         link.tell(LanesLost())
-        return link.responds(op.deadline)
+        ping, answered = link.ping(), False
+        while not (answered or link.ended or op.deadline.expired()):
+            answered = link.responds(op.deadline, _ANSWER_MS, number=ping)
+        return answered
 
     if not connection.settle_writes(op.deadline, given_up):
         if link.ended:
             raise link.lost_error(op.what, "copy")
-        op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
-        text = f"{op.what}: {link.peer} does not answer whether it has given up an earlier push"
-        raise TransferFailed(text, peer=link.peer.cluster_id, phase="copy")
+        raise op.deadline.error(f"{op.what}: an earlier push is not given up there yet", "copy", link.peer.cluster_id)
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:

@@ -129,8 +129,9 @@ class TcpConnection(Connection):
 
     def settle_writes(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
         """See the base. Other threads wait for the one that asks: what they write later needs no answer of its own."""
-        if not self._settling.acquire(timeout=deadline.remaining_ms() / 1e3):
-            return False
+        while not self._settling.acquire(timeout=deadline.next_turn()):
+            if deadline.expired():
+                return False
         try:
             lanes = {*self._group.lanes(), *self._doubtful}
             if not self._doubtful:
