@@ -16,7 +16,7 @@ import pytest
 from faults.gated import stopped
 from faults.relay import BIG, DEADLINE_MS, HARM, KEY, Fault, Relay, Relayed
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist.errors import DeadlineExceeded, NotLinked, PeerLost, TransferFailed
+from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotLinked, PeerLost, TransferFailed
 from tests.support.ends import LocalEnd
 from tests.support.linking import (
     SUCCESS,
@@ -262,8 +262,9 @@ def test_a_push_whose_lanes_break_in_the_middle_is_repeated_into_the_cache_it_wa
         assert decoder.do(links) == {1: "ready"}
 
 
-def test_a_push_that_was_given_up_writes_nothing_over_a_later_one(tcp_pair: Pair) -> None:
-    """What the network still holds of it arrives after the later one has succeeded."""
+@pytest.mark.parametrize("again", [False, True], ids=["alone", "a later push"])
+def test_a_push_that_was_given_up_writes_nothing_once_the_owner_has_been_told(tcp_pair: Pair, again: bool) -> None:
+    """What the network still holds of it arrives after the owner was told, or after a later push has succeeded."""
     spec = Spec(tensors=2, rows=4, stride=64 << 10, blocks=True)  # one lane carries a push
     tcp_pair.start(linked=False, rca=True, sync_kv_timeout=600)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
@@ -276,9 +277,14 @@ def test_a_push_that_was_given_up_writes_nothing_over_a_later_one(tcp_pair: Pair
         with pytest.raises(DeadlineExceeded):
             decoder.do(call, "push_blocks", BLOCKS, Use("first"), [0], [1])
         old = relay.carried("lane")
-        wait_until(lambda: in_time(decoder, call, "push_blocks", BLOCKS, Use("later"), [0], [1]))
-        arrived = moved(was, later, [(1, 0)])
-        same_bytes(prompt.do(show, "kv"), arrived)
+        if again:
+            wait_until(lambda: in_time(decoder, call, "push_blocks", BLOCKS, Use("later"), [0], [1]))
+            arrived = moved(was, later, [(1, 0)])
+            same_bytes(prompt.do(show, "kv"), arrived)
+        else:
+            with pytest.raises(CacheNotFound):  # asked after the owner was told
+                decoder.do(call, "pull_blocks", BlocksCacheKey(1, 99), Use("first"), [0], [1])
+            arrived = prompt.do(show, "kv")
         relay.resume()
         wait_until(lambda: all(each.over for each in old))
         same_bytes(prompt.do(show, "kv"), arrived)

@@ -128,7 +128,11 @@ class Engine:
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
             self.initiator = Initiator(
-                self.links, self._copy_pool, checksum=options.checksum, strict=options.strict_types
+                self.links,
+                self._copy_pool,
+                lane_reconnector,
+                checksum=options.checksum,
+                strict=options.strict_types,
             )
             self.locator = Locator(self.links)
             self.claims = GrantClaims(self.links)

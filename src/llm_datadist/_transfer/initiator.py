@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
+    from llm_datadist._transfer.target import LaneReconnector
     from llm_datadist.types.grant import Grant
 
 #: Both caches -> what to copy.
@@ -113,9 +114,18 @@ class TransferOp(msgspec.Struct, eq=False):
 class Initiator:
     """Carries out pulls and pushes. Threads: any; all state is in the operation and in the links."""
 
-    def __init__(self, links: LinkManager, pool: CopyPool | None, *, checksum: bool, strict: bool) -> None:
+    def __init__(
+        self,
+        links: LinkManager,
+        pool: CopyPool | None,
+        lane_reconnector: LaneReconnector,
+        *,
+        checksum: bool,
+        strict: bool,
+    ) -> None:
         self._links = links
         self._pool = pool
+        self._lane_reconnector = lane_reconnector
         self._checksum = checksum
         self._strict = strict
 
@@ -247,11 +257,16 @@ class Initiator:
         if connection.suspects_lanes:
             _judge_lanes(link, connection, op.deadline)
         if op.push and connection.doubts_writes:
-            _settle_writes(link, connection, op)
+            self._settle_writes(link, connection, op)
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
-            move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
+            try:
+                move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
+            except BaseException:
+                if op.push and connection.doubts_writes:
+                    _give_up_writes(link, connection)
+                raise
             if steps.watch is not None:
                 steps.watch("copied", link, op.push)
         except DeadlineExceeded:
@@ -287,6 +302,17 @@ class Initiator:
             op.destination_pin.record(link.peer, op.name, remote.cache_id)
         return whole
 
+    def _settle_writes(self, link: Link, connection: Connection, op: TransferOp) -> None:
+        """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
+        number = _give_up_writes(link, connection)
+        if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
+            text = f"{op.what}: whether an earlier push that failed has ended there"
+            raise op.deadline.error(text, "copy", link.peer.cluster_id)
+        if link.ended:
+            raise link.lost_error(op.what, "copy")
+        connection.writes_given_up()
+        self._lane_reconnector.lost(link)
+
 
 def _assumed(link: Link, op: TransferOp) -> Resolution | None:
     """Return what a pull by key assumes, so that it is resolved and read by one request; None where it cannot."""
@@ -303,20 +329,14 @@ def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None
         link.tell(LanesLost())
 
 
-def _settle_writes(link: Link, connection: Connection, op: TransferOp) -> None:
-    """Have the owner stop what earlier pushes may still be writing: their bytes would overwrite those of this one."""
+def _give_up_writes(link: Link, connection: Connection) -> int:
+    """Tell the owner to drop the lanes that may still carry bytes of failed pushes; return the ``Ping`` after that."""
 
-    def given_up() -> bool:
+    def tell() -> int:
         link.tell(LanesLost())
-        ping, answered = link.ping(), False
-        while not (answered or link.ended or op.deadline.expired()):
-            answered = link.responds(op.deadline, _ANSWER_MS, number=ping)
-        return answered
+        return link.ping()
 
-    if not connection.settle_writes(op.deadline, given_up):
-        if link.ended:
-            raise link.lost_error(op.what, "copy")
-        raise op.deadline.error(f"{op.what}: an earlier push is not given up there yet", "copy", link.peer.cluster_id)
+    return connection.give_up_writes(tell)
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:

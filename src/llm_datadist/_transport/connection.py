@@ -180,9 +180,17 @@ class Connection(AbstractContextManager["Connection"]):
         """True if a write ended without the owner's answer: its bytes may still be on their way into the memory."""
         return self.fallback is not None and self.fallback.doubts_writes
 
-    def settle_writes(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
-        """Return True once no earlier write can go on; ``given_up`` has the owner drop all lanes, and say so."""
-        return self.fallback is None or self.fallback.settle_writes(deadline, given_up)
+    def give_up_writes(self, tell: Callable[[], int]) -> int:
+        """Have the owner stop what :attr:`doubts_writes` speaks of: ``tell`` it, unless it has been told.
+
+        Return the number of the ``Ping`` whose answer says that it has; then call :meth:`writes_given_up`.
+        """
+        return self.fallback.give_up_writes(tell) if self.fallback is not None else 0
+
+    def writes_given_up(self) -> None:
+        """Take note that the owner has stopped what it was told to, and dropped all lanes of that time."""
+        if self.fallback is not None:
+            self.fallback.writes_given_up()
 
     @property
     def remark(self) -> str:

@@ -217,6 +217,9 @@ class LaneGroup:
         token: What opens it to lanes of the peer; empty where this end dials.
         grants: What the peer may use without another question to the handler.
         secret: What seals its lanes; empty where the link is not sealed. Set before the peer knows the token.
+        doubted: Newest lane with a write that the owner has not answered. As all lanes, it is not 0.
+        told: Newest lane when the owner was last told to drop all lanes, and the number of the ``Ping`` after that.
+        settled: Newest lane that the owner is known to have dropped.
     """
 
     def __init__(self, token: bytes = b"") -> None:
@@ -224,6 +227,7 @@ class LaneGroup:
         self.token = token
         self.grants = StandingGrants()
         self.secret = b""
+        self.doubted, self.told, self.settled = 0, (0, 0), 0
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
         self._waiting: list[LaneSocket] = []
@@ -266,10 +270,13 @@ class LaneGroup:
             self._loads[lane] += nbytes
             return lane
 
-    def put(self, lane: int, nbytes: int) -> None:
+    def put(self, lane: int, nbytes: int, *, doubtful: bool = False) -> None:
+        """Take ``nbytes`` from the load of a lane. ``doubtful``: a write ended without the owner's answer."""
         with self._changed:
             if lane in self._loads:
                 self._loads[lane] -= nbytes
+            if doubtful:
+                self.doubted = max(self.doubted, lane)
 
     def add(self, lane: int) -> bool:
         """Take a new lane in; False when the group was closed meanwhile."""

@@ -77,10 +77,6 @@ class TcpConnection(Connection):
         # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
         # over the control connection that it lives, or not.
         self._suspects: set[int] = set()
-        # Lanes with writes that the owner has not answered, and the newest lane that both ends have dropped since.
-        self._doubtful: set[int] = set()
-        self._dropped_up_to = -1
-        self._settling = threading.Lock()  # held while the owner is asked to drop its lanes, and protects the two above
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
@@ -125,29 +121,19 @@ class TcpConnection(Connection):
 
     @property
     def doubts_writes(self) -> bool:
-        return bool(self._doubtful)
+        return self._group.doubted > self._group.settled
 
-    def settle_writes(self, deadline: Deadline, given_up: Callable[[], bool]) -> bool:
-        """See the base. Other threads wait for the one that asks: what they write later needs no answer of its own."""
-        while not self._settling.acquire(timeout=deadline.next_turn()):
-            if deadline.expired():
-                return False
-        try:
-            lanes = {*self._group.lanes(), *self._doubtful}
-            if not self._doubtful:
-                return True
-            self._lanes.drop(self._group, lanes)
-            if not given_up():
-                return False
-            self._dropped_up_to = max(lanes)
-            self._doubtful = {each for each in self._doubtful.copy() if each > self._dropped_up_to}
-            return True
-        finally:
-            self._settling.release()
+    def give_up_writes(self, tell: Callable[[], int]) -> int:
+        group = self._group
+        if group.doubted > group.told[0]:
+            newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
+            group.told = newest, tell()
+        return group.told[1]
 
-    def _doubt(self, lane: int) -> None:
-        if lane > self._dropped_up_to:
-            self._doubtful.add(lane)
+    def writes_given_up(self) -> None:
+        group, newest = self._group, self._group.told[0]
+        self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
+        group.settled = max(group.settled, newest)
 
     def _suspect(self, lane: int) -> None:
         """Suspect a lane and all that have been idle for as long."""
@@ -240,9 +226,7 @@ class _LaneTransfer:
         try:
             outcome = self._engine.move(lane, remote.handle, remote.extent, plan, local, until, cancelled, write=write)
         except BaseException:  # of a signal, which has ended the job
-            self._group.put(lane, plan.nbytes)
-            if write:
-                self._connection._doubt(lane)
+            self._group.put(lane, plan.nbytes, doubtful=write)
             raise
         self._ended(_Part(0, lane, plan.nbytes), outcome)
         self._judge(outcome)
@@ -269,9 +253,7 @@ class _LaneTransfer:
         try:
             outcome = self._engine.wait(part.job, self._deadline.expires_ns, self._deadline.cancelled)
         except BaseException:  # of a signal, which has ended the job
-            self._group.put(part.lane, part.nbytes)
-            if self._transfer.write:
-                self._connection._doubt(part.lane)
+            self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write)
             raise
         self._ended(part, outcome)
         return outcome
@@ -284,10 +266,8 @@ class _LaneTransfer:
     def _ended(self, part: _Part, outcome: Outcome) -> None:
         """Count a part that has ended, and judge its lane by it."""
         self._done += outcome.nbytes
-        self._group.put(part.lane, part.nbytes)
+        self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write and outcome.ending not in _ANSWERED)
         connection = self._connection
-        if self._transfer.write and outcome.ending not in _ANSWERED:
-            connection._doubt(part.lane)
         if outcome.nbytes:
             connection._moved[part.lane] = time.monotonic_ns()
             connection._suspects.discard(part.lane)
