@@ -35,11 +35,11 @@ class Probe:
             raise StateError("a probe needs an LLMDataDist that is initialised")
         self.engine: Engine = datadist._engine
 
-    def on_control(self, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401 (as ControlLoop.call)
+    def on_control(self, function: Callable[..., T], *args: Any) -> T:
         """Run short work on the control thread and return its result."""
         return self.engine._control.call(function, *args)
 
-    def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
+    def post(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function`` on the control thread soon."""
         self.engine._control.post(function, *args)
 
