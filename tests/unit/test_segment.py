@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pytest
@@ -205,6 +205,32 @@ def test_close_is_idempotent_and_the_mapping_goes_with_the_last_view_in_any_thre
     thread.start()
     thread.join()
     assert held() == (fds, nbytes)
+
+
+_EXITS: Final = """
+import os, sys, threading, weakref
+from llm_datadist._memory.segment import SharedSegment
+
+class Kept:
+    pass
+
+def churn():
+    while True:
+        SharedSegment.create("churn", 4096, peers_may_write=False).close()
+
+sys.setswitchinterval(1e-6)
+kept = [Kept() for _ in range(50_000)]
+for each in kept:
+    weakref.finalize(each, int)
+weakref.finalize(kept[0], print, "finalized")
+threading.Thread(target=churn, daemon=True).start()
+"""
+
+
+def test_mappings_that_come_and_go_at_exit_keep_nobody_elses_finalizers_from_running() -> None:
+    """The interpreter runs none of them if another one is made or dropped while it collects them."""
+    ended = subprocess.run([sys.executable, "-c", _EXITS], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "finalized\n", "")
 
 
 def test_a_forgotten_one_is_a_resource_warning_and_is_closed_all_the_same() -> None:

@@ -12,7 +12,6 @@ import mmap
 import os
 import sys
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
@@ -23,6 +22,8 @@ from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 #: linux/memfd.h, since 6.3: kernels with vm.memfd_noexec=2 make no others, and those with 1 complain.
@@ -296,7 +297,7 @@ class Mapping(AddressRange):
     It does not need the descriptor once it exists. The thread that drops the last reference unmaps, see :func:`unmap`.
     """
 
-    __slots__ = ()
+    __slots__ = ("_sparse",)
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -305,8 +306,17 @@ class Mapping(AddressRange):
         else:
             address = _map_aligned(fd, nbytes, protection)
         super().__init__(address, nbytes, writable=writable)
-        # At exit the kernel unmaps; doing it earlier would pull memory from under other exit handlers.
-        weakref.finalize(self, unmap, address, nbytes, sparse=sparse).atexit = False
+        self._sparse = sparse
+
+    # No weakref.finalize: one that comes or goes in another thread at exit keeps all others, the user's too, from
+    # running. What is left at the very end is the kernel's to unmap.
+    def __del__(
+        self,
+        finalizing: Callable[[], bool] = sys.is_finalizing,
+        unmap: Callable[..., None] = unmap,
+    ) -> None:
+        if not finalizing() and hasattr(self, "_sparse"):  # else there is no mapping
+            unmap(self.address, self.nbytes, sparse=self._sparse)
 
 
 def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
