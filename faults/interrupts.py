@@ -36,7 +36,7 @@ from llm_datadist import (
 )
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_SLOTS
-from llm_datadist._transport.lanes import LaneGroup
+from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.testing.scene import residue, settled
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
@@ -373,8 +373,8 @@ def _busy(world: World) -> list[str]:
     if there.channel.reader is not None:
         found.append("a reader of the channel")
     for connection in there.connection.connections:
-        groups = [each for each in vars(connection).values() if isinstance(each, LaneGroup)]
-        found += [f"load of lanes {each.loads}" for each in groups if any(each.loads.values())]
+        if isinstance(connection, TcpConnection) and any(connection.group.loads.values()):
+            found.append(f"load of lanes {connection.group.loads}")
         writer = connection.intent_writer(write=False)
         if isinstance(writer, IntentWriter) and len(writer.free) != WRITER_SLOTS:
             found.append(f"{writer!r}")

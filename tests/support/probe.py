@@ -38,9 +38,10 @@ class Probe:
     """
 
     def __init__(self, datadist: LLMDataDist) -> None:
-        if datadist._engine is None:
+        engine = datadist._engine  # read once: another thread may finalize
+        if engine is None:
             raise StateError("a probe needs an LLMDataDist that is initialised")
-        self.engine: Engine = datadist._engine
+        self.engine: Engine = engine
 
     def on_control(self, function: Callable[..., T], *args: Any) -> T:
         """Run short work on the control thread and return its result."""
