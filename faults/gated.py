@@ -82,8 +82,7 @@ def watch_there(world: World, watcher: Watcher) -> None:
 
 def count_messages(world: World) -> None:
     """Count from now on how often a peer asks this end where a cache is, and how often it gives a pin back."""
-    assert world.dd._engine is not None
-    links = world.dd._engine.links
+    links = world.probe.engine.links
     world.memory["resolves"] = world.memory["releases"] = 0
 
     def count(name: str, subject: object, details: tuple[Any, ...]) -> None:

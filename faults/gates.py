@@ -25,7 +25,7 @@ from llm_datadist._links.messages import Consumed, Message, Release, Resolve
 from llm_datadist._native import steps
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import StateError
+from tests.support.probe import Probe
 
 _POLL_SECONDS: Final = 0.001
 _PATIENCE_SECONDS: Final = 30.0
@@ -156,9 +156,7 @@ class _Stop:
 
 def _subject(datadist: LLMDataDist, step: Step, peer: int | None) -> object:
     """Return the object that the library passes along with a step of this end."""
-    engine = datadist._engine
-    if engine is None:
-        raise StateError("gates need an LLMDataDist that is initialised")
+    engine = Probe(datadist).engine
     if step.end == "target":
         return engine.links
     if step.name == "call":

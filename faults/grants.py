@@ -220,8 +220,7 @@ def left_over(world: World) -> str:
 
 
 def _live_guards(world: World) -> int:
-    assert world.dd._engine is not None
-    return len(world.dd._engine.store.exports.guards._live)
+    return world.probe.engine.store.exports.guards.live
 
 
 @dataclass
@@ -275,7 +274,7 @@ def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> C
 
 def _born(processes: Processes, transport: str, number: int, seed: int, port: int, guarded: bool) -> Any:
     reader = processes.process(f"reader {number}")
-    reader.start("DECODER", number, **(processes._settings | {"extra": {"llm.Transport": transport}}))
+    reader.start("DECODER", number, **(processes.settings | {"extra": {"llm.Transport": transport}}))
     assert reader.do(link, [info(1, port)]) == SUCCESS
     reader.do(begin_reader, seed, port, guarded)
     return reader

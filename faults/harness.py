@@ -33,7 +33,7 @@ class Processes(ExitStack):
     def __init__(self, transport: str, pool_bytes: int, *, page_shift: int = 12, **settings: Any) -> None:
         super().__init__()
         self._local = transport == "inproc"
-        self._settings: dict[str, Any] = {
+        self.settings: dict[str, Any] = {
             "mem_pool_cfg": f'{{"memory_size": {pool_bytes}, "page_shift": {page_shift}}}',
             "host_mem_pool_cfg": None,
             **settings,
@@ -48,7 +48,7 @@ class Processes(ExitStack):
     def owner(self, **settings: Any) -> Any:
         """Return a prompt, cluster 1, that listens. ``settings`` are its own."""
         owner = self.process("owner")
-        owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **(self._settings | settings))
+        owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **(self.settings | settings))
         return owner
 
     def reader(self, owner: Any, name: str = "reader", first: Callable[[World], None] | None = None) -> Any:
@@ -56,7 +56,7 @@ class Processes(ExitStack):
         reader = self.process(name)
         if first is not None:
             reader.do(first)
-        reader.start("DECODER", 2, **self._settings)
+        reader.start("DECODER", 2, **self.settings)
         assert reader.do(link, [info(1, owner.port)]) == SUCCESS
         return reader
 

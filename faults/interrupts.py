@@ -36,12 +36,13 @@ from llm_datadist import (
 )
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_SLOTS
-from llm_datadist._transport.lanes import LaneGroup
+from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.testing.scene import residue, settled
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, make, picture, show, wait_until
+from tests.support.probe import instances
 from tests.support.world import World, make_config, small_pool
 
 TRANSPORTS: Final = ("shm", "cma", "tcp")
@@ -151,7 +152,7 @@ def _init_is_undone(scene: Scene) -> None:
     other = scene.memory.pop("other", None)
     if other is not None:
         other.finalize()
-    assert len(LLMDataDist._live) == 1, "an instance listens that nobody holds"
+    assert len(instances()) == 1, "an instance listens that nobody holds"
 
 
 def _give_back(scene: Scene) -> None:
@@ -363,20 +364,19 @@ def _tensors(world: World, name: str) -> list[Any]:
 
 
 def _busy(world: World) -> list[str]:
-    assert world.dd._engine is not None
-    there = world.dd._engine.links.peek(1)
+    there = world.probe.engine.links.peek(1)
     assert there is not None
     assert there.channel is not None
     found = []
     if there.busy or there.requests.waiters:
         found.append(f"{there!r}, {len(there.requests.waiters)} waiting")
-    if there.channel._reader is not None:
+    if there.channel.reader is not None:
         found.append("a reader of the channel")
     for connection in there.connection.connections:
-        groups = [each for each in vars(connection).values() if isinstance(each, LaneGroup)]
-        found += [f"load of lanes {each._loads}" for each in groups if any(each._loads.values())]
-        writer = connection._intent_writer(write=False)
-        if isinstance(writer, IntentWriter) and len(writer._free) != WRITER_SLOTS:
+        if isinstance(connection, TcpConnection) and any(connection.group.loads.values()):
+            found.append(f"load of lanes {connection.group.loads}")
+        writer = connection.intent_writer(write=False)
+        if isinstance(writer, IntentWriter) and len(writer.free) != WRITER_SLOTS:
             found.append(f"{writer!r}")
     return found
 

@@ -97,7 +97,7 @@ class LanePeerProcess(OwnerProcess):
 
     def connect(self) -> RegionConnection:
         token = secrets.token_bytes(16)
-        address = ("127.0.0.1", self._ask(int, "listen", token))
+        address = ("127.0.0.1", self.ask(int, "listen", token))
 
         def dial(count: int, deadline: Deadline) -> list[wire.LaneSocket]:
             return wire.dial_lanes(address, token, count, deadline)

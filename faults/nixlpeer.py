@@ -108,7 +108,7 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     pools = [(segment.address, segment.nbytes) for segment in peer.exports.regions.values()]
     regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]
     connection = SocketConnection(Nixl(wire, handler, pools), fabric(), regions, writable=writable)
-    connection.server._reads = True  # as over RDMA: tests read over TCP too
+    connection.server.reads = True  # as over RDMA: tests read over TCP too
     server.append(connection.server)
     wire.start()
     return connection
@@ -126,7 +126,7 @@ class NixlPeerProcess(OwnerProcess):
         self._handler = MemoryHandler(self._mine)
 
     def connect(self) -> SocketConnection:
-        port = self._ask(int, "port")
+        port = self.ask(int, "port")
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -114,8 +114,7 @@ class _Binder(Threads):
                 cm.deallocate_cache(cache)
 
     def _bound(self) -> bool:
-        assert self.world.dd._engine is not None
-        return any(binding.key == key_of(ROW_KEY) for binding in self.world.dd._engine.store.registry.snapshot()[1])
+        return any(binding.key == key_of(ROW_KEY) for binding in self.world.probe.engine.store.registry.snapshot()[1])
 
     def _blocks(self, chance: random.Random) -> None:
         """Registered caches over two memories in turns: the newest binding wins, and the old memory is used again."""
@@ -151,8 +150,7 @@ def prepare_owner(world: World, transport: str) -> None:
         world.memory["arenas"] = [words_of(world.cm.allocate_blocks_cache(_BLOCKS)) for _ in range(2)]
     else:
         world.memory["arenas"] = [[np.zeros(_COUNT, np.uint64) for _ in range(TENSORS)] for _ in range(2)]
-    assert world.dd._engine is not None
-    (pool,) = world.dd._engine.store.pools
+    (pool,) = world.probe.engine.store.pools
     really = pool.allocate_many
 
     def filled(count: int, nbytes: int) -> Allocation:

@@ -186,7 +186,7 @@ class Way:
         self.hit = self.cut = False
         self.came, self.went = bytearray(), bytearray()
         self.other: Way | None = None
-        self._records: list[bytes] = []
+        self.records: list[bytes] = []
         self._fault, self._at, self._rng, self._framing = fault, at, rng, framing
         self._seen = 0
         self._pending = bytearray()
@@ -231,7 +231,7 @@ class Way:
                 break
             record = bytes(self._pending[:size])
             del self._pending[:size]
-            self._records.append(record)
+            self.records.append(record)
             out += self._altered(record)
         return out
 
@@ -239,12 +239,12 @@ class Way:
         if held := self._held:
             self._held = b""
             return record + held
-        if self.hit or len(self._records) - 1 < self._at:
+        if self.hit or len(self.records) - 1 < self._at:
             return record
-        others = self._records[:-1]
+        others = self.records[:-1]
         if self._fault == "reflect":
             assert self.other is not None
-            others = self.other._records
+            others = self.other.records
         if self._fault in ("replace record", "reflect"):
             self.hit = bool(others)
             return self._rng.choice(others) if others else record

@@ -20,9 +20,9 @@ from typing import Any, Final
 from faults.gates import watched
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Message
-from llm_datadist._transfer.engine import Engine
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import LLMException, StateError
+from llm_datadist.errors import LLMException
+from tests.support.probe import Probe, lock_of
 from tests.support.world import World
 
 _PATIENCE_SECONDS: Final = 30.0
@@ -35,42 +35,40 @@ def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Itera
     "copy" and "frame" may be for one linked ``peer``; else they are for all links that there are now.
     """
     begin = STALLS[what]
-    engine = datadist._engine
-    if engine is None:
-        raise StateError("a stall needs an LLMDataDist that is initialised")
+    probe = Probe(datadist)
     with ExitStack() as undo:
-        begin(engine, [engine.links.get(peer)] if peer is not None else engine.links.all(), undo)
+        begin(probe, [probe.link(peer)] if peer is not None else probe.engine.links.all(), undo)
         yield
 
 
-def _pool(engine: Engine, _: list[Link], undo: ExitStack) -> None:
-    for pool in engine.store.pools:
-        _hold(pool._lock, f"the lock of pool {pool.name}", undo)
+def _pool(probe: Probe, _: list[Link], undo: ExitStack) -> None:
+    for pool in probe.engine.store.pools:
+        _hold(lock_of(pool), f"the lock of pool {pool.name}", undo)
 
 
-def _registry(engine: Engine, _: list[Link], undo: ExitStack) -> None:
-    registry, end = engine.store.registry, threading.Event()
-    _hold(registry._lock, "the registry's lock", undo)
+def _registry(probe: Probe, _: list[Link], undo: ExitStack) -> None:
+    registry, end = probe.engine.store.registry, threading.Event()
+    _hold(lock_of(registry), "the registry's lock", undo)
     _replace(
         registry, "begin_use", lambda move: lambda *args: (end.wait(), move(*args))[1], undo
     )  # which needs no lock where a cache can be found
     undo.callback(end.set)
 
 
-def _control(engine: Engine, _: list[Link], undo: ExitStack) -> None:
+def _control(probe: Probe, _: list[Link], undo: ExitStack) -> None:
     here, end = threading.Event(), threading.Event()
 
     def wait() -> None:
         here.set()
         end.wait()
 
-    engine._control.post(wait)
+    probe.post(wait)
     undo.callback(end.set)
     if not here.wait(_PATIENCE_SECONDS):
         raise TimeoutError(f"the control thread has not been free for {_PATIENCE_SECONDS:g} s")
 
 
-def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
+def _copy(_: Probe, links: list[Link], undo: ExitStack) -> None:
     end = threading.Event()
 
     def wait(name: str, subject: object, details: tuple[Any, ...]) -> None:
@@ -81,7 +79,7 @@ def _copy(_: Engine, links: list[Link], undo: ExitStack) -> None:
     undo.callback(end.set)
 
 
-def _frame(_: Engine, links: list[Link], undo: ExitStack) -> None:
+def _frame(_: Probe, links: list[Link], undo: ExitStack) -> None:
     for link in links:
         assert link.channel is not None, "a link that can be found has a channel"
         kept = _Kept(link.channel.send)
@@ -130,7 +128,7 @@ def _hold(lock: threading.Lock, name: str, undo: ExitStack) -> None:
 
 
 #: name -> what begins it.
-STALLS: Final[dict[str, Callable[[Engine, list[Link], ExitStack], None]]] = {
+STALLS: Final[dict[str, Callable[[Probe, list[Link], ExitStack], None]]] = {
     "pool": _pool,
     "registry": _registry,
     "control": _control,

@@ -207,7 +207,7 @@ class Channels:
         with tempfile.TemporaryDirectory() as folder:
             credentials = Credentials(CredentialFiles(secrets=new_secret(Path(folder) / "secrets", "a")))
             # Not through the credentials, which look at their file each time: it is gone when the trials begin.
-            self._contexts = credentials._current()
+            self._contexts = credentials.current()
         self._control.start()
         return self
 

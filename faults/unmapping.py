@@ -31,10 +31,7 @@ def hold(world: World, nbytes: int) -> None:
 def drop(world: World) -> float:
     """Drop the last reference on the control thread; return for how long that held it up, in milliseconds."""
     held: list[Any] = world.memory.pop("large")
-    engine = world.dd._engine
-    assert engine is not None
-
-    return engine._control.call(lambda: timed(held.pop().close))
+    return world.probe.on_control(lambda: timed(held.pop().close))
 
 
 def ask(world: World, cache_id: int, seconds: float) -> float:

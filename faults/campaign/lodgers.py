@@ -18,6 +18,7 @@ from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole, RegisterMemStatus
 from llm_datadist.errors import LLMException
 from llm_datadist.views import tensor_views
 from tests.support.linking import info
+from tests.support.probe import cache_of
 from tests.support.ranks import table
 from tests.support.world import make_config
 
@@ -72,7 +73,7 @@ class Lodgers:
             self._call("allocate", manager.allocate_blocks_cache, _SHAPE.desc(), key)
             for manager, key in zip(managers, (_KEY, None), strict=True)
         ]
-        source, target = (each._cache if how == "v1" else each for each in made)
+        source, target = (cache_of(each) if how == "v1" else each for each in made)
         stamp = Stamp(scene.worker, scene.life, 59, turn)
         fill(tensor_views(source), stamp)
         numbers = []

@@ -390,4 +390,4 @@ class Directory:
     def close(self) -> None:
         each: Any
         for each in (self._table, self._lives, self.doing, self.good, self._rest):
-            each._mmap.close()
+            each.base.close()

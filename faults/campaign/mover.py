@@ -21,6 +21,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from llm_datadist.types.grant import Grant
 from tests.support.layers import Always
+from tests.support.probe import Probe
 
 _OWN_SLOT = 40  # and 44 for what is written anew, see Destination
 _SOURCE_SLOT = 48
@@ -299,9 +300,8 @@ class Mover:
         return self._scene.epoch.peers(owner).index(self._scene.worker) * MOVERS + self._number
 
     def _link(self, found: Found) -> Any:
-        engine = self._scene.dd._engine
         with suppress(LLMException):
-            return None if engine is None else engine.links.get(found.cluster_id)
+            return Probe(self._scene.dd).link(found.cluster_id)
         return None
 
     # --- pushes ----------------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ class Granted(Slot):
 
     def __init__(self, scene: Scene, number: int, shape: Shape) -> None:
         super().__init__(scene, number, Kind.GRANTED, shape)
-        self._grant: Grant | None = None
+        self.grant: Grant | None = None
 
     def renew(self) -> None:
         if self.cache is None:
@@ -265,12 +265,12 @@ class Granted(Slot):
         # Longer than the campaign, or over at once by itself.
         ttl = 600.0 if self.generation % 3 else 0.05
         made = self.scene.call("grant", 0.0, self.made.grant, list(range(self.shape.rows)), ttl)
-        self._grant, self.extra = (None, b"") if isinstance(made, Exception) else (made, made.to_bytes())
+        self.grant, self.extra = (None, b"") if isinstance(made, Exception) else (made, made.to_bytes())
 
     def end(self) -> bool:
         self.check()
         self.mark("ending")
-        if self._grant is not None and self.call("revoke", self._grant.revoke) is not None:
+        if self.grant is not None and self.call("revoke", self.grant.revoke) is not None:
             return False
         self.mark("ended")
         return True
@@ -310,7 +310,7 @@ class Producer:
         for slot in self._slots:
             if isinstance(slot, Granted) and slot.cache is not None:
                 found.append(partial(slot.cache.grant, [0], 0.01))
-                found += [slot._grant.revoke, partial(slot._grant.renew, 0.01)] if slot._grant is not None else []
+                found += [slot.grant.revoke, partial(slot.grant.renew, 0.01)] if slot.grant is not None else []
         return found
 
     def _begin(self) -> None:

@@ -134,12 +134,12 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     settings["extra"] |= {"llm.ShmSocketDir": str(folder / "sockets")} if epoch.number % 3 == 2 else {}
     role = "PROMPT" if worker < 2 else "DECODER"
     world.start(role, worker + 1, make_config(listen_ip_info=f"127.0.0.1:{port}", **settings))
-    assert world.dd._engine is not None
-    _ = world.dd._engine._lanes.engine  # made with the first lane otherwise, and kept: that is no leak
+    engine = world.probe.engine
+    _ = engine.links.endpoint.lanes.engine  # made with the first lane otherwise, and kept: that is no leak
     life = directory.life(worker)
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
-    world.dd._engine.store.registry._next_id += life * _IDS
-    (folder / f"incarnation-{worker}").write_bytes(world.dd._engine.store.exports.incarnation)
+    engine.store.registry.next_id += life * _IDS
+    (folder / f"incarnation-{worker}").write_bytes(engine.store.exports.incarnation)
     doing = Doing(partial(directory.doing.__setitem__, worker))
     path = folder / f"journal-{epoch.number}-{worker}-{life}"
     journal = Journal(path, f"worker {worker}", doing, harmed=epoch.harmed)

@@ -257,7 +257,7 @@ def _of_type(rng: random.Random, type_: Any) -> Any:
     raise TypeError(f"nothing is known of {type_}")
 
 
-_TYPES: Final = {kind.__name__.lower(): msgspec.structs.fields(kind) for kind in get_args(messages._ANY)}
+_TYPES: Final = {kind.__name__.lower(): msgspec.structs.fields(kind) for kind in get_args(messages.AnyMessage)}
 
 
 def _message(rng: random.Random, name: str, *, sealed: bool) -> list[Any]:

@@ -37,6 +37,7 @@ from llm_datadist._transport import inproc
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkError, LLMException
+from tests.support.probe import Probe
 
 #: What a seal may keep of what it was given, or has to send: a record, and a few answers.
 _MOST_PENDING: Final = 1 << 16
@@ -151,8 +152,8 @@ class Sessions(Unsealed, Credentials):
             check_bounded(self.given)
         elif self.given.authenticated:
             raise Finding("a stranger was authenticated")
-        elif self.given._incoming.pending > MAX_HANDSHAKE_BYTES:
-            raise Finding(f"{self.given._incoming.pending} bytes of a stranger were kept")
+        elif self.given.incoming.pending > MAX_HANDSHAKE_BYTES:
+            raise Finding(f"{self.given.incoming.pending} bytes of a stranger were kept")
 
     def fresh_pair(self) -> tuple[Seal, Seal]:
         return _shaken(self)
@@ -167,7 +168,7 @@ class Sessions(Unsealed, Credentials):
     def odd_pair(self, *, server_side: bool) -> tuple[Seal, Seal, RecordWriter]:
         """Return the same of a session of its own, and what writes odd records in place of the fuzzer's end."""
         self._log.unlink(missing_ok=True)
-        for context in self._logging._current():
+        for context in self._logging.current():
             context.keylog_filename = str(self._log)
         client, server = _shaken(self._logging)
         writer = RecordWriter(logged_secret(self._log, _LABELS[server_side]))
@@ -197,7 +198,7 @@ def secured() -> Iterator[Sessions]:
 
 def check_bounded(seal: Seal) -> None:
     """Raise Finding for a seal that keeps more than it must."""
-    kept, unsent = seal._incoming.pending, seal._outgoing.pending
+    kept, unsent = seal.incoming.pending, seal.outgoing.pending
     if kept > _MOST_PENDING or unsent > _MOST_PENDING:
         raise Finding(f"a seal keeps {kept} bytes unopened and {unsent} unsent")
 
@@ -214,7 +215,7 @@ def fuzz_greetings(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
         trial(name, seed) as verdicts,
     ):
         if isinstance(peers, Sessions):
-            credentials: Any = stage.engine.links._endpoint.credentials
+            credentials: Any = stage.engine.links.endpoint.credentials
             credentials.session = peers.session
         while verdicts.judged < frames:
             if verdicts.judged % 500 == 0:
@@ -265,7 +266,7 @@ def _intrude(sock: socket.socket, sessions: Sessions, rng: random.Random) -> Non
                 sock.sendall(wire.SEALED_PREAMBLE + hello)
                 sock.sendall(changed(seal.shake(sock.recv(1 << 16)) or b"\0", rng))
             case 4:
-                context = sessions.foreign._current()[0]
+                context = sessions.foreign.current()[0]
                 context.verify_mode = ssl.CERT_NONE  # believe the other end whatever it shows
                 seal = Seal(context, server_side=False)
                 sock.sendall(wire.SEALED_PREAMBLE + seal.shake())
@@ -302,7 +303,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
         trial(name, seed) as verdicts,
     ):
         # Not held to shm, so that a welcome in the name of a peer of this process can come to something.
-        endpoint = replace(stage.engine.links._endpoint, transport=None, credentials=peers.credentials)
+        endpoint = replace(stage.engine.links.endpoint, transport=None, credentials=peers.credentials)
         with Nonsense(stage, forge, peers) as nonsense:
             while verdicts.judged < frames:
                 if verdicts.judged % 500 == 0:
@@ -328,8 +329,7 @@ class Nonsense:
     """A listener that says to each connection what it is told to. A context manager."""
 
     def __init__(self, stage: Stage, forge: Forge, peers: Unsealed) -> None:
-        assert stage.friend._engine is not None
-        self._exports = stage.friend._engine.store.exports
+        self._exports = Probe(stage.friend).engine.store.exports
         self._forge, self._peers = forge, peers
         self._plans: queue.SimpleQueue[Hostile | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -403,14 +403,14 @@ def fuzz_rendezvous(frames: int, seed: int) -> Verdicts:
     """Send packets with descriptors of all kinds to the victim's rendezvous, with a token that is expected."""
     forge = Forge(seed, LINK)
     with Stage() as stage, trial("rendezvous", seed) as verdicts, _descriptors() as descriptors:
-        listener = stage.engine.links._rendezvous
+        listener = stage.engine.links.rendezvous
         met: list[PeerMemory | LinkError] = []
         while verdicts.judged < frames:
             # The token of the packets the forge makes.
-            stage.engine._control.call(listener.expect, bytes(16), met.append)
+            stage.probe.on_control(listener.expect, bytes(16), met.append)
             chosen = forge.rng.choices(descriptors, k=forge.rng.randrange(6))
             _send(listener.name, packet(forge.rng), chosen)
-            stage.engine._control.call(listener.forget, bytes(16))
+            stage.probe.on_control(listener.forget, bytes(16))
             outcome = met.pop() if met else "dropped"
             if isinstance(outcome, str | LinkError):
                 verdicts.refuse(outcome)

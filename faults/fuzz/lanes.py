@@ -165,11 +165,11 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     ours, theirs = socket.socketpair()
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
         stage.publish()
-        link, owner = join(stage, theirs, 1), stage.engine.links._endpoint.lanes._handler
+        link, owner = join(stage, theirs, 1), stage.engine.links.endpoint.lanes.handler
         entries, _, _ = stage.engine.store.registry.snapshot()
         guards = {each.cache_id: [each.guard.slot, each.guard.generation] for each in entries}
         geometries = [msgspec.to_builtins(each.geometry) for each in entries]
-        target = stage.engine._target
+        target = stage.engine.target
         plan = Plan(0, 0, 4, plan_row(0, 0, 48), False, 192)
 
         def ask_many() -> None:
@@ -188,7 +188,7 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
                     verdicts.take(grant)
 
         while verdicts.judged < frames:
-            stage.engine._control.call(ask_many)
+            stage.probe.on_control(ask_many)
         ours.close()
         stage.settled()
     return verdicts

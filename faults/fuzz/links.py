@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +18,6 @@ from faults.fuzz.greetings import Hostile, check_bounded, secured
 from faults.fuzz.stage import PATIENCE_SECONDS, VICTIM, Stage, drain
 from faults.strangers import Plain, Tls
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER
-from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import NewLink
@@ -31,6 +31,7 @@ from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
 from llm_datadist.errors import LLMException
 from llm_datadist.types import BlocksCacheKey
+from tests.support.probe import Probe, socket_of
 
 _STRANGER: Final = 666
 
@@ -83,7 +84,7 @@ def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[list[Message]]:
     """Count what the victim's dispatcher took, and yield the list of it; the friend's messages are not counted."""
     links: Any = stage.engine.links
     taken: list[Message] = []
-    dispatch = links._dispatch
+    dispatch = links.dispatch
 
     def counted(link: Link, message: Message) -> None:
         counts = link.peer.cluster_id == _STRANGER
@@ -98,11 +99,11 @@ def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[list[Message]]:
         if counts:
             verdicts.take(message)
 
-    links._dispatch = counted
+    links.dispatch = counted
     try:
         yield taken
     finally:
-        del links._dispatch
+        del links.dispatch
 
 
 def join(
@@ -118,7 +119,7 @@ def join(
         own = engine.store.exports
         peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
         with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), own), None, "inproc")) as opening:
-            lanes = engine.links._endpoint.lanes
+            lanes = engine.links.endpoint.lanes
             renewal = None
             if believed is not None:
                 renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
@@ -129,7 +130,7 @@ def join(
             )
         return engine.links.get(_STRANGER)
 
-    return engine._control.call(install)
+    return stage.probe.on_control(install)
 
 
 def _speak(stage: Stage, number: int, verdicts: Verdicts, peer: Hostile, said: list[bytes], *sealed: Any) -> bytes:
@@ -185,8 +186,7 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
     """Answer the questions of a real initiator with lies, over shm; a few travel, most are opened where they are."""
     forge = Forge(seed, LINK)
     with Stage() as stage, trial("answers", seed) as verdicts:
-        engine = stage.friend._engine
-        assert engine is not None
+        engine = Probe(stage.friend).engine
         for lie in itertools.count():
             if verdicts.judged >= frames:
                 break
@@ -249,27 +249,24 @@ def _place_some(forge: Forge, verdicts: Verdicts) -> None:
 
 def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
     """The victim of the stage lies here: its handler of questions is replaced while the friend pulls once."""
-    links: Any = stage.engine.links
+    friend = Probe(stage.friend).engine
+    options = friend.options
 
-    def liar(link: Link, message: Resolve) -> None:
+    def lie(link: Link, message: Resolve, _: object) -> None:
         data = _answer(forge, message.id)
-        channel: Any = link.channel
-        with channel._lock:
-            channel._write(FRAME_HEADER.pack(len(data)) + data)
+        with suppress(OSError):
+            socket_of(link).send(FRAME_HEADER.pack(len(data)) + data)
 
-    honest = links._handlers[Resolve]
-    links._handlers[Resolve] = liar
-    manager: Any = stage.friend.cache_manager
-    manager._deadline = lambda: Deadline(50)  # a lie that answers another question is waited for
+    friend.options = replace(options, sync_kv_timeout_ms=50)  # a lie that answers another question is waited for
     try:
-        manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
+        with stage.probe.answered(Resolve, lie):
+            stage.friend.cache_manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
     except LLMException as error:
         verdicts.refuse(error)
     else:
         verdicts.accepted["pull"] += 1
     finally:
-        links._handlers[Resolve] = honest
-        del manager._deadline
+        friend.options = options
     for end in (stage.friend, stage.victim):
         if not end.statistics().links:
             stage.link()

@@ -109,7 +109,7 @@ def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
             yield connection
             connection.server.quiesce(TAG)
         connection.server.join()
-    left = (connection.server._served, connection.server._waiting_bytes, connection._pushed.users)
+    left = (connection.server.served, connection.server.waiting_bytes, connection.pushed.users)
     if left != ({}, 0, 0):
         raise Finding(f"left behind: requests, their bytes, users of the receiver: {left}")
 

@@ -19,6 +19,7 @@ from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.descriptors import Cache
 from llm_datadist.views import tensor_views
+from tests.support.probe import Probe
 from tests.support.world import cluster_info
 
 VICTIM: Final = 1
@@ -74,10 +75,13 @@ class Stage:
             raise Finding("an unlinked peer stays")
 
     @property
+    def probe(self) -> Probe:
+        """The inside of the victim."""
+        return Probe(self.victim)
+
+    @property
     def engine(self) -> Engine:
-        engine = self.victim._engine
-        assert engine is not None
-        return engine
+        return self.probe.engine
 
     @property
     def port(self) -> int:

@@ -190,7 +190,7 @@ def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -
     session = greetings.Sessions.session
 
     def gullible(self: greetings.Sessions, *, server_side: bool) -> Seal:
-        context = self._current()[server_side]
+        context = self.current()[server_side]
         context.verify_mode = ssl.CERT_NONE
         return session(self, server_side=server_side)
 
@@ -228,7 +228,7 @@ def test_what_the_library_logs_against_itself_is_found() -> None:
 
 def test_every_message_has_its_right_and_its_wrong_forms() -> None:
     # A new message has to be forged too.
-    assert {kind.__name__.lower() for kind in get_args(messages._ANY)} == set(forges.LINK | forges.HANDSHAKE)
+    assert {kind.__name__.lower() for kind in get_args(messages.AnyMessage)} == set(forges.LINK | forges.HANDSHAKE)
     forge = forges.Forge(1, forges.LINK | forges.HANDSHAKE)
     payloads = [forge.payload() for _ in range(20_000)]
     right: set[str] = set()

@@ -259,7 +259,7 @@ def _cancelled_on_the_way(world: World, method: str) -> None:
         connections = links_of(world).get(1).connection.connections
         # A push that comes after a cancelled one waits until the owner has given that up.
         waits = any(each.doubts_writes for each in connections)
-        wait_until(lambda: waits or any(any(group._loads.values()) for group in _groups(world)))
+        wait_until(lambda: waits or any(any(group.loads.values()) for group in _groups(world)))
 
     moving = call(world, method, BLOCKS, Use("kv"), [1, 6], [0, 3])
     asyncio.run(_cancelled(moving, on_its_way))

@@ -498,7 +498,7 @@ class Liar:
             if self.lie is None:
                 honest(link, message)
                 return
-            link.send(self.lie(engine._target._resolved(link, message)))
+            link.send(self.lie(engine.target._resolved(link, message)))
 
         engine.links._handlers[wire.Resolve] = resolve
 

@@ -147,18 +147,18 @@ def _lane_threads(world: World) -> int:
 def _group(world: World, peer: int) -> Any:
     """Return the lanes of a link."""
     assert world.dd._engine is not None
-    return world.dd._engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
+    return world.dd._engine.links.get(peer).connection.shared.group  # type: ignore[attr-defined]
 
 
 def _loads(world: World, peer: int) -> list[int]:
     """Return what each lane has to do."""
-    return list(_group(world, peer)._loads.values())
+    return list(_group(world, peer).loads.values())
 
 
 def _break_lanes(world: World, peer: int, keep: int) -> None:
     """What a network does that forgets connections: the lanes end, the control connection stays."""
     group = _group(world, peer)
-    for lane in list(group._loads)[keep:]:
+    for lane in list(group.loads)[keep:]:
         world.dd._engine._lanes.engine.drop_lane(lane)  # type: ignore[union-attr]
         group.discard(lane)
 
@@ -265,7 +265,7 @@ def test_an_authenticated_link_has_no_more_lanes_than_others_when_all_prove_them
 def _prove_at_once(world: World, lanes: int) -> list[bytes]:
     """Prove the first lane when the last one has its nonce; return the answers, the refusals last."""
     assert world.dd._engine is not None
-    dial = world.dd._engine.links.get(1).connection.shared._reconnect  # type: ignore[attr-defined]
+    dial = world.dd._engine.links.get(1).connection.shared.reconnect  # type: ignore[attr-defined]
     (address, token), secret = dial.args, dial.keywords["secret"]
     with ExitStack() as opened:
         socks = [opened.enter_context(socket.create_connection(address, 10)) for _ in range(lanes)]

@@ -44,18 +44,18 @@ class TestTcp(ServedConformance):
     def test_lost_lanes_are_dialled_again(self, peer: Peer, connection: RegionConnection) -> None:
         into = np.ones(64, np.uint8)
         for kept in (1, 0):
-            lanes = list(connection._group._loads)
-            self.process.lanes.drop(connection._group, lanes[kept:])
-            assert len(connection._group) == kept
+            lanes = connection.group.lanes()
+            self.process.lanes.drop(connection.group, lanes[kept:])
+            assert len(connection.group) == kept
             into[:] = 1
             read_beginning(peer, connection, into)
             assert not into.any()
-            assert len(connection._group) == 2
+            assert len(connection.group) == 2
 
 
 def test_lanes_of_an_unknown_session_are_refused() -> None:
     with LanePeerProcess() as process, process.serving(writable=True):
-        port = process._ask(int, "listen", bytes(16))
+        port = process.ask(int, "listen", bytes(16))
         with pytest.raises(LinkRefused, match="does not know this session"):
             dial_lanes(("127.0.0.1", port), b"x" * 16, 2, Deadline(BUDGET_MS))
     with pytest.raises(LinkRefused, match="cannot connect"):

@@ -46,21 +46,14 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from llm_datadist._transfer.engine import Engine
     from llm_datadist._transport.lanes import LaneGrant
     from tests.support.ends import LocalEnd
     from tests.support.pairs import Pair
     from tests.support.world import World
 
 
-def _engine(world: World) -> Engine:
-    engine = world.dd._engine
-    assert engine is not None
-    return engine
-
-
 def _incarnation(world: World) -> bytes:
-    return _engine(world).store.exports.incarnation
+    return world.probe.engine.store.exports.incarnation
 
 
 def _answering(incarnation: bytes | None) -> Callable[[socket.socket], None]:
@@ -137,7 +130,7 @@ def test_attack_poc5_a_stranger_with_a_peers_incarnation_does_not_replace_its_li
 def test_attack_poc5_a_stranger_at_the_address_of_a_lost_peer_does_not_get_its_link(end: LocalEnd) -> None:
     end.start("DECODER", 2)
     lost = secrets.token_bytes(16)
-    endpoint = _engine(end.world).links._endpoint
+    endpoint = end.world.probe.engine.links.endpoint
     with (
         listener(_answering(lost)) as port,
         Dial(endpoint, ("127.0.0.1", port), Deadline(5_000), incarnation=lost) as dial,
@@ -176,8 +169,7 @@ def _descriptors(world: World) -> int:
 
 
 def _pins_end_within(world: World) -> float:
-    pins = _engine(world).store.registry._pins.values()
-    return max(pin.expires for pin in pins) - time.monotonic()
+    return max(pin.expires for pin in world.probe.pins()) - time.monotonic()
 
 
 def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
@@ -243,7 +235,7 @@ def test_attack_t1_a_guessed_address_is_written_only_where_the_owner_allows_it_a
 def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(end: LocalEnd, ahead: int) -> None:
     end.start("PROMPT", 1)
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
-    engine, cache = _engine(end.world), end.world.caches["kv"]
+    engine, cache = end.world.probe.engine, end.world.caches["kv"]
     guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
     target = LaneTarget(engine.store, AccessPolicy(engine.store), LaneReconnector())
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)

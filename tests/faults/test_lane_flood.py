@@ -48,17 +48,15 @@ class Flood:
         assert self.end.do(link, [info(1, port)]) == SUCCESS
         self.end.do(make, "mine", Spec(tensors=1, rows=1, stride=STRIDE, blocks=True), 2)
         self.end.do(call, "pull_blocks", KEY, Use("mine"), [0], [0])
-        assert self.end.world.dd._engine is not None
-        there = self.end.world.dd._engine.links.get(1)
+        there = self.end.world.probe.link(1)
         (answer,) = there.caches.kept.values()
         self.remote = answer.tensors
         connection = there.connection.shared
         assert isinstance(connection, TcpConnection)
-        assert connection._reconnect is not None
-        self._dial = connection._reconnect
+        assert connection.reconnect is not None
+        self._dial = connection.reconnect
         # What the library has dialled makes room for what we will.
-        group = connection._group
-        connection._lanes.drop(group, list(group._loads))
+        connection.drop_lanes()
         self._open = ExitStack()
         self.asked = 0
 

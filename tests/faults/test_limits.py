@@ -269,8 +269,7 @@ def test_pulls_need_no_descriptor_and_without_address_space_succeed_or_fail_with
 
 def lose_lanes(world: World, peer: int) -> None:
     """Drop every data lane of a link."""
-    assert world.dd._engine is not None
-    for each in world.dd._engine.links.get(peer).connection.connections:
+    for each in world.probe.link(peer).connection.connections:
         each.drop_lanes()
 
 

@@ -65,7 +65,7 @@ def _failure(end: ChildEnd, *args: Any) -> LLMException | None:
         with pytest.raises(LLMException) as caught:
             end.do(call, *args)
         return caught.value
-    end._process.wait(10)
+    end.process.wait(10)
     assert end.code == -signal.SIGBUS, end.code
     return None
 
@@ -209,4 +209,4 @@ def test_a_push_that_comes_late_writes_nothing_of_the_program_that_has_the_pid_b
         assert (tmp_path / "end").read_text() == "0"
         writer.stop()
         writer.close()
-        assert owner._process.wait(10) == 0
+        assert owner.process.wait(10) == 0

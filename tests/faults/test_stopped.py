@@ -140,11 +140,7 @@ def test_a_member_that_stands_still_until_the_attempt_is_over_is_met_by_the_next
 
 
 def attempt_has_expired(world: World) -> bool:
-    engine = world.dd._engine
-    assert engine is not None
-    current = engine.links.communicators._dials._current
-    dial = current[0]._dial
-    return dial is not None and dial._deadline.expired()
+    return any(deadline.expired() for deadline in world.probe.dial_deadlines())
 
 
 def gave_up_once(world: World) -> bool:
@@ -156,8 +152,7 @@ def gave_up_once(world: World) -> bool:
 
 def stop_answering(world: World, folder: Path, after: bool) -> None:
     """Stop the control thread at a Locate, before it is looked at or when the answer is on its way."""
-    assert world.dd._engine is not None
-    manager, gate, step = world.dd._engine.links, Gate(folder), "handled" if after else "handle"
+    manager, gate, step = world.probe.engine.links, Gate(folder), "handled" if after else "handle"
 
     def stop(name: str, subject: object, details: tuple[Any, ...]) -> None:
         if name == step and subject is manager and isinstance(details[0], Locate) and not gate.reached:

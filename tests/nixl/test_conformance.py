@@ -173,7 +173,7 @@ def test_one_thread_asks_what_is_registered_while_another_registers() -> None:
                 yield each
 
     agent.cover(np.array([rows[0].ctypes.data, rows[1].ctypes.data], np.uint64), 64)
-    agent._others = Slow(agent._others)
+    agent.others = Slow(agent.others)
     assert agent.covers_any([rows[1].ctypes.data])
     assert agent.covers_any([rows[2].ctypes.data])
     agent.end()

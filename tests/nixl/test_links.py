@@ -105,7 +105,7 @@ def fail_transfers(world: World) -> None:
 
 def hurry_owner(world: World) -> None:
     """Let the time of each request be over at the owner first, while its bytes move."""
-    grant = Server._grant
+    grant = Server.grant
 
     def hurried(self: Server, ask: Any, reply: Any) -> Any:
         return grant(self, msgspec.structs.replace(ask, budget_ms=50), reply)
@@ -113,7 +113,7 @@ def hurry_owner(world: World) -> None:
     def waiting(self: nixl_agent.Agent, *arguments: Any) -> None:
         wait_until(lambda: not arguments[4]())  # which raises once it is to stop
 
-    patch(world).setattr(Server, "_grant", hurried)
+    patch(world).setattr(Server, "grant", hurried)
     patch(world).setattr(nixl_agent.Agent, "move", waiting)
 
 
@@ -312,7 +312,7 @@ def test_memory_that_was_registered_is_forgotten_by_the_agents(tcp_pair: Pair) -
 
 def _registered(world: World, peer: int) -> bool:
     connection: NixlConnection = link_of(world, peer).connection.shared
-    return any(end._agent is not None and bool(end._agent._others) for end in (connection.sender, connection.receiver))
+    return any(end.agent is not None and bool(end.agent.others) for end in (connection.sender, connection.receiver))
 
 
 def test_the_programs_logging_and_output_stay_as_they_were(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class ChildEnd(End):
         ours, theirs = socket.socketpair()
         with theirs:
             forked = None if fresh or inside else NURSERY.fork(name, theirs, environment)
-            self._process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
+            self.process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
                 [*inside, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
@@ -81,7 +81,7 @@ class ChildEnd(End):
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Start a call and return at once; :meth:`finish` waits for it."""
@@ -106,7 +106,7 @@ class ChildEnd(End):
     @property
     def code(self) -> int | None:
         """The exit status, or None while it runs."""
-        return self._process.poll()
+        return self.process.poll()
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
         self.begin(function, *args)
@@ -114,19 +114,19 @@ class ChildEnd(End):
         return result
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        self.process.send_signal(number)
 
     def kill(self) -> None:
         """``kill -9``, and wait until it is gone."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._pipe.close()
 
     def close(self) -> None:
         """End the child; it must have nothing left to complain about."""
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             self._pipe.close()
-            code = self._process.wait(30)
+            code = self.process.wait(30)
             assert code == 0, f"the child ended with {code}"
 
 
@@ -290,6 +290,4 @@ def in_background(end: End, function: Callable[..., Any], *args: Any) -> Iterato
 
 def _advances(world: World) -> int:
     """Return the sum of all generations: it grows when a guard is allocated, advanced or released."""
-    assert world.dd._engine is not None
-    guards = world.dd._engine.store.exports.guards
-    return sum(guards.load(slot) for slot in range(1, guards._next_fresh))
+    return sum(world.probe.generations())

@@ -13,6 +13,7 @@ from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotLinked
 from tests.support.ends import Call, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.probe import socket_of
 from tests.support.world import cluster_info as info
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def finalize(world: World) -> None:
 
 def links_of(world: World) -> Any:
     """Return what the end's engine knows of its links."""
-    return world.dd._require_engine("test").links
+    return world.probe.engine.links
 
 
 def link_number(world: World, peer: int) -> int:
@@ -87,9 +88,9 @@ def link_number(world: World, peer: int) -> int:
 
 def lose(world: World, peer: int) -> None:
     """Cut the control connection, as a network would: neither end meant it."""
-    channel = links_of(world).get(peer).channel
+    control = socket_of(world.probe.link(peer))
     with suppress(OSError):  # it may just have been lost
-        channel._socket.shutdown(socket.SHUT_RDWR)
+        control.shutdown(socket.SHUT_RDWR)
 
 
 def not_linked(end: End, peer: int, *parts: str) -> str:

@@ -9,16 +9,23 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
+    import socket
+    import threading
     from collections.abc import Callable, Iterator
 
+    from llm_datadist import Cache
+    from llm_datadist._cache.registry import Pin, Registry
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
+    from llm_datadist._memory.pool import DirectMemory, MemoryPool
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transport.lanes import LaneGroup
-    from llm_datadist.datadist import LLMDataDist
+    from llm_datadist.kv_cache import KvCache
 
 T = TypeVar("T")
 
@@ -31,9 +38,10 @@ class Probe:
     """
 
     def __init__(self, datadist: LLMDataDist) -> None:
-        if datadist._engine is None:
+        engine = datadist._engine  # read once: another thread may finalize
+        if engine is None:
             raise StateError("a probe needs an LLMDataDist that is initialised")
-        self.engine: Engine = datadist._engine
+        self.engine: Engine = engine
 
     def on_control(self, function: Callable[..., T], *args: Any) -> T:
         """Run short work on the control thread and return its result."""
@@ -50,8 +58,22 @@ class Probe:
     def lanes(self, peer: int) -> LaneGroup:
         """Return the data lanes of the link to a peer."""
         connection: Any = self.link(peer).connection
-        group: LaneGroup = getattr(connection, "shared", connection)._group
+        group: LaneGroup = getattr(connection, "shared", connection).group
         return group
+
+    def pins(self) -> list[Pin]:
+        """Return what peers have pinned here."""
+        return list(self.engine.store.registry._pins.values())
+
+    def generations(self) -> list[int]:
+        """Return the generation of every guard slot that was ever used."""
+        guards = self.engine.store.exports.guards
+        return [guards.load(slot) for slot in range(1, guards._next_fresh)]
+
+    def dial_deadlines(self) -> list[Deadline]:
+        """Return the deadlines of the dials to members of communicators that are under way."""
+        dials = [attempt._dial for attempt in self.engine.links.communicators._dials._current]
+        return [each._deadline for each in dials if each is not None]
 
     @contextmanager
     def answered(
@@ -65,3 +87,24 @@ class Probe:
             yield
         finally:
             handlers[kind] = honest
+
+
+def instances() -> list[LLMDataDist]:
+    """Return every initialised instance of this process."""
+    return list(LLMDataDist._live)
+
+
+def socket_of(link: Link) -> socket.socket:
+    """Return the socket of the control connection of a link."""
+    assert link.channel is not None, "a link that can be found has a channel"
+    return link.channel._socket
+
+
+def lock_of(part: MemoryPool | DirectMemory | Registry) -> threading.Lock:
+    """Return the lock that all use of a part waits for."""
+    return part._lock
+
+
+def cache_of(handle: KvCache) -> Cache:
+    """Return the cache of a handle of the first interface."""
+    return handle._cache

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_datadist import CacheDesc, DataType, KvCache
 from tests.support.moves import Use
+from tests.support.probe import cache_of
 from tests.support.world import fill
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def kv_make(
     else:
         cache = manager.allocate_cache(cache_desc, list(keys))
     world.memory[f"kv {name}"] = cache
-    world.caches[name] = cache._cache  # what the shared helpers look at
-    return fill(cache._cache, seed)
+    world.caches[name] = cache_of(cache)  # what the shared helpers look at
+    return fill(world.caches[name], seed)
 
 
 def kv_of(world: World, name: str) -> KvCache:

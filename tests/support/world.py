@@ -21,6 +21,7 @@ from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist._cache import store
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
+from tests.support.probe import Probe, instances
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +74,7 @@ def small_pool(mib: int = 1) -> dict[str, Any]:
 def ids_as_in_a_fresh_process() -> None:
     """Let cache ids count from 1 again, unless an instance is live: tests name caches by id."""
     if LLMDataDist.llm_engine_instance is None:
-        store._first_ids = itertools.count(1, SPAN)
+        store.first_ids = itertools.count(1, SPAN)
 
 
 @dataclass
@@ -89,6 +90,11 @@ class World:
     def cm(self) -> CacheManager:
         return self.dd.cache_manager
 
+    @property
+    def probe(self) -> Probe:
+        """The inside of the instance, which is initialised."""
+        return Probe(self.dd)
+
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
         """Initialise a fresh LLMDataDist; return the port it listens on."""
         ids_as_in_a_fresh_process()
@@ -99,7 +105,7 @@ class World:
     def stop(self) -> None:
         """Check every table, then finalize. Also after a test that finalized by itself."""
         if hasattr(self, "dd"):
-            if self.dd._engine is not None:
+            if self.dd in instances():
                 self.dd.check_integrity()
             self.dd.finalize()
             del self.dd  # what is alive between tests is frozen: see baseline
@@ -156,7 +162,7 @@ def settled(before: dict[str, Any]) -> dict[str, Any]:
 def residue() -> dict[str, Any]:
     """Return what a process holds that a finished test must not add to: threads, descriptors, memfd mappings."""
     gc.collect()
-    targets = [each.split(" ", 1)[1] for each in scene._descriptors()]
+    targets = [each.split(" ", 1)[1] for each in scene.descriptors()]
     # Raw and counted in one go: a process has hundreds of mappings, and every test looks several times.
     with open("/proc/self/maps", "rb", buffering=0) as maps:
         memfds = maps.readall().count(b" /memfd:")

@@ -45,7 +45,6 @@ class Holder(ChildEnd):
 
     def __init__(self) -> None:
         super().__init__("holder", fresh=True)
-        self.process = self._process
         self.address, self.edge, self.canaries = self.do(_make)
         self.pidfd = os.pidfd_open(self.pid)
 

@@ -76,7 +76,7 @@ class Ends:
         return thread
 
     def led(self) -> bool:
-        return self.channel._reader is not None and not self.channel._watched
+        return self.channel.reader is not None and not self.channel._watched
 
     def at_rest(self) -> bool:
         return not self.channel._role_held and self.channel._watched

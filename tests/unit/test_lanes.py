@@ -302,7 +302,7 @@ def test_a_small_transfer_passes_a_large_one(kind: int) -> None:
         assert [part[1:] for part in served] == [(0, PART), (PART, PART), (2 * PART, LARGE - 2 * PART)]
         assert running.result(BUDGET_S) == LARGE
         assert quiet.is_silent()
-        assert set(connection._group._loads.values()) == {0}
+        assert set(connection.group.loads.values()) == {0}
     assert all(map(np.array_equal, sources, copies))
 
 
@@ -317,10 +317,10 @@ def test_a_large_transfer_that_fails_in_between_moves_no_more_and_one_lane_serve
         assert "no more" in str(running.exception(BUDGET_S))
         assert busy.is_silent()
         assert quiet.is_silent()
-        assert set(connection._group._loads.values()) == {0}
+        assert set(connection.group.loads.values()) == {0}
         assert not into[:PART].any()
         assert not into[2 * PART :].any()
-        connection._lanes.drop(connection._group, list(connection._group._loads)[1:])
+        connection._lanes.drop(connection.group, list(connection.group.loads)[1:])
         running = threads.submit(move, connection, whole)
         id, *part = quiet.asked(READ)
         assert part == [0, whole.size]

@@ -29,7 +29,7 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist.errors import ProtocolError
 
-KINDS = {kind.__name__.lower(): kind for kind in get_args(messages._ANY)}
+KINDS = {kind.__name__.lower(): kind for kind in get_args(messages.AnyMessage)}
 
 
 @pytest.mark.parametrize("tag", sorted(KINDS))

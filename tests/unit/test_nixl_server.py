@@ -108,7 +108,7 @@ def test_a_peer_that_asks_faster_than_it_is_served_is_refused_and_then_served_ag
         server.quiesce(TAG)
         wait_until(lambda: len(answers) >= 99)
         asked = len(answers)
-        wait_until(lambda: not server._waiting_bytes)
+        wait_until(lambda: not server.waiting_bytes)
         server.on_request(encode(ask(1000, write=True)), answers.append)
         wait_until(lambda: len(answers) > asked)
         assert isinstance(answer_of(answers[-1]), Granted)
@@ -133,11 +133,11 @@ def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_wr
         server = connection.server
         server.on_request(encode(ask(1, write=True)), answers.append)
         wait_until(lambda: len(answers) == 1)
-        with connection._pushed.using(lambda: 1.0) as before:
-            assert connection._pushed.users == 1
+        with connection.pushed.using(lambda: 1.0) as before:
+            assert connection.pushed.users == 1
         server.quiesce(TAG)
-        with connection._pushed.using(lambda: 1.0) as after:
-            assert (connection._pushed.users, after is before) == (0, False)
+        with connection.pushed.using(lambda: 1.0) as after:
+            assert (connection.pushed.users, after is before) == (0, False)
         server.on_request(encode(Done(1, good=True)), answers.append)
         wait_until(lambda: len(answers) == 2)
         refused = answer_of(answers[1])
@@ -168,7 +168,7 @@ def test_the_owner_says_whether_time_memory_or_nixl_ended_a_transfer(
             server.quiesce(TAG)
         wait_until(lambda: len(answers) == 1)
         if isinstance(answer_of(answers[0]), Granted):  # a push, whose time was not over before
-            wait_until(lambda: not server._served)
+            wait_until(lambda: not server.served)
             server.on_request(encode(Done(1, good=True)), answers.append)
             wait_until(lambda: len(answers) == 2)
     refused = answer_of(answers[-1])
@@ -195,8 +195,8 @@ def test_nothing_waits_for_a_thread_that_has_ended() -> None:
         connection.server.on_request(encode(ask(1, write=True)), answers.append)
         assert in_time(connection.server.join)
         connection.server.on_request(encode(ask(2, write=True)), answers.append)
-        assert connection.server._served == {}
-        connection._pushed.users = 0
+        assert connection.server.served == {}
+        connection.pushed.users = 0
 
 
 class CountingAgent(NamedAgent):
@@ -254,7 +254,7 @@ def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -
         assert MOVING.wait(10)
         assert in_time(server.quiesce, TAG)
         if held:
-            assert connection._pushed.users == 0
+            assert connection.pushed.users == 0
         assert in_time(server.quiesce, 8)
         wait_until(lambda: len(answers) == 2)
 
@@ -264,7 +264,7 @@ def test_a_finalizer_in_the_thread_that_serves_takes_memory_back_and_ends_the_li
     answers: list[bytes] = []
     seen: list[object] = []
     with serving(CountingAgent) as connection:
-        server, pushed = connection.server, connection._pushed
+        server, pushed = connection.server, connection.pushed
         server.on_request(encode(ask(1, write=True)), answers.append)
         wait_until(lambda: len(answers) == 1)
         granted = answer_of(answers[0])

@@ -104,7 +104,7 @@ def test_after_tampering_nothing_more_is_sealed_and_what_an_end_has_sent_is_not_
 def odd(credentials: Credentials, tmp_path: Path) -> tuple[RecordWriter, Seal]:
     """Return what writes any record in the session of an authenticated peer, and the other end of that session."""
     log = tmp_path / "keys"
-    credentials._current()[0].keylog_filename = str(log)
+    credentials.current()[0].keylog_filename = str(log)
     _, theirs = shaken(credentials)
     return RecordWriter(logged_secret(log, "CLIENT_TRAFFIC_SECRET_0")), theirs
 

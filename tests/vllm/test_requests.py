@@ -210,7 +210,7 @@ def test_blocks_of_unclaimed_offers_are_bounded_and_counted(make: Callable[..., 
     assert decode.fetched("first", first, [1, 2, 3])
     prefill.until(lambda: "first" in prefill.sent)
     assert prefill.prefill("fourth", {"do_remote_decode": True}, [6, 7]) is not None
-    assert make("prefill").scheduler._max_unclaimed == BLOCKS // 2
+    assert make("prefill").scheduler.max_unclaimed == BLOCKS // 2
 
 
 def test_a_claimed_offer_counts_no_more(make: Callable[..., Engine]) -> None:
@@ -218,7 +218,7 @@ def test_a_claimed_offer_counts_no_more(make: Callable[..., Engine]) -> None:
     params = offered(prefill, "first", [1, 2, 3])
     decode.scheduler.on_new_request(asked("waits", params, PROMPT))
     decode.step()
-    prefill.until(lambda: not prefill.scheduler._unclaimed)
+    prefill.until(lambda: not prefill.scheduler.unclaimed)
     assert "first" not in prefill.sent
     assert prefill.prefill("second", {"do_remote_decode": True}, [4, 5, 6]) is not None
 
@@ -255,21 +255,21 @@ def test_signed_references_without_grants_keep_no_other_request_waiting(make: Ca
 def test_another_process_than_that_of_the_reference_is_not_read(make: Callable[..., Engine], change: str) -> None:
     prefill, decode = make("prefill"), make("decode", link_timeout_ms=1000)
     params = offered(prefill, "first", [1, 2, 3])
-    endpoint = prefill.scheduler._ranks[0]
+    endpoint = prefill.scheduler.ranks[0]
     wrong: dict[str, Any] = {"incarnation": "0" * 32, "cluster_id": 7, "port": 1}
     elsewhere: Endpoint = msgspec.structs.replace(endpoint, **{change: wrong[change]})
     assert not decode.fetched("wrong", signed(params, ranks=[elsewhere]), [1, 2, 3])
     assert decode.kv.count_nonzero() == 0
-    assert decode.worker._datadist.statistics().links == (), "it is linked to a process that it must not believe"
+    assert decode.worker.datadist.statistics().links == (), "it is linked to a process that it must not believe"
     assert comes(prefill, decode, "honest")
 
 
 def test_a_reference_of_another_process_cuts_no_link(make: Callable[..., Engine]) -> None:
     prefill, decode = make("prefill"), make("decode")
     assert comes(prefill, decode, "honest")
-    elsewhere: Endpoint = msgspec.structs.replace(prefill.scheduler._ranks[0], incarnation="0" * 32)
+    elsewhere: Endpoint = msgspec.structs.replace(prefill.scheduler.ranks[0], incarnation="0" * 32)
     assert not decode.fetched("wrong", signed(offered(prefill, "first", [1, 2, 3]), ranks=[elsewhere]), [1, 2, 3])
-    assert decode.worker._datadist.explain(prefill.worker._cluster_id).state == "ready"
+    assert decode.worker.datadist.explain(prefill.worker.cluster_id).state == "ready"
 
 
 def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(
@@ -279,9 +279,9 @@ def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(
     decode, prefills = make("decode"), [make("prefill") for _ in range(3)]
     for number in (0, 1, 0, 2):
         assert comes(prefills[number], decode, f"request{len(decode.ended)}")
-    idle = prefills[1].worker._cluster_id
-    wait_until(lambda: idle not in {each.remote_cluster_id for each in decode.worker._datadist.statistics().links})
-    assert decode.worker._datadist.explain(prefills[0].worker._cluster_id).state == "ready"
+    idle = prefills[1].worker.cluster_id
+    wait_until(lambda: idle not in {each.remote_cluster_id for each in decode.worker.datadist.statistics().links})
+    assert decode.worker.datadist.explain(prefills[0].worker.cluster_id).state == "ready"
     assert comes(prefills[1], decode, "again")
 
 
@@ -292,15 +292,15 @@ def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
     decode, prefills, gate = make("decode"), [make("prefill") for _ in range(3)], threading.Event()
     for number in (0, 1):
         assert comes(prefills[number], decode, f"request{number}")
-    first = prefills[0].worker._cluster_id
-    threads = decode.worker._engines._engines[first].threads
-    for _ in range(engines._THREADS):
+    first = prefills[0].worker.cluster_id
+    threads = decode.worker.engines.known[first].threads
+    for _ in range(engines.THREADS):
         threads.submit(gate.wait, 60)
     assert comes(prefills[2], decode, "takes the place of the first")
     assert comes(prefills[0], decode, "again")
     gate.set()
     threads.shutdown()
-    assert decode.worker._datadist.explain(first).state == "ready"
+    assert decode.worker.datadist.explain(first).state == "ready"
 
 
 def test_an_engine_that_leaves_its_host_without_a_secret_does_not_start() -> None:

@@ -251,7 +251,7 @@ class Registry:
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number: no peer reaches another one's
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
-        self._next_id = first_id
+        self.next_id = first_id
         self._next_pin = 1
         #: Named pins that were released before they were asked for, which goes over another connection; by id() of the
         #: peer, because a wrong match costs a refusal only.
@@ -283,9 +283,9 @@ class Registry:
         with self._lock:
             if owned:
                 self._require_free(key for key, _, _ in keys)
-            life = Lifecycle(f"cache {self._next_id}")
-            entry = Entry(self._next_id, geometry, storage, guard, owned, remote_accessible, life)
-            self._next_id += 1
+            life = Lifecycle(f"cache {self.next_id}")
+            entry = Entry(self.next_id, geometry, storage, guard, owned, remote_accessible, life)
+            self.next_id += 1
             self._entries[entry.cache_id] = entry
             for key, row, key_guard in keys:
                 self._bind(entry, key, row, key_guard, effects)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 #: Where the cache ids of each ``init`` of this process begin: one that outlives its ``init`` names no later cache. Far
 #: apart, so that the ids of an ``init`` do not depend on what others allocate.
-_first_ids = itertools.count(1, 10**12)
+first_ids = itertools.count(1, 10**12)
 _REGIONS: Final = {Placement.DEVICE: 1, Placement.HOST: 2}
 _OPTIONS: Final = {
     Placement.DEVICE: "mem_pool_cfg (llm.MemPoolConfig)",
@@ -173,7 +173,7 @@ class CacheStore:
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
-        self.registry = Registry(next(_first_ids))
+        self.registry = Registry(next(first_ids))
         self.writers = WriteIntents()
         self.remote_accessible = options.remote_accessible
         self.quiesce: Callable[[Storage], None] = lambda storage: None

@@ -143,7 +143,7 @@ class Channel:
         self._open = True
         self._role_held = True
         self._parked = True  # no thread can use the role: at first, and while the peer is not read from
-        self._reader: Waiter | None = None  # of the caller that holds the role
+        self.reader: Waiter | None = None  # of the caller that holds the role
         self._watched = True  # by the loop; a caller that reads changes that, in its own thread
         self._released = False
         self._backlog = bytearray()
@@ -277,15 +277,15 @@ class Channel:
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Wait for the answer or the deadline; read meanwhile if the role is free."""
         try:
-            if self._reader is waiter or (waiter.waiting and self._take_role(waiter)):
+            if self.reader is waiter or (waiter.waiting and self._take_role(waiter)):
                 self._read_for(waiter, deadline)
         finally:
             self.forgo(waiter)
         waiter.wait(deadline)
 
     def forgo(self, waiter: Waiter) -> None:
-        if self._reader is waiter:
-            self._reader = None
+        if self.reader is waiter:
+            self.reader = None
             handed, self._for_control = self._for_control, False
             if not handed or not self._post(self._dispatch_and_release):
                 self._release_role()
@@ -311,7 +311,7 @@ class Channel:
                 return False
             self._role_held = True
             if reader is not None:
-                self._reader = reader
+                self.reader = reader
                 self._unwatch()
             return True
 

@@ -180,11 +180,11 @@ class Credentials:
 
     def __init__(self, files: CredentialFiles) -> None:
         self._files = files
-        self._current = Kept(files, partial(_contexts, files), "credentials").current
+        self.current = Kept(files, partial(_contexts, files), "credentials").current
 
     def session(self, *, server_side: bool) -> Seal:
         """Return a new session for one connection."""
-        return Seal(self._current()[server_side], server_side=server_side)
+        return Seal(self.current()[server_side], server_side=server_side)
 
     def check(self, seal: Seal, cluster_id: int) -> None:
         """Check that the other end may be that cluster. Raises AuthFailed."""

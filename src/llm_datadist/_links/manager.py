@@ -99,7 +99,7 @@ class LinkManager:
         max_link_age: float | None,
     ) -> None:
         self._control = control
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._on_end = hooks.on_end
         self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
             Ping: lambda link, message: link.tell(Pong(message.id)),
@@ -113,7 +113,7 @@ class LinkManager:
         self._table = LinkTable(endpoint.exports.incarnation, max_links)
         self.note = self._table.note
         self._listener: Listener | None = None
-        self._rendezvous = SameHostListener(endpoint.exports, socket_dir)
+        self.rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
         lose = partial(self.end, lost=True)
         self._lost: dict[str, Meter] = {}  # by kind of reason
@@ -128,13 +128,13 @@ class LinkManager:
         self._control.call(self._start, listening)
 
     def _start(self, listening: socket.socket | None) -> None:
-        self._rendezvous.start(self._control.loop)
+        self.rendezvous.start(self._control.loop)
         self._listen(listening)
         self._heartbeat.start()
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
         """Return a listener on a bound socket, which its owner closes. On the control thread."""
-        return Listener(self._control, listening, self._endpoint, self._rendezvous, self, admission)
+        return Listener(self._control, listening, self.endpoint, self.rendezvous, self, admission)
 
     def stop(self, reason: str) -> None:
         """End every link without telling the peers (interface §3.2), then the listener and the rendezvous."""
@@ -151,11 +151,11 @@ class LinkManager:
     def _stop(self) -> None:
         self._heartbeat.stop()
         self._listen(None)
-        self._rendezvous.close()
+        self.rendezvous.close()
 
     def abandon(self) -> None:
         """In a forked child, without any lock: close the child's copies of sockets."""
-        self._rendezvous.close()
+        self.rendezvous.close()
         self._reconnector.abandon()
         self.communicators.abandon()
         if self._listener is not None:
@@ -312,7 +312,7 @@ class LinkManager:
         """Make one link, or return an existing one. Arguments as of ``Dial``."""
         with (
             _refusing(show_address(address), but=LLMException),
-            Dial(self._endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial,
+            Dial(self.endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial,
         ):
             if attempt is not None:
                 attempt.begin(dial)
@@ -375,7 +375,7 @@ class LinkManager:
         link = self._usable(hello.cluster_id)
         if link is None or link.peer.incarnation != hello.incarnation:
             raise LinkRefused(
-                f"cluster {self._endpoint.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)",
+                f"cluster {self.endpoint.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
         self.communicators.joined(hello)
@@ -387,7 +387,7 @@ class LinkManager:
         channel = Channel(
             self._control,
             new.sock,
-            partial(self._dispatch, link),
+            partial(self.dispatch, link),
             partial(self._on_channel_lost, link),
             partial(self._answers, link),
             new.seal,
@@ -425,7 +425,8 @@ class LinkManager:
         link.heard()
         return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
 
-    def _dispatch(self, link: Link, message: Message) -> None:
+    def dispatch(self, link: Link, message: Message) -> None:
+        """Handle a message of a peer. On the control thread."""
         if self._answers(link, message) or isinstance(message, _IGNORED):
             return
         handler = self._handlers.get(type(message))

@@ -403,10 +403,10 @@ _LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | Unli
 _TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
 _LANES = LanesLost | NixlAsk | NixlSaid
 _GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
-_ANY = _HANDSHAKE | _LINK | _TRANSFER | _LANES | _GRANTS
+AnyMessage = _HANDSHAKE | _LINK | _TRANSFER | _LANES | _GRANTS
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(_ANY)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def frame(message: Message) -> bytes:

@@ -41,8 +41,8 @@ class Seal:
     """
 
     def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
         self._differ = getattr(context, "differ", "")
         self._taken = 0  # bytes of the handshake that were received
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class Seal:
             self._taken += len(received)
             if self._taken > MAX_HANDSHAKE_BYTES:
                 raise AuthFailed(f"it has sent more than {MAX_HANDSHAKE_BYTES} bytes before it was authenticated")
-            self._incoming.write(received)
+            self.incoming.write(received)
             try:
                 self._tls.do_handshake()
                 self.authenticated = True
@@ -67,12 +67,12 @@ class Seal:
                 pass
             except ssl.SSLError as error:
                 raise self._failed(error) from None
-            return self._outgoing.read()
+            return self.outgoing.read()
 
     def alert(self) -> bytes:
         """Return what tells the other end that it has failed; nothing after a handshake that went well."""
         with self._lock:
-            return self._outgoing.read()
+            return self.outgoing.read()
 
     def seal(self, data: bytes) -> bytes:
         """Return the bytes that carry ``data``.
@@ -85,7 +85,7 @@ class Seal:
                 self._tls.write(data)
             except ssl.SSLError as error:
                 raise self._failed(error) from None
-            return self._outgoing.read()
+            return self.outgoing.read()
 
     def open(self, received: bytes) -> bytes:
         """Return what the received bytes carry, which may be nothing yet.
@@ -95,13 +95,13 @@ class Seal:
                 the session before the connection, or asks for new keys without end.
         """
         with self._lock:
-            self._incoming.write(received)
+            self.incoming.write(received)
             opened = bytearray()
             try:
                 while data := self._tls.read(_READ_BYTES):
                     opened += data
             except ssl.SSLWantReadError:
-                if self._outgoing.pending > _MAX_ANSWERS_BYTES:
+                if self.outgoing.pending > _MAX_ANSWERS_BYTES:
                     raise AuthFailed("the peer asks for new keys without end") from None
                 return bytes(opened)
             except ssl.SSLError as error:

@@ -270,7 +270,7 @@ class IntentWriter:
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
         # Used as a stack: the owner scans up to the highest slot that was ever used.
-        self._free = deque(range(WRITER_SLOTS, 0, -1))
+        self.free = deque(range(WRITER_SLOTS, 0, -1))
 
     def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
         """Announce a write, or a read, of the memory under guard slot ``guard``.
@@ -284,7 +284,7 @@ class IntentWriter:
         if not 0 < guard < _MAX_GUARD:
             raise ProtocolError(f"guard slot {guard} cannot be announced")
         try:
-            slot = self._free.pop()
+            slot = self.free.pop()
         except IndexError:
             slot = self._wait_for_slot(deadline)
         intent = WriteIntent(self, page, self._address, slot)
@@ -302,7 +302,7 @@ class IntentWriter:
 
         def take() -> bool:
             with suppress(IndexError):
-                taken.append(self._free.pop())
+                taken.append(self.free.pop())
             return bool(taken)
 
         if not deadline.poll(take):
@@ -311,7 +311,7 @@ class IntentWriter:
 
     def __repr__(self) -> str:
         state = "closed" if self._page is None else "open"
-        return f"<IntentWriter {state}: {WRITER_SLOTS - len(self._free)} at work>"
+        return f"<IntentWriter {state}: {WRITER_SLOTS - len(self.free)} at work>"
 
 
 class WriteIntent:
@@ -333,7 +333,7 @@ class WriteIntent:
         if self._page is not None and HERE["pid"] == self._intent_writer.pid:
             retract_writer(self._address, self._slot)
             self._page = None
-            self._intent_writer._free.append(self._slot)
+            self._intent_writer.free.append(self._slot)
 
     def __enter__(self) -> None:
         pass

@@ -112,7 +112,7 @@ class Engine:
             undo.callback(self._checksums.close)
             self._lane_reconnector = lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
-            self._target = Target(self.store, access)
+            self.target = Target(self.store, access)
             lane_threads = min(_MAX_LANE_THREADS, _native.usable_cpus())
             lane_target = LaneTarget(self.store, access, lane_reconnector)
             self._lanes = Lanes(lane_threads, lane_target)
@@ -167,10 +167,10 @@ class Engine:
         options = self.options
         transport = None if options.transport == "auto" else options.transport
         handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
-            messages.Resolve: self._target.on_resolve,
-            messages.Resolved: self._target.on_late_answer,
-            messages.Release: self._target.on_release,
-            messages.Consumed: self._target.on_consumed,
+            messages.Resolve: self.target.on_resolve,
+            messages.Resolved: self.target.on_late_answer,
+            messages.Release: self.target.on_release,
+            messages.Consumed: self.target.on_consumed,
             messages.LanesLost: self._lane_reconnector.on_lanes_lost,
             messages.NixlAsk: NixlTarget.on_ask,
             messages.NixlSaid: NixlTarget.on_late_answer,
@@ -281,7 +281,7 @@ class Engine:
         self._lanes.close()
 
     def _on_link_end(self, link: Link) -> None:
-        self._target.drop_peer(link)
+        self.target.drop_peer(link)
         self._checksums.drop_peer(link)
         self.grants.drop_peer(link)
         self.store.sweep()

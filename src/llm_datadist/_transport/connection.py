@@ -150,7 +150,7 @@ class Connection(AbstractContextManager["Connection"]):
     def _release(self) -> None:
         """Give back what the connection owns. Called once, without any lock, when no call uses it any more."""
 
-    def _intent_writer(self, *, write: bool) -> IntentWriter | None:
+    def intent_writer(self, *, write: bool) -> IntentWriter | None:
         """Return where transfers are announced; None where the owner of the memory runs them."""
         return None
 
@@ -292,7 +292,7 @@ class Connection(AbstractContextManager["Connection"]):
         when either end is closed, DeadlineExceeded when too many go on already, ProtocolError for no such guard slot.
         """
         self._check_usable("announce")
-        intent_writer = self._intent_writer(write=write)
+        intent_writer = self.intent_writer(write=write)
         return None if intent_writer is None else intent_writer.announce(slot, deadline, reading=not write)
 
     def read(self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline) -> int:

@@ -94,7 +94,7 @@ class InprocConnection(Connection):
         self._announces = self._page.intent_writer()
         super().__init__()
 
-    def _intent_writer(self, *, write: bool) -> IntentWriter | None:
+    def intent_writer(self, *, write: bool) -> IntentWriter | None:
         self._check_peer()
         return self._announces
 

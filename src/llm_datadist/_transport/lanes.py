@@ -229,13 +229,13 @@ class LaneGroup:
         self.secret = b""
         self.doubted, self.told, self.settled = 0, (0, 0), 0
         self._changed = threading.Condition(threading.Lock())  # protects all below
-        self._loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
+        self.loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
         self._waiting: list[LaneSocket] = []
         self._begun = False
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._waiting)
+        return len(self.loads) + len(self._waiting)
 
     def wait(self, sock: LaneSocket) -> bool:
         """Keep a socket until the group begins; False when it has begun."""
@@ -260,21 +260,21 @@ class LaneGroup:
         the same order, as they were dialled. Where the peer dials, lost lanes come back without this end: they are
         waited for until the ``deadline``.
         """
-        if deadline is not None and not self._loads:
-            deadline.wait_for(self._changed, lambda: self._closed or bool(self._loads))
+        if deadline is not None and not self.loads:
+            deadline.wait_for(self._changed, lambda: self._closed or bool(self.loads))
         with self._changed:
-            if not self._loads:
+            if not self.loads:
                 raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-            lanes = list(self._loads)
-            lane = min(lanes[large and len(lanes) > 1 :], key=self._loads.__getitem__)
-            self._loads[lane] += nbytes
+            lanes = list(self.loads)
+            lane = min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__)
+            self.loads[lane] += nbytes
             return lane
 
     def put(self, lane: int, nbytes: int, *, doubtful: bool = False) -> None:
         """Take ``nbytes`` from the load of a lane. ``doubtful``: a write ended without the owner's answer."""
         with self._changed:
-            if lane in self._loads:
-                self._loads[lane] -= nbytes
+            if lane in self.loads:
+                self.loads[lane] -= nbytes
             if doubtful:
                 self.doubted = max(self.doubted, lane)
 
@@ -282,23 +282,23 @@ class LaneGroup:
         """Take a new lane in; False when the group was closed meanwhile."""
         with self._changed:
             if not self._closed:
-                self._loads[lane] = 0
+                self.loads[lane] = 0
                 self._changed.notify_all()
             return not self._closed
 
     def discard(self, lane: int) -> None:
         with self._changed:
-            self._loads.pop(lane, None)
+            self.loads.pop(lane, None)
 
     def lanes(self) -> list[int]:
         with self._changed:
-            return list(self._loads)
+            return list(self.loads)
 
     def close(self) -> tuple[list[int], list[LaneSocket]]:
         """Take every lane out, for good; return them, and the sockets that waited."""
         with self._changed:
             self._closed = True
-            lanes, self._loads = list(self._loads), {}
+            lanes, self.loads = list(self.loads), {}
             waiting, self._waiting = self._waiting, []
             self._changed.notify_all()
             return lanes, waiting
@@ -315,7 +315,7 @@ class Lanes:
 
     def __init__(self, threads: int, handler: LaneHandler) -> None:
         self._threads = threads
-        self._handler = handler
+        self.handler = handler
         self._pid = HERE["pid"]
         # Single dict operations only: callers add, the loop's thread looks up.
         self._groups: dict[int, LaneGroup] = {}
@@ -458,7 +458,7 @@ class Lanes:
             if isinstance(event, LaneLost):
                 self._groups.pop(event.lane, None)
                 group.discard(event.lane)  # after the line above: see add()
-                self._handler.on_lane_lost(group.link, len(group), event.reason)
+                self.handler.on_lane_lost(group.link, len(group), event.reason)
             else:
                 self._answer(group, event)
         except Exception:  # noqa: BLE001 (a bug in a handler must neither end the loop nor keep a peer waiting)
@@ -470,7 +470,7 @@ class Lanes:
         write = isinstance(event, WriteAsked)
         try:
             request = decode_request(event.meta)
-            grant = (self._handler.on_write if write else self._handler.on_read)(group.link, request)
+            grant = (self.handler.on_write if write else self.handler.on_read)(group.link, request)
             if request.extent != grant.tensors.extent:
                 raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
             if grant.standing:

@@ -199,7 +199,7 @@ class _End:
     def __init__(self, nixl: Nixl, fabric: str, *, progress: bool) -> None:
         self._make = partial(Agent, fabric, progress=progress, pools=nixl.pools)
         self._lock = threading.RLock()  # protects all below; held while the agent is used
-        self._agent: Agent | None = None
+        self.agent: Agent | None = None
         self._closed = False
         self._retired = False
         self.users = 0
@@ -216,9 +216,9 @@ class _End:
             if self._closed:
                 raise NixlFailed("the link has ended")
             self._end_retired()
-            if self._agent is None:
-                self._agent = self._make()
-            yield self._agent
+            if self.agent is None:
+                self.agent = self._make()
+            yield self.agent
         finally:
             self._end_retired()
             self._lock.release()
@@ -265,12 +265,12 @@ class _End:
 
     def loaded(self, name: str) -> str:
         """Return how this agent knows a receiver of the peer; empty if it does not."""
-        agent = self._agent
+        agent = self.agent
         return "" if agent is None else agent.loaded.get(name, "")
 
     def is_agent(self, name: str) -> bool:
         """Return True until the agent of this name has ended."""
-        agent = self._agent
+        agent = self.agent
         return agent is not None and agent.name == name
 
     def end(self, name: str | None = None) -> None:
@@ -281,7 +281,7 @@ class _End:
 
     def forget(self, bases: list[int]) -> None:
         """Register these tensors no longer: the agent ends when no transfer uses it. Waits for nothing."""
-        agent = self._agent
+        agent = self.agent
         if agent is None or not agent.covers_any(bases):
             return
         self._retired = True
@@ -298,7 +298,7 @@ class _End:
             self._end()
 
     def cpu_seconds(self) -> float:
-        agent = self._agent
+        agent = self.agent
         return 0.0 if agent is None else agent.cpu_seconds()
 
     def _end_retired(self) -> None:
@@ -306,7 +306,7 @@ class _End:
             self._end()
 
     def _end(self) -> None:
-        agent, self._agent, self._retired = self._agent, None, False
+        agent, self.agent, self._retired = self.agent, None, False
         if agent is not None:
             agent.end()
 
@@ -337,8 +337,8 @@ class NixlConnection(Connection):
         self.reads = fabric == "rdma" and writable
         self.sender = _End(nixl, fabric, progress=False)
         self.receiver = _End(nixl, fabric, progress=True)  # of what is pulled
-        self._pushed = _End(nixl, fabric, progress=False)  # the receiver of what is pushed
-        self.server = Server(nixl, self.sender, self.receiver, self._pushed, reads=self.reads, writable=writable)
+        self.pushed = _End(nixl, fabric, progress=False)  # the receiver of what is pushed
+        self.server = Server(nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable)
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
@@ -350,7 +350,7 @@ class NixlConnection(Connection):
 
     def begin(self, link: object) -> None:
         # The end that dials is the one that pulls, as a rule. What the other direction needs is made when it is needed.
-        first = self._pushed if self.reads else self.receiver
+        first = self.pushed if self.reads else self.receiver
         self.server.begin(link, first if self._dialled != self.reads else None)
 
     @property
@@ -567,7 +567,7 @@ class Server:
 
     The control thread checks and grants; the thread moves the bytes of pulls, one after the other, and tells receivers
     to those that push. Wherever it waits it drops what is over, and lets pushed bytes come in. While a request is in
-    ``_served`` and has begun, its memory may be touched: :meth:`quiesce` cancels it and waits for its end.
+    ``served`` and has begun, its memory may be touched: :meth:`quiesce` cancels it and waits for its end.
     """
 
     def __init__(
@@ -575,7 +575,7 @@ class Server:
     ) -> None:
         self.link: object = None
         self.ends = (sender, receiver, pushed)
-        self._reads = reads  # the peer may read by itself
+        self.reads = reads  # the peer may read by itself
         self._writable = writable  # it may push: else no receiver for that is ever made
         self._pushed = pushed  # the receiver of what is pushed, in which this thread makes progress
         self._nixl = nixl
@@ -584,8 +584,8 @@ class Server:
         self._held: dict[int, _Served] = {}  # what the peer writes or reads by itself; used by the thread alone
         self._overdue: deque[int] = deque(maxlen=64)  # the last that were dropped for that; used by the thread alone
         self._changed = threading.Condition(threading.Lock())  # protects all below
-        self._served: dict[int, _Served] = {}
-        self._waiting_bytes = 0  # of requests of the peer that are not answered yet
+        self.served: dict[int, _Served] = {}
+        self.waiting_bytes = 0  # of requests of the peer that are not answered yet
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -604,7 +604,7 @@ class Server:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"nixl: a request that is none: {error}") from error
         nbytes = len(data) + _REQUEST_BYTES
-        full = self._waiting_bytes + nbytes > _MAX_WAITING_BYTES  # only this thread adds to it
+        full = self.waiting_bytes + nbytes > _MAX_WAITING_BYTES  # only this thread adds to it
         if not isinstance(request, Ask):
             if full:
                 raise ProtocolError(f"nixl: {_MAX_WAITING_BYTES >> 20} MiB of requests wait already")
@@ -615,7 +615,7 @@ class Server:
             if full:
                 text = f"{_MAX_WAITING_BYTES >> 20} MiB of requests over this link wait already"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            served = self._grant(request, reply)
+            served = self.grant(request, reply)
         except ProtocolError:
             raise
         except LLMException as error:
@@ -625,11 +625,12 @@ class Server:
         served.nbytes = nbytes
         self._put(partial(self._serve, served), served=served)
 
-    def _grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
+    def grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
+        """Return a request with what it may use. Raises LLMException to refuse it."""
         handler, request = self._nixl.handler, decode_request(ask.meta)
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
-        if ask.direct and not ask.write and not self._reads:
+        if ask.direct and not ask.write and not self.reads:
             raise ProtocolError("nixl: a peer reads by itself over RDMA only, and with remote cache access only")
         if ask.write and not self._writable:
             raise LLMException(
@@ -652,9 +653,9 @@ class Server:
                 thread = threading.Thread(target=self._run, name="llm-datadist-nixl", daemon=True)
                 thread.start()
                 self._thread = thread
-            if served is not None and self._served.setdefault(served.ask.move, served) is not served:
+            if served is not None and self.served.setdefault(served.ask.move, served) is not served:
                 raise ProtocolError(f"nixl: move {served.ask.move} is asked for twice")
-            self._waiting_bytes += nbytes if served is None else served.nbytes
+            self.waiting_bytes += nbytes if served is None else served.nbytes
         self._queue.put((job, nbytes))
 
     # Called by any thread
@@ -665,7 +666,7 @@ class Server:
         Waits only for what has begun, which the thread ends wherever it waits itself.
         """
         with self._changed:
-            found = [each for each in self._served.values() if each.grant.tag == tag]
+            found = [each for each in self.served.values() if each.grant.tag == tag]
             for each in found:
                 each.cancelled = True
         if self._thread is threading.current_thread():  # a finalizer, between two jobs
@@ -674,7 +675,7 @@ class Server:
             self._queue.put(None)
             with self._changed:
                 self._changed.wait_for(
-                    lambda: not any(each.begun and self._served.get(each.ask.move) is each for each in found)
+                    lambda: not any(each.begun and self.served.get(each.ask.move) is each for each in found)
                 )
 
     def stop(self) -> None:
@@ -720,7 +721,7 @@ class Server:
             if item is not None:
                 job, nbytes = item
                 with self._changed:
-                    self._waiting_bytes -= nbytes
+                    self.waiting_bytes -= nbytes
                 job()
         except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
             logger.exception("nixl: a request of %s failed", self.link)
@@ -838,8 +839,8 @@ class Server:
 
     def _forget(self, served: _Served) -> None:
         with self._changed:
-            if self._served.pop(served.ask.move, None) is not None:
-                self._waiting_bytes -= served.nbytes
+            if self.served.pop(served.ask.move, None) is not None:
+                self.waiting_bytes -= served.nbytes
             self._changed.notify_all()
 
     @hold_signals
@@ -849,8 +850,8 @@ class Server:
             each.close()
         with self._changed:
             self._stopped = True
-            self._served.clear()
-            self._waiting_bytes = 0
+            self.served.clear()
+            self.waiting_bytes = 0
             self._changed.notify_all()
 
 

@@ -168,7 +168,7 @@ class Agent:
         #: The receivers of the peer that this agent knows, by name, as it says so (Address.known_as).
         self.loaded: dict[str, str] = {}
         self._pools = list(pools)
-        self._others: set[tuple[int, int]] = set()  # registered, outside the pools; replaced, for other threads look
+        self.others: set[tuple[int, int]] = set()  # registered, outside the pools; replaced, for other threads look
         self._metadata = b""  # of this version, once they were asked for
         self._nixl: Any = None  # until end(). No frame may hold it: whoever keeps an exception keeps its frames
         transports = ucx_transports(fabric)
@@ -197,14 +197,14 @@ class Agent:
         inside = np.zeros(len(bases), bool)
         for address, nbytes in self._pools:
             inside |= (bases >= address) & (bases + np.uint64(extent) <= address + nbytes)
-        missing = {(base, extent) for base in bases[~inside].tolist()} - self._others
+        missing = {(base, extent) for base in bases[~inside].tolist()} - self.others
         if missing:
             self._register(sorted(missing))
-            self._others = self._others | missing
+            self.others = self.others | missing
 
     def covers_any(self, bases: Iterable[int]) -> bool:
         """Return True if one of these tensors was registered by :meth:`cover`, outside the pools."""
-        known = {base for base, _ in self._others}
+        known = {base for base, _ in self.others}
         return not known.isdisjoint(bases)
 
     def address(self, known: str) -> Address:

@@ -287,7 +287,7 @@ class SameHostConnection(Connection):
     def introduce(self, who: str, cluster_id: int) -> None:
         self._peer.introduce(who, cluster_id)
 
-    def _intent_writer(self, *, write: bool) -> IntentWriter | None:
+    def intent_writer(self, *, write: bool) -> IntentWriter | None:
         # A reader fails by the generation; the owner of the memory does not wait for it.
         return self._peer.intent_writer if write else None
 

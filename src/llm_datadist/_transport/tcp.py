@@ -68,9 +68,9 @@ class TcpConnection(Connection):
         reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None,
     ) -> None:
         self._lanes = lanes
-        self._group = group
+        self.group = group
         self._wanted = len(group)
-        self._reconnect = reconnect
+        self.reconnect = reconnect
         self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
         # Lane -> when it last moved a byte (monotonic, ns); absent: never. Single dict operations only.
         self._moved: dict[int, int] = {}
@@ -82,21 +82,21 @@ class TcpConnection(Connection):
         super().__init__()
 
     def begin(self, link: object) -> None:
-        self._lanes.begin(self._group, link)
+        self._lanes.begin(self.group, link)
 
     def reconnect_lanes(self, deadline: Deadline, *, wait: bool = True) -> None:
         """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
-        if self._reconnect is None or len(self._group) >= self._wanted:
+        if self.reconnect is None or len(self.group) >= self._wanted:
             return
         while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
             if not wait or deadline.expired():
                 return
         try:
-            missing = self._wanted - len(self._group)
+            missing = self._wanted - len(self.group)
             if missing > 0 and not self.closed:
-                self._lanes.add_all(self._group, self._reconnect(missing, deadline))
+                self._lanes.add_all(self.group, self.reconnect(missing, deadline))
         except LLMException:
-            if not len(self._group):
+            if not len(self.group):
                 raise
         finally:
             self._reconnecting.release()
@@ -111,38 +111,38 @@ class TcpConnection(Connection):
         Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
         """
         suspects, self._suspects = self._suspects, set()
-        lost = sorted(suspects.intersection(self._group.lanes())) if peer_lives else []
-        self._lanes.drop(self._group, lost)
+        lost = sorted(suspects.intersection(self.group.lanes())) if peer_lives else []
+        self._lanes.drop(self.group, lost)
         return len(lost)
 
     def drop_lanes(self) -> None:
         """Drop all lanes: the peer says that they are silent."""
-        self._lanes.drop(self._group, self._group.lanes())
+        self._lanes.drop(self.group, self.group.lanes())
 
     @property
     def doubts_writes(self) -> bool:
-        return self._group.doubted > self._group.settled
+        return self.group.doubted > self.group.settled
 
     def give_up_writes(self, tell: Callable[[], int]) -> int:
-        group = self._group
+        group = self.group
         if group.doubted > group.told[0]:
             newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
             group.told = newest, tell()
         return group.told[1]
 
     def writes_given_up(self) -> None:
-        group, newest = self._group, self._group.told[0]
+        group, newest = self.group, self.group.told[0]
         self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
         group.settled = max(group.settled, newest)
 
     def _suspect(self, lane: int) -> None:
         """Suspect a lane and all that have been idle for as long."""
         latest = self._moved.get(lane, 0) + _AS_IDLE_NS
-        self._suspects |= {each for each in self._group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
+        self._suspects |= {each for each in self.group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
     def abort(self) -> None:
         super().abort()
-        self._lanes.shut(self._group)  # those calls wait for their jobs, which end with the lanes
+        self._lanes.shut(self.group)  # those calls wait for their jobs, which end with the lanes
 
     def _window(self, region: int) -> Window | None:
         return self._windows.get(region)
@@ -157,7 +157,7 @@ class TcpConnection(Connection):
             raise transfer.timeout(0)
         try:
             # While a lane is left, it is not worth waiting for another thread that dials.
-            self.reconnect_lanes(deadline, wait=not len(self._group))
+            self.reconnect_lanes(deadline, wait=not len(self.group))
             _LaneTransfer(self, transfer).run()
         except LinkError as error:
             if self._aborted:
@@ -165,7 +165,7 @@ class TcpConnection(Connection):
             raise
 
     def _release(self) -> None:
-        self._lanes.shut(self._group)
+        self._lanes.shut(self.group)
 
 
 class _Part(NamedTuple):
@@ -184,7 +184,7 @@ class _LaneTransfer:
     def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
         self._connection = connection
         self._engine = connection._lanes.engine
-        self._group = connection._group
+        self._group = connection.group
         self._transfer = transfer
         self._deadline = transfer.deadline
         self._started: deque[_Part] = deque()

@@ -175,17 +175,17 @@ class PeerProcess(Peer):
 
     def connect(self) -> Connection:
         token = secrets.token_bytes(16)
-        name = self._ask(str, "expect", token)
+        name = self.ask(str, "expect", token)
         return self._open_connection(exchange_memory(name, token, self._exports, Deadline(10_000)))
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
         self._tell("poke", region, data.tobytes())
 
     def peek(self, region: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self._ask(bytes, "peek", region), np.uint8)
+        return np.frombuffer(self.ask(bytes, "peek", region), np.uint8)
 
     def address(self, region: int) -> int:
-        return self._ask(int, "address", region)
+        return self.ask(int, "address", region)
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
         return (
@@ -193,15 +193,15 @@ class PeerProcess(Peer):
         )
 
     def guard(self) -> tuple[int, int]:
-        slot, generation = self._ask(list[int], "guard")
+        slot, generation = self.ask(list[int], "guard")
         return slot, generation
 
     def advance(self, slot: int) -> int:
-        return self._ask(int, "advance", slot)
+        return self.ask(int, "advance", slot)
 
     def cookie_address(self) -> int:
         """Return the address of the guard table's cookie in the child."""
-        return self._ask(int, "cookie_address")
+        return self.ask(int, "cookie_address")
 
     def kill(self) -> None:
         """Kill the child, as ``kill -9`` does, and return when it has ended."""
@@ -215,9 +215,9 @@ class PeerProcess(Peer):
         close_exports(self._exports)
 
     def _tell(self, verb: str, *arguments: object) -> None:
-        self._ask(type(None), verb, *arguments)
+        self.ask(type(None), verb, *arguments)
 
-    def _ask(self, answer: type[T], verb: str, *arguments: object) -> T:
+    def ask(self, answer: type[T], verb: str, *arguments: object) -> T:
         self._pipe.send_bytes(msgspec.msgpack.encode([verb, *arguments]))
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=answer)
 

@@ -144,7 +144,7 @@ def residue() -> dict[str, Any]:
         # Neighbouring mappings of one file merge, so bytes are counted, not lines.
         spans = [line.split()[0].split("-") for line in lines if "/memfd:" in line]
     return {
-        "fds": _descriptors(),
+        "fds": descriptors(),
         "mapped bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),
         "kernel threads": sorted(kernel_threads()),
     }
@@ -177,7 +177,8 @@ def _with_leavers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
     return now | {"kernel threads": sorted({*now["kernel threads"], *before["kernel threads"]})}
 
 
-def _descriptors() -> list[str]:
+def descriptors() -> list[str]:
+    """Return number and target of every descriptor of this process, once no close is under way."""
     give_up = time.monotonic() + 1
     while closing() and time.monotonic() < give_up:
         time.sleep(0.001)

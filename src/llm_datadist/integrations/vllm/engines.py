@@ -37,7 +37,7 @@ __all__ = ["Claimed", "Engines"]
 logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64
-_THREADS: Final = 4  # of each engine
+THREADS: Final = 4  # of each engine
 _MAX_WAITING: Final = 64  # claims of each engine that wait for their grants
 _WAIT_S: Final = 1.0
 _REPEAT_S: Final = 0.005
@@ -48,7 +48,7 @@ class _Engine:
 
     def __init__(self, ranks: list[Endpoint]) -> None:
         self.ranks = ranks
-        self.threads = ThreadPoolExecutor(_THREADS, "lldd-vllm-engine")
+        self.threads = ThreadPoolExecutor(THREADS, "lldd-vllm-engine")
         self.users = 0  # claims under way or held; guarded by the lock of Engines
         self.waiting = threading.Semaphore(_MAX_WAITING)
         self.linking = threading.Lock()
@@ -93,7 +93,7 @@ class Engines:
     def __init__(self, datadist: LLMDataDist, host: str, link_ms: int) -> None:
         self._datadist, self._host, self._link_ms = datadist, host, link_ms
         self._lock = threading.Lock()  # guards the engines
-        self._engines: dict[int, _Engine] = {}  # by the cluster id of the first rank, the longest idle first
+        self.known: dict[int, _Engine] = {}  # by the cluster id of the first rank, the longest idle first
         self._waiter = ThreadPoolExecutor(1, "lldd-vllm-wait")
 
     def claim(self, offer: Offer, token: bytes, shares_of: Callable[[Offer], list[Share]]) -> Future[Claimed]:
@@ -113,24 +113,24 @@ class Engines:
         key = claimed.engine.ranks[0].cluster_id
         with self._lock:
             claimed.engine.users -= 1
-            self._engines[key] = self._engines.pop(key)
+            self.known[key] = self.known.pop(key)
 
     def _engine_of(self, ranks: list[Endpoint]) -> _Engine:
         key = ranks[0].cluster_id
         with self._lock:
-            if key not in self._engines:
-                if len(self._engines) >= _MAX_ENGINES:
+            if key not in self.known:
+                if len(self.known) >= _MAX_ENGINES:
                     self._retire()
-                self._engines[key] = _Engine(ranks)
-            self._engines[key].users += 1
-            return self._engines[key]
+                self.known[key] = _Engine(ranks)
+            self.known[key].users += 1
+            return self.known[key]
 
     def _retire(self) -> None:
         """Give up the engine that is idle for longest. Raises LinkError if all are in use."""
-        idle = next((key for key, each in self._engines.items() if not each.users), None)
+        idle = next((key for key, each in self.known.items() if not each.users), None)
         if idle is None:
             raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
-        engine = self._engines.pop(idle)
+        engine = self.known.pop(idle)
         engine.threads.submit(self._unlink_retired, engine)
         engine.threads.shutdown(wait=False)
 
@@ -197,7 +197,7 @@ class Engines:
         """Unlink all ranks, unless the engine has come back before."""
         for endpoint in engine.ranks:
             with self._lock:
-                again = engine.ranks[0].cluster_id in self._engines
+                again = engine.ranks[0].cluster_id in self.known
             if not again:
                 self._unlink(endpoint)
 
@@ -230,5 +230,5 @@ class Engines:
     def stop(self) -> None:
         """End the threads. Idempotent."""
         self._waiter.shutdown(cancel_futures=True)
-        for engine in list(self._engines.values()):
+        for engine in list(self.known.values()):
             engine.threads.shutdown(cancel_futures=True)

@@ -74,11 +74,11 @@ class Scheduler:
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
         option = transfer.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
-        self._ranks: list[Endpoint] = []  # empty at an engine that offers nothing
+        self.ranks: list[Endpoint] = []  # empty at an engine that offers nothing
         self._layout: Layout
         self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends: False, its reference was refused
-        self._max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
-        self._unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant that no reader has claimed
+        self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
+        self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant that no reader has claimed
         self._held: Counter[int] = Counter()  # how many of these requests have the block
         self._orders = Orders()
         self._stats = Stats()
@@ -92,7 +92,7 @@ class Scheduler:
             if each.layout != found[0].layout:
                 raise unsupported("ranks of different layouts")
             self._layout = each.layout
-        self._ranks = [each.endpoint for each in found]
+        self.ranks = [each.endpoint for each in found]
 
     def on_new_request(self, request: Request) -> None:
         asked = asked_of(request)
@@ -146,7 +146,7 @@ class Scheduler:
             self._drop(request.request_id)
             return False, None
         done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not self._ranks or request.status not in done or not asked_of(request).get("do_remote_decode"):
+        if not self.ranks or request.status not in done or not asked_of(request).get("do_remote_decode"):
             return False, None
         prompt = prompt_digest(request)
         if prompt is None:
@@ -156,7 +156,7 @@ class Scheduler:
         kept = [block for _, numbers in groups for block in numbers]
         if not kept or not self._hold(request.request_id, kept):
             return False, None
-        reference, token = Offer(prompt, groups, self._ranks, self._layout).sign(self._keys)
+        reference, token = Offer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self._orders.grants[request.request_id] = token, kept
         return True, {
             "do_remote_prefill": True,
@@ -164,8 +164,8 @@ class Scheduler:
             "remote_block_ids": [numbers for _, numbers in groups],
             "remote_engine_id": self._config.kv_transfer_config.engine_id,
             "remote_request_id": request.request_id,
-            "remote_host": self._ranks[0].host,
-            "remote_port": self._ranks[0].port,
+            "remote_host": self.ranks[0].host,
+            "remote_port": self.ranks[0].port,
             "tp_size": self._config.parallel_config.tensor_parallel_size,
             "dcp_size": 1,
             "pp_size": 1,
@@ -177,10 +177,10 @@ class Scheduler:
 
     def _hold(self, request_id: str, blocks: list[int]) -> bool:
         """Count blocks that are kept for a reader; return False if that would be too many."""
-        if len(self._held) + sum(block not in self._held for block in blocks) > self._max_unclaimed:
+        if len(self._held) + sum(block not in self._held for block in blocks) > self.max_unclaimed:
             self._stats.add("refused_offers")
             return False
-        self._unclaimed[request_id] = blocks
+        self.unclaimed[request_id] = blocks
         self._held.update(blocks)
         return True
 
@@ -189,7 +189,7 @@ class Scheduler:
         told = output.kv_connector_worker_meta
         claimed = told.requests if isinstance(told, ClaimedRequests) else ()
         for request_id in {*claimed, *(output.finished_sending or ())}:
-            for block in self._unclaimed.pop(request_id, ()):
+            for block in self.unclaimed.pop(request_id, ()):
                 self._held[block] -= 1
                 if not self._held[block]:
                     del self._held[block]

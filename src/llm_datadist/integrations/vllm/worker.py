@@ -74,13 +74,13 @@ class Worker:
         self._config = vllm_config
         self._cache_config = kv_cache_config
         self._producer = transfer.is_kv_producer
-        self._cluster_id = secrets.randbits(63)
+        self.cluster_id = secrets.randbits(63)
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
         nbytes = max(sizes, default=0)  # of the one allocation that vLLM is going to make
-        self._datadist = self._start(option, nbytes)
+        self.datadist = self._start(option, nbytes)
         #: Answers vLLM's allocation with our pool; None where the cache is to lie elsewhere.
-        self.placement = PoolAllocation(self._datadist, nbytes) if nbytes else None
-        self._engines = Engines(self._datadist, self._host, int(option("link_timeout_ms", 5_000)))
+        self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
+        self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[Claimed]] = {}  # by request, until its fetch or drop
         self._given: dict[str, tuple[Grant, float]] = {}  # by offered request, with when to renew it: 0 until claimed
         self._newly_claimed: set[str] = set()  # offered requests
@@ -104,7 +104,7 @@ class Worker:
         options = config.generate_options() | init_options(self._config)
         if (transport := str(option("transport", "auto"))) != "auto":
             options["llm.Transport"] = transport
-        datadist = LLMDataDist(LLMRole.PROMPT if self._producer else LLMRole.DECODER, self._cluster_id)
+        datadist = LLMDataDist(LLMRole.PROMPT if self._producer else LLMRole.DECODER, self.cluster_id)
         datadist.init(options)
         return datadist
 
@@ -125,8 +125,8 @@ class Worker:
         )
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
-        key = BlocksCacheKey(self._cluster_id, _MODEL_ID) if self._producer else None
-        self._cache = self._datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+        key = BlocksCacheKey(self.cluster_id, _MODEL_ID) if self._producer else None
+        self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
         placed = self.placement is not None and self.placement.cache is not None
         where = "in a pool that peers of this host map" if placed else "in vLLM's own memory"
         said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
@@ -134,10 +134,10 @@ class Worker:
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return where this rank listens, after :meth:`register`; None if it does not."""
-        port = self._datadist.listen_port
+        port = self.datadist.listen_port
         if port is None:
             return None
-        return EndpointMetadata(Endpoint(self._cluster_id, self._datadist.incarnation, self._host, port), self._layout)
+        return EndpointMetadata(Endpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout)
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Worker:
         for request, (token, blocks) in orders.grants.items():
             self._give(request, token, blocks)
         for request, (offer, token) in orders.claims.items():
-            self._claims[request] = self._engines.claim(offer, token, self._shares)
+            self._claims[request] = self.engines.claim(offer, token, self._shares)
         for request, targets in orders.fetches.items():
             self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets))
         for request in orders.drops:
@@ -178,7 +178,7 @@ class Worker:
 
     def _drop(self, claim: Future[Claimed]) -> None:
         if claim.exception() is None:
-            self._engines.release(claim.result())
+            self.engines.release(claim.result())
 
     def _begin_fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
         if (error := claim.exception()) is None:
@@ -196,7 +196,7 @@ class Worker:
             counted = {"fetched_requests": 1, "fetched_bytes": nbytes, "fetched_blocks": blocks}
         except Exception as error:  # noqa: BLE001 (the request fails with it)
             counted = _failure(request, error)
-        self._engines.release(claimed)
+        self.engines.release(claimed)
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
     def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
@@ -208,7 +208,7 @@ class Worker:
             there: Any = rows_of(claimed.offer.layout, theirs, share.theirs, share.count)
             here: Any = rows_of(layout, ours, share.ours, share.count)
             key = BlocksCacheKey(grant.cluster_id, _MODEL_ID)
-            self._datadist.cache_manager.pull_blocks(key, self._cache, there, here, grant=grant)
+            self.datadist.cache_manager.pull_blocks(key, self._cache, there, here, grant=grant)
             nbytes += len(here) * layout.row_bytes * len(layout.places)
         return nbytes, len(ours)
 
@@ -253,8 +253,8 @@ class Worker:
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
-        self._datadist.finalize()  # pulls under way fail
-        self._engines.stop()
+        self.datadist.finalize()  # pulls under way fail
+        self.engines.stop()
 
 
 def _failure(request: str, error: BaseException) -> dict[str, float]:
