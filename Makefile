@@ -68,17 +68,25 @@ TORCH := torch==2.13.0
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-$(FULL_VENV)/.peers: Makefile
-	$(call SET_UP,$(FULL_VENV))
-	@echo "$(FULL_VENV): torch, transformers, NIXL and Mooncake, 2 GB"
+$(FULL_VENV)/.peers: $(FULL_VENV)/.nixl
+	@echo "$(FULL_VENV): torch, transformers and Mooncake, 2 GB"
 	@$(FULL_PIP) $(TORCH) transformers==5.23.0
-	@$(FULL_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: the bench runs without it"
 	@$(FULL_PIP) --no-deps $(MOONCAKE) || echo "Mooncake cannot be installed: the bench runs without it"
 	@$(FULL_BIN)/python scripts/link_mooncake_libraries.py
 	@touch $@
 
-$(FULL_VENV)/.installed: $(FULL_VENV)/.peers pyproject.toml $(NATIVE)
+# Without torch, which takes a minute: `make test-nixl` needs no more.
+$(FULL_VENV)/.nixl: Makefile
+	$(call SET_UP,$(FULL_VENV))
+	@echo "$(FULL_VENV): NIXL"
+	@$(FULL_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: the bench runs without it"
+	@touch $@
+
+$(FULL_VENV)/.library: $(FULL_VENV)/.nixl pyproject.toml $(NATIVE)
 	@$(FULL_PIP) -e '.[dev]'
+	@touch $@
+
+$(FULL_VENV)/.installed: $(FULL_VENV)/.peers $(FULL_VENV)/.library
 	@touch $@
 
 example-hf: $(FULL_VENV)/.installed
@@ -181,7 +189,7 @@ NIXL_STANDS_IN := $(foreach each,moves move_rules keys guards_api peer_death asy
 SHARED_OUT := -n $(WORKERS) --maxprocesses 4 --dist loadfile
 test-nixl: export PYTHONDONTWRITEBYTECODE :=
 test-nixl: export LLM_DATADIST_NIXL := required
-test-nixl: $(FULL_VENV)/.installed
+test-nixl: $(FULL_VENV)/.library
 	@$(FULL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
 	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(FULL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
 	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(foreach each,cut_off slow_network,tests/hosts/test_$(each).py))
