@@ -28,7 +28,7 @@ from llm_datadist._transfer.target import Target
 from llm_datadist.errors import AuthFailed, ProtocolError
 from tests.support.world import anonymous_bytes, residue, settled
 
-FRAMES: Final = 200_000
+FRAMES: Final = 20_000
 SEED: Final = 20_260
 MOST_GROWTH: Final = 64 << 20
 #: What a reader may say no with; anything else would be news.
@@ -69,7 +69,8 @@ SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed 
 
 
 def frames_of(target: str) -> int:
-    return math.ceil(FRAMES * TARGETS[target][0])
+    """Return its share, and no fewer than make what is asserted likely."""
+    return max(math.ceil(FRAMES * TARGETS[target][0]), 10_000 if target in ALL_TAKEN else 300)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_the_shares_make_all_frames_and_every_target_has_one() -> None:
     assert set(TARGETS) == set(TAKEN)
-    assert sum(map(frames_of, TARGETS)) >= FRAMES
+    assert sum(share for share, _ in TARGETS.values()) >= 1
 
 
 @pytest.fixture
