@@ -117,7 +117,7 @@ def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(worl
     allocate(world, "dst", shape=(3, 2**19))
     dst, src = world.caches["dst"], world.caches["src"]
     before, source = read(dst), read(src)
-    local = world.cm._engine.local
+    local = world.probe.engine.local
     to, of = CacheRow(dst.cache_id, 1), CacheRow(src.cache_id, 0)
     with pytest.raises(DeadlineExceeded, match="copy_cache") as caught:
         local.copy_cache(to, of, offset=0, size=-1, deadline=Deadline(0), what="copy_cache")

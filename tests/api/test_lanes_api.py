@@ -144,23 +144,12 @@ def _lane_threads(world: World) -> int:
     return sum(name.startswith("lldd-data") for name in scene.kernel_threads().values())
 
 
-def _group(world: World, peer: int) -> Any:
-    """Return the lanes of a link."""
-    assert world.dd._engine is not None
-    return world.dd._engine.links.get(peer).connection.shared._group  # type: ignore[attr-defined]
-
-
 def _loads(world: World, peer: int) -> list[int]:
-    """Return what each lane has to do."""
-    return list(_group(world, peer)._loads.values())
+    return world.probe.loads(peer)
 
 
 def _break_lanes(world: World, peer: int, keep: int) -> None:
-    """What a network does that forgets connections: the lanes end, the control connection stays."""
-    group = _group(world, peer)
-    for lane in list(group._loads)[keep:]:
-        world.dd._engine._lanes.engine.drop_lane(lane)  # type: ignore[union-attr]
-        group.discard(lane)
+    world.probe.break_lanes(peer, keep)
 
 
 def paged(pair: Pair, spec: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
@@ -240,7 +229,7 @@ def test_a_stranger_that_copies_the_greeting_of_a_lane_gets_no_lane(tcp_pair: Pa
     greeting, recorded = said[:GREETING_BYTES], said[GREETING_BYTES:][:32]
     with ExitStack() as opened:
         for _ in range(2 * MAX_LANES):
-            sock = opened.enter_context(socket.create_connection(("127.0.0.1", relay._target[1]), 10))
+            sock = opened.enter_context(socket.create_connection(("127.0.0.1", tcp_pair.prompt.port), 10))
             sock.sendall(greeting)
             assert len(sock.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
             if proof != "none":
@@ -264,9 +253,7 @@ def test_an_authenticated_link_has_no_more_lanes_than_others_when_all_prove_them
 
 def _prove_at_once(world: World, lanes: int) -> list[bytes]:
     """Prove the first lane when the last one has its nonce; return the answers, the refusals last."""
-    assert world.dd._engine is not None
-    dial = world.dd._engine.links.get(1).connection.shared._reconnect  # type: ignore[attr-defined]
-    (address, token), secret = dial.args, dial.keywords["secret"]
+    address, token, secret = world.probe.lane_dial(1)
     with ExitStack() as opened:
         socks = [opened.enter_context(socket.create_connection(address, 10)) for _ in range(lanes)]
         for sock in socks:
@@ -391,8 +378,7 @@ def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: Ends
 
 def _settle_ahead(world: World) -> None:
     """What has ended a transfer is counted here, and is on its way for ever."""
-    assert world.dd._engine is not None
-    world.dd._engine.links.get(1).settled += 1
+    world.probe.link(1).settled += 1
 
 
 def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is_not_consumed(

@@ -493,10 +493,10 @@ def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once
         assert end.do(switch, "PROMPT", at(first, ip)) == first
         assert end.do(now) == ("PROMPT", (ip, first))
         assert reachable(first, "127.0.0.2") == (ip != "127.0.0.1")
-    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), end.do(linking.links_of)._listener
+    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), end.do(linking.links_of).listener
     assert end.do(switch, "DECODER", at(0, "127.0.0.2")) == port
     assert end.do(switch, "PROMPT", at(port, "127.0.0.2")) == port
-    assert end.do(linking.links_of)._listener is before, "the same address is left alone, also one with a picked port"
+    assert end.do(linking.links_of).listener is before, "the same address is left alone, also one with a picked port"
 
 
 def test_every_role_has_its_turn_and_survives_finalize_and_other_options_are_ignored(end: LocalEnd) -> None:
@@ -506,7 +506,7 @@ def test_every_role_has_its_turn_and_survives_finalize_and_other_options_are_ign
         assert end.do(now)[0] == role
     ignored = {"device_id": 7, "enable_cache_manager": False, "sync_kv_timeout": 1}
     assert end.do(switch, "PROMPT", make_config(listen_ip_info="127.0.0.1:0", **ignored))
-    engine = end.world.dd._require_engine("test")
+    engine = end.world.probe.engine
     assert (engine.options.sync_kv_timeout_ms, engine.options.cache_manager) == (10_000, True)
     end.do(switch, "DECODER")
     end.world.dd.finalize()

@@ -198,7 +198,7 @@ def test_r06_r10_swap_out_copies_in_as_many_threads_at_once_without_a_deadline(e
     device = Slow()
     end.start("DECODER", 1, device=device, sync_kv_timeout=100)
     scene = Scene(end.world)
-    end.world.cm._engine._swap.workers = workers  # this machine may have fewer CPUs than the test needs
+    end.world.probe.engine.swap.workers = workers  # this machine may have fewer CPUs than the test needs
     scene.swap(EVERY_OTHER, out=True)
     count = device.count("from_device")
     assert (count.copies, count.nbytes, len(count.threads)) == (COPIES, COPIES * BLOCK, workers)

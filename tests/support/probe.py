@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
+    from llm_datadist._links.table import LinkTable
     from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist._transport.lanes import LaneGroup
     from llm_datadist.datadist import LLMDataDist
+    from llm_datadist.kv_cache_manager import KvCacheManager
 
 T = TypeVar("T")
 
@@ -52,6 +57,58 @@ class Probe:
         connection: Any = self.link(peer).connection
         group: LaneGroup = getattr(connection, "shared", connection)._group
         return group
+
+    @property
+    def parts(self) -> list[object]:
+        """All that the engine owns."""
+        return list(vars(self.engine).values())
+
+    def loads(self, peer: int) -> list[int]:
+        """Return how many bytes each data lane to a peer has to move."""
+        return list(self.lanes(peer)._loads.values())
+
+    def break_lanes(self, peer: int, keep: int = 0) -> None:
+        """Do what a network does that forgets connections: the lanes end, the control connection stays."""
+        group = self.lanes(peer)
+        for lane in group.lanes()[keep:]:
+            self.engine._lanes.engine.drop_lane(lane)
+            group.discard(lane)
+
+    def lane_dial(self, peer: int) -> tuple[tuple[str, int], bytes, bytes]:
+        """Return address, token and secret by which this end dials data lanes to a peer."""
+        connection: Any = self.link(peer).connection
+        dial = connection.shared._reconnect
+        return *dial.args, dial.keywords["secret"]
+
+    def control_socket(self, peer: int) -> socket.socket:
+        """Return the socket of the control connection to a peer."""
+        channel: Any = self.link(peer).channel
+        sock: socket.socket = channel._socket
+        return sock
+
+    def unsent(self, peer: int) -> int:
+        """Return how many bytes for a peer wait until its control connection has room."""
+        channel: Any = self.link(peer).channel
+        return len(channel._backlog)
+
+    @property
+    def link_table(self) -> LinkTable:
+        return self.engine.links._table
+
+    @property
+    def registry_lock(self) -> AbstractContextManager[object]:
+        """What every use of the table of caches waits for."""
+        return self.engine.store.registry._lock
+
+    @staticmethod
+    def dropped(manager: KvCacheManager) -> list[int]:
+        """Return the caches whose handle was dropped, which the next call of the manager gives back."""
+        return list(manager._forgotten)
+
+    @staticmethod
+    def ended(task: CacheTask) -> bool:
+        """Return True once no further layer of a transfer may succeed."""
+        return task._job._ended is not None
 
     @contextmanager
     def answered(

@@ -21,6 +21,7 @@ from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist._cache import store
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
+from tests.support.probe import Probe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,6 +89,10 @@ class World:
     @property
     def cm(self) -> CacheManager:
         return self.dd.cache_manager
+
+    @property
+    def probe(self) -> Probe:
+        return Probe(self.dd)
 
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
         """Initialise a fresh LLMDataDist; return the port it listens on."""
