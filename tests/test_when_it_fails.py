@@ -282,7 +282,7 @@ def _(stage: Stage) -> None:
 
 def speak_another_version(world: World) -> None:
     version = messages.PROTOCOL_VERSION + 1
-    preamble = messages._MAGIC + struct.pack(">HH", version, 0)
+    preamble = messages.CONTROL_PREAMBLE[:8] + struct.pack(">HH", version, 0)
     vars(handshake).update(PROTOCOL_VERSION=version, CONTROL_PREAMBLE=preamble)
 
 

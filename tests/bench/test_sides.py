@@ -404,10 +404,10 @@ def test_a_lost_source_is_told() -> None:
         running.start(workload)
         running.prepare(1)
         running.run("timed", 1)
-        source, destination = running._processes
+        source, destination = running.processes
         os.kill(source.pid, signal.SIGKILL)
         with pytest.raises(SideFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
-            running._ask(destination, "timed", count=1)
+            running.ask(destination, "timed", count=1)
 
 
 def test_threads_only_where_they_pay() -> None:
