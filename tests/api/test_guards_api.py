@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -14,7 +15,6 @@ import pytest
 from faults.gated import count_messages, resolves, stopped
 from faults.gates import watched
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
-from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support import moves
 from tests.support.ends import ChildEnd, LocalEnd, ended, freeze, in_background
@@ -509,7 +509,13 @@ def test_in_one_process_registered_memory_waits_for_readers_too(local_pair: Pair
 
 
 def _unregister_within(world: World, milliseconds: int) -> None:
-    world.probe.engine.store.unregister(world.caches["kv"].cache_id, Deadline(milliseconds))
+    engine = world.probe.engine
+    options = engine.options
+    engine.options = replace(options, sync_kv_timeout_ms=milliseconds)
+    try:
+        world.cm.unregister_cache(world.caches["kv"].cache_id)
+    finally:
+        engine.options = options
 
 
 def _unregister_and_wipe(world: World) -> None:

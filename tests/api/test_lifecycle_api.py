@@ -35,11 +35,10 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from llm_datadist._links.messages import CONTROL_PREAMBLE
-from llm_datadist._memory.device import HostDevice
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
 from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
+from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, LocalEnd
 from tests.support.grants import LONG, grant, tell
@@ -191,7 +190,7 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
     def storm(port: int, over: threading.Event) -> None:
         while not over.is_set():
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.1) as sock:
-                sock.sendall(CONTROL_PREAMBLE[:7])
+                sock.sendall(b"ODATDIS")
 
     for _ in range(8):
         datadist, over = live(1, **LISTENING), threading.Event()
@@ -202,8 +201,8 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
             stranger.result()
 
 
-class _BrokenDevice(HostDevice):
-    """Host memory that is used up, until it is mended."""
+class _BrokenDevice(StagedDevice):
+    """A device whose memory is used up, until it is mended."""
 
     broken = True
 
@@ -215,7 +214,7 @@ class _BrokenDevice(HostDevice):
 
 TWO_LISTENERS: Final = {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"}
 #: The device, settings, the error, and a part of its text.
-FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str]]] = {
+FAILURES: Final[dict[str, tuple[StagedDevice | None, dict[str, Any], type[LLMException], str]]] = {
     "pool too large": (None, {"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
     "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "/no/where"),
     "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "nothing left"),
