@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,8 +23,6 @@ import pytest
 from faults.gated import stopped
 from faults.strangers import listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
-from llm_datadist._cache.registry import Event, Lifecycle
-from llm_datadist._links import handshake, messages
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
@@ -280,17 +277,19 @@ def _(stage: Stage) -> None:
     stage.links(port)
 
 
-def speak_another_version(world: World) -> None:
-    version = messages.PROTOCOL_VERSION + 1
-    preamble = messages._MAGIC + struct.pack(">HH", version, 0)
-    vars(handshake).update(PROTOCOL_VERSION=version, CONTROL_PREAMBLE=preamble)
-
-
 @scene("in the handshake")
 def _(stage: Stage) -> None:
-    prompt = stage.family().born("PROMPT", 1)
-    prompt.do(speak_another_version)
-    stage.links(prompt.port)
+    port = stage.listens()
+
+    def of_another_version(sock: socket.socket) -> None:
+        with sock, socket.create_connection(("127.0.0.1", port or 0)) as there:
+            preamble = bytearray(sock.recv(12, socket.MSG_WAITALL))
+            preamble[8:10] = b"\xff\xff"  # behind the magic
+            there.sendall(preamble)
+            while answer := there.recv(1 << 16):
+                sock.sendall(answer)
+
+    stage.links(stage.enter(listener(of_another_version)))
 
 
 @scene("does not speak this protocol")
@@ -572,9 +571,15 @@ def _(stage: Stage) -> None:
 
 @scene("is illegal when")
 def _(stage: Stage) -> None:
-    life = Lifecycle("cache 1")
-    life.settle(Event.DROP_OWNER, owner=False, keys=0, pins=0)
-    stage.fails(life.require, Event.PIN)
+    stage.end.start("PROMPT", 1)
+    world = stage.end.world
+    kept, freed = (world.cm.allocate_blocks_cache(PLAIN.desc) for _ in range(2))
+    find = world.probe.engine.store.registry.find
+    life, over = (find(cache_id=each.cache_id)[0].life for each in (kept, freed))
+    world.cm.deallocate_blocks_cache(freed)
+    live, life.state = life.state, over.state
+    stage.fails(world.cm.deallocate_blocks_cache, kept)
+    life.state = live
 
 
 @scene("ended: the peer")

@@ -252,7 +252,7 @@ class _Alarm(logging.Handler):
 
 
 def stack(thread: int) -> str:
-    frame = sys._current_frames().get(thread)
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 (no public name)
     return "".join(traceback.format_stack(frame)) if frame is not None else "gone"
 
 

@@ -54,11 +54,11 @@ class StatisticsPage:
         self._cluster_id, self._content = cluster_id, content
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.fchmod(self._fd, 0o600)
-            os.ftruncate(self._fd, _CAPACITY)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            os.fchmod(self.fd, 0o600)
+            os.ftruncate(self.fd, _CAPACITY)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except BaseException:
             self.close()
             raise
@@ -84,17 +84,17 @@ class StatisticsPage:
             body = _encode(role, replace(now, **cut), truncated=True)
         self._sequence += 1
         self._write_header(0)
-        os.pwrite(self._fd, body, _HEADER.size)
+        os.pwrite(self.fd, body, _HEADER.size)
         self._sequence += 1
         self._write_header(len(body))
 
     def _write_header(self, length: int) -> None:
         fields = _MAGIC, PAGE_VERSION, os.getpid(), self._sequence, time.time(), self._cluster_id, length
-        os.pwrite(self._fd, _HEADER.pack(*fields), 0)
+        os.pwrite(self.fd, _HEADER.pack(*fields), 0)
 
     def close(self) -> None:
         """Give the memory back. Idempotent; also for a forked child, which has a copy of the descriptor."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -259,18 +259,14 @@ def _cancelled_on_the_way(world: World, method: str) -> None:
         connections = links_of(world).get(1).connection.connections
         # A push that comes after a cancelled one waits until the owner has given that up.
         waits = any(each.doubts_writes for each in connections)
-        wait_until(lambda: waits or any(any(group.loads.values()) for group in _groups(world)))
+        wait_until(lambda: waits or any(world.probe.loads(1)))
 
     moving = call(world, method, BLOCKS, Use("kv"), [1, 6], [0, 3])
     asyncio.run(_cancelled(moving, on_its_way))
 
 
-def _groups(world: World) -> Any:
-    return world.dd._require_engine("test")._lanes._groups.values()
-
-
 def _lanes(world: World) -> int:
-    return len(_groups(world))
+    return len(world.probe.loads(1))
 
 
 def test_r21_finalize_ends_calls_that_are_awaited_and_later_ones_are_refused_at_once(scene: Scene) -> None:
@@ -350,7 +346,7 @@ def stalled(pair: Pair, what: str) -> Iterator[None]:
 
 def fill_socket(world: World) -> None:
     link_ = linking.links_of(world).get(1)
-    while not link_.channel._backlog:
+    while not world.probe.unsent(1):
         link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 

@@ -19,19 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from faults.strangers import Stranger
+from faults.strangers import Stranger, hello_of
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.credentials import Credentials, Secret, new_secret
-from llm_datadist._memory.exports import Exports
 from llm_datadist._native import readable
-from llm_datadist._transport import samehost
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.cli import keys as cli_keys
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, OutOfMemory, ParamError
 from llm_datadist.integrations.references import ReferenceKeys
+from llm_datadist.testing.peers import close_exports, new_exports
 from tests.doctor.hosts import needs
 from tests.support import linking, moves
 from tests.support.authority import DAY, NOW, Authority, secret_file
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from llm_datadist._memory.exports import Exports
     from tests.support.kinds import Bytes, ChildEnd, LocalEnd, Pair, World
 
 
@@ -108,7 +108,7 @@ def test_credentials_that_differ_are_named_at_both_ends(
     else:
         folders = [tmp_path / "one", tmp_path / "two"]
         for folder in folders:
-            cli_keys._new_authority(folder, ["*"])
+            cli_keys.new(folder, ca=True)
         there, here = (_pem(folder) for folder in folders)
         if refuses == "listener":
             (folders[1] / "ca.pem").write_text("".join((folder / "ca.pem").read_text() for folder in folders))
@@ -681,8 +681,7 @@ def test_models_bound_what_a_peer_finds_in_any_way(route: tuple[Pair, str], tmp_
 
 def pools(world: World) -> list[int]:
     """Return the inodes of the memfds behind the pools."""
-    engine = world.dd._require_engine("test")
-    segments: list[Any] = list(engine.store.exports.regions.values())
+    segments: list[Any] = list(world.probe.engine.store.exports.regions.values())
     return [os.fstat(segment.fd).st_ino for segment in segments]
 
 
@@ -730,7 +729,7 @@ def offered(name: str, hello: wire.Hello, exports: Exports) -> Iterator[Packet]:
     """Yield what the same-host listener answers to a stranger that says its token."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, MemoryOffer(exports, hello.token) as offer:
         sock.settimeout(20)
-        sock.connect(samehost._address(name))
+        sock.connect(name.replace("@", "\0", 1))
         while not readable(sock.fileno()):
             with suppress(PermissionError):  # until the listener has admitted this process
                 offer.send(sock)
@@ -739,7 +738,15 @@ def offered(name: str, hello: wire.Hello, exports: Exports) -> Iterator[Packet]:
             yield packet
 
 
-def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: LocalEnd) -> None:
+@pytest.fixture
+def exports() -> Iterator[Exports]:
+    """What a stranger offers."""
+    made = new_exports(writable=False)
+    yield made
+    close_exports(made)
+
+
+def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: LocalEnd, exports: Exports) -> None:
     """Strangers 66 to 69 link or not as the policy says; 70 is not named."""
     named: dict[int, dict[str, Any]] = {66: rules(), 67: rules("pull"), 68: rules("push")}
     named[69] = rules("pull", "push", models=[1])
@@ -749,11 +756,9 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
     inodes, name = set(end.do(pools)), ""
     for cluster_id, may in named.items():
         with Stranger(end.port, cluster_id) as stranger:
-            hello = stranger.hello(remote_accessible=True)
+            hello = hello_of(cluster_id, exports.incarnation, exports.guards.cookie, remote_accessible=True)
             stranger.say(wire.CONTROL_PREAMBLE, hello)
             name = stranger.hear(wire.Welcome).rendezvous
-            assert stranger._guards is not None
-            exports = Exports(stranger.incarnation, {}, stranger._guards, writable=False)
             with offered(name, hello, exports) as packet:
                 answer = decode(packet.data)
                 got = [fd for fd in packet.fds if os.fstat(fd).st_ino in inodes]
@@ -772,13 +777,12 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
                     assert isinstance(answer, RendezvousHello)
                     assert (answer.cookie_address == 0) is (cluster_id == 66)
     with Stranger(end.port, 70) as stranger:
-        hello = stranger.hello(remote_accessible=True)
+        hello = hello_of(70, exports.incarnation, exports.guards.cookie, remote_accessible=True)
         stranger.say(wire.CONTROL_PREAMBLE, hello)
         told = stranger.hear(wire.Refused)
         assert (told.code, told.text) == (FAILED, "this listener asks for authentication")
         assert stranger.is_hung_up_on()
-        assert stranger._guards is not None
-        with offered(name, hello, Exports(stranger.incarnation, {}, stranger._guards, writable=False)) as packet:
+        with offered(name, hello, exports) as packet:
             assert packet.fds == []
             assert isinstance(decode(packet.data), Refusal)
     assert end.do(links) == {}
@@ -868,7 +872,7 @@ def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, capl
 
 def texts_of(world: World) -> list[str]:
     """Return all that an end says of itself."""
-    engine = world.dd._require_engine("test")
-    own = [engine, engine.options, engine._access, vars(engine), engine.links.all()]
+    engine = world.probe.engine
+    own = [engine, *world.probe.parts, engine.links.all()]
     objects = [world.dd, world.dd.statistics(), *own]
     return [repr(each) for each in objects] + [str(each) for each in objects]

@@ -10,6 +10,7 @@ import struct
 import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.ends import Call
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
+from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair, pair_of
 from tests.support.world import World, anonymous_bytes, make_config, residue_of
@@ -264,7 +265,7 @@ def test_rule_10_the_pins_of_a_peer_are_bounded_released_once_each_and_go_with_i
 
 
 def unsent(world: World, peer: int) -> int:
-    return len(links_of(world).get(peer).channel._backlog)
+    return world.probe.unsent(peer)
 
 
 def test_rule_10_ten_thousand_questions_whose_answers_are_not_read_cost_bounded_memory(linked: Pair) -> None:
@@ -487,20 +488,17 @@ NO_ANSWERS: Final[list[tuple[wire.Message, type[LLMException], LLMStatusCode, st
 
 
 class Liar:
-    """Doctors the prompt's answers while ``lie`` is set."""
+    """Doctors the answers of an end while ``lie`` is set."""
 
-    def __init__(self, end: LocalEnd) -> None:
-        engine: Any = end.world.dd._engine
-        self.lie: Callable[[wire.Resolved], wire.Message] | None = None
-        honest = engine.links._handlers[wire.Resolve]
+    lie: Callable[[wire.Resolved], wire.Message] | None = None
 
-        def resolve(link: Any, message: wire.Resolve) -> None:
-            if self.lie is None:
-                honest(link, message)
-                return
-            link.send(self.lie(engine.target._resolved(link, message)))
-
-        engine.links._handlers[wire.Resolve] = resolve
+    def answer(self, link: Any, message: wire.Resolve, honest: Callable[[Any, wire.Resolve], None]) -> None:
+        lie = self.lie
+        if lie is None:
+            honest(link, message)
+            return
+        with mock.patch.object(link, "tell", lambda resolved: link.send(lie(resolved))):
+            honest(link, message)
 
 
 def pull(world: World, row: int, layers: int = 2) -> None:
@@ -514,31 +512,32 @@ def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin
     prompt, decoder = local_pair.start()
     src, dst = prompt.do(make, "kv", Spec(keys=(ROW_KEY,)), 1), decoder.do(make, "kv", Spec(), 2)
     prompt.do(count_messages)
-    liar = Liar(prompt)  # type: ignore[arg-type]  # both ends are here
-    for change, text in LIES:
+    liar = Liar()
+    with prompt.world.probe.answered(wire.Resolve, liar.answer):  # type: ignore[attr-defined]  # both ends are here
+        for change, text in LIES:
+            liar.lie = None
+            if mapped:
+                decoder.do(pull, 3, 1)  # one layer, and true: not yet all that the key is for
+                dst = moved(dst[:2], src[:2], [(3, 0)]) + dst[2:]
+            wait_until(lambda: prompt.do(picture).pins == 0)
+            was = prompt.do(releases)
+            liar.lie = lambda answer, change=change: msgspec.structs.replace(answer, **change)
+            with pytest.raises(ProtocolError, match=text) as caught:
+                decoder.do(pull, 5)
+            assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+            assert "\n" not in str(caught.value)
+            wait_until(lambda was=was: prompt.do(releases) == was + 1 and prompt.do(picture).pins == 0)  # type: ignore[misc]
+            assert [key.key for key in prompt.do(picture).keys] == ["(0, 10, 0)"]
+            same_bytes(decoder.do(show, "kv"), dst)
+        for answer, kind, status, text in NO_ANSWERS:
+            liar.lie = lambda resolved, answer=answer: msgspec.structs.replace(answer, id=resolved.id)
+            with pytest.raises(kind, match=text) as failed:
+                decoder.do(pull, 5)
+            assert failed.value.status_code is status
+            if kind is TransferFailed:
+                assert (failed.value.peer, failed.value.phase) == (1, "resolve")
+            assert "\n" not in str(failed.value)
+            same_bytes(decoder.do(show, "kv"), dst)
         liar.lie = None
-        if mapped:
-            decoder.do(pull, 3, 1)  # one layer, and true: not yet all that the key is for
-            dst = moved(dst[:2], src[:2], [(3, 0)]) + dst[2:]
-        wait_until(lambda: prompt.do(picture).pins == 0)
-        was = prompt.do(releases)
-        liar.lie = lambda answer, change=change: msgspec.structs.replace(answer, **change)
-        with pytest.raises(ProtocolError, match=text) as caught:
-            decoder.do(pull, 5)
-        assert caught.value.status_code is LLMStatusCode.LLM_FAILED
-        assert "\n" not in str(caught.value)
-        wait_until(lambda was=was: prompt.do(releases) == was + 1 and prompt.do(picture).pins == 0)  # type: ignore[misc]
-        assert [key.key for key in prompt.do(picture).keys] == ["(0, 10, 0)"]
-        same_bytes(decoder.do(show, "kv"), dst)
-    for answer, kind, status, text in NO_ANSWERS:
-        liar.lie = lambda resolved, answer=answer: msgspec.structs.replace(answer, id=resolved.id)
-        with pytest.raises(kind, match=text) as failed:
-            decoder.do(pull, 5)
-        assert failed.value.status_code is status
-        if kind is TransferFailed:
-            assert (failed.value.peer, failed.value.phase) == (1, "resolve")
-        assert "\n" not in str(failed.value)
-        same_bytes(decoder.do(show, "kv"), dst)
-    liar.lie = None
-    decoder.do(pull, 5)
+        decoder.do(pull, 5)
     same_bytes(decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))

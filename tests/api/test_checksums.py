@@ -67,18 +67,14 @@ def kept(pair: Pair) -> int:
     return len(pair.prompt.do(picture).keys)
 
 
-def _checksums(world: World) -> Any:
-    return world.dd._require_engine("test")._checksums
-
-
 def block_answers(world: World, go: Path) -> None:
     """Keep this end from answering until a file is there."""
-    _checksums(world)._thread.submit(wait_until, go.exists, 60)
+    world.probe.engine.checksums.thread.submit(wait_until, go.exists, 60)
 
 
 def questions(world: World) -> int:
     """Return how many questions wait for an answer of this end."""
-    return sum(len(queue) for queue in _checksums(world)._queues.values())
+    return sum(len(queue) for queue in world.probe.engine.checksums.queues.values())
 
 
 KV: Final = Use("kv")
@@ -92,7 +88,7 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 
 def flipping(world: World, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
     """Make a call; once its bytes have moved, one bit of "kv" of this end changes."""
-    connections = world.dd._require_engine("test").links.get(1).connection.connections
+    connections = world.probe.link(1).connection.connections
     verb = "read" if method.startswith("pull") else "write"
 
     def corrupted(original: Any, *args: Any) -> Any:
@@ -406,7 +402,7 @@ FIRST_ID = 10**6
 
 def engine(end: Any) -> Any:
     """Return the engine of an end of this process."""
-    return end.world.dd._require_engine("test")
+    return end.world.probe.engine
 
 
 def spans(*pairs: tuple[int, int]) -> bytes:
@@ -527,7 +523,7 @@ def full(pair: Pair, room: int, timeout: int, **change: Any) -> Iterator[tuple[t
     more. The list has what comes back to the decoder."""
     both(pair, PAGED, Spec(blocks=True), sync_kv_timeout=timeout)
     go, seen = threading.Event(), []
-    engine(pair.prompt)._checksums._thread.submit(go.wait, 60)
+    engine(pair.prompt).checksums.thread.submit(go.wait, 60)
     link = engine(pair.decoder).links.get(1)
     deliver = link.requests.answer
 
@@ -577,7 +573,7 @@ def test_one_peer_after_the_other_is_answered() -> None:
     no_caches: Any = None  # every answer is a failure
     server = ChecksumServer(no_caches, AccessPolicy(no_caches), None)
     go = threading.Event()
-    server._thread.submit(go.wait, 60)
+    server.thread.submit(go.wait, 60)
     fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, bytes(16), 10_000)
     for name, count in (("greedy", 4), ("modest", 2)):
         link = Mock(peer=name)  # all that the queues ask of a link is that it can be a key
@@ -608,16 +604,15 @@ LIES: list[tuple[Callable[[Verify], Message], type[Exception], str]] = [
 
 def test_rule_10_an_answer_that_lies_is_no_success_and_every_question_has_its_own_nonce(local_pair: Pair) -> None:
     src, dst = both(local_pair, ROWS, Spec())
-    handlers = engine(local_pair.prompt).links._handlers
-    honest, nonces = handlers[Verify], []
+    nonces: list[bytes] = []
 
-    def pull(answer: Callable[[Link, Verify], None]) -> None:
-        def note(link: Link, message: Verify) -> None:
+    def pull(answer: Callable[[Link, Verify], None] | None = None) -> None:
+        def note(link: Link, message: Verify, honest: Callable[[Link, Verify], None]) -> None:
             nonces.append(message.nonce)
-            answer(link, message)
+            (answer or honest)(link, message)
 
-        handlers[Verify] = note
-        local_pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
+        with local_pair.prompt.world.probe.answered(Verify, note):  # type: ignore[attr-defined]  # both ends are here
+            local_pair.decoder.do(call, "pull_cache", KEY, Use("kv"), 5)
 
     for lie, kind, text in LIES:
         with pytest.raises(kind, match=text) as caught:
@@ -625,6 +620,6 @@ def test_rule_10_an_answer_that_lies_is_no_success_and_every_question_has_its_ow
         assert "\n" not in str(caught.value)
         assert getattr(caught.value, "status_code", None) is not LLMStatusCode.LLM_SUCCESS
         assert (verified(local_pair.decoder), kept(local_pair)) == (0, 1)
-    pull(honest)
+    pull()
     same_bytes(local_pair.decoder.do(show, "kv"), moved(dst, src, [(5, 0)]))
     assert len(set(nonces)) == len(nonces) > len(LIES)

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMStatusCode, RegisterMemStatus
-from llm_datadist._links.communicators import Communicators
+from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import CONTROL_PREAMBLE, CommunicatorId, Refused
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 from llm_datadist._links.retry import RetryQueue
@@ -332,7 +332,7 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
     ends[0].do(drop, waiting[0])
     alone(*ends)
     comm_id, _ = joined(*ends)
-    link_ = ends[0].do(lambda world: world.dd._engine.links.get(2))
+    link_ = ends[0].do(lambda world: world.probe.link(2))
     with link_:
         dropping = Call(ends[0].do, drop, comm_id)
         wait_until(lambda: link_.state.value == "draining")
@@ -345,14 +345,15 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
 def test_finalize_inside_of_link_leaves_nothing(end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """finalize is to be alone (interface §11); a caller that breaks the rule gets an error, not a listener for ever."""
     end.start("MIX", number, **SECONDS)
-    really = Communicators._enter
+    communicators, really = end.world.probe.engine.links.communicators, ControlLoop.call
 
-    def entered_late(self: Communicators, *args: Any) -> Any:
-        communicator = really(self, *args)
-        self.stop()
-        return communicator
+    def called_late(self: ControlLoop, *args: Any) -> Any:
+        """The first thing that link() does about its communicator."""
+        monkeypatch.setattr(ControlLoop, "call", really)
+        communicators.stop()
+        return self.call(*args)
 
-    monkeypatch.setattr(Communicators, "_enter", entered_late)
+    monkeypatch.setattr(ControlLoop, "call", called_late)
     with pytest.raises(LinkRefused, match="finalized"):
         Meeting((1, 3)).join(end)
 

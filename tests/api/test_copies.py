@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +13,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from faults.gated import stopped
 from llm_datadist import Cache, CacheKey, LLMException, LLMStatusCode, Placement
-from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
 from tests.support.memory import desc, refused, user_memory
-from tests.support.moves import moved, same_bytes
+from tests.support.moves import Use, moved, same_bytes
 from tests.support.world import fill, read
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.kinds import LocalEnd
     from tests.support.world import World
 
 pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
@@ -112,15 +115,17 @@ def test_a_deallocated_cache_is_there_until_its_keys_are_gone(world: World) -> N
         world.cm.copy_cache(source, world.caches["src"])
 
 
-def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(world: World) -> None:
+def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(end: LocalEnd, tmp_path: Path) -> None:
+    end.start("PROMPT", 1, sync_kv_timeout=50)
+    world = end.world
     allocate(world, "src", shape=(3, 2**19))
     allocate(world, "dst", shape=(3, 2**19))
     dst, src = world.caches["dst"], world.caches["src"]
     before, source = read(dst), read(src)
-    local = world.cm._engine.local
-    to, of = CacheRow(dst.cache_id, 1), CacheRow(src.cache_id, 0)
-    with pytest.raises(DeadlineExceeded, match="copy_cache") as caught:
-        local.copy_cache(to, of, offset=0, size=-1, deadline=Deadline(0), what="copy_cache")
+    with stopped(end, "hold", tmp_path, "copy_cache", Use("dst"), Use("src"), 1, 0) as copying:
+        time.sleep(0.06)
+        with pytest.raises(DeadlineExceeded, match="copy_cache") as caught:
+            copying.finish()
     assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
     same_bytes([tensor[:1] for tensor in read(dst)], [tensor[:1] for tensor in before])
     same_bytes([tensor[2:] for tensor in read(dst)], [tensor[2:] for tensor in before])

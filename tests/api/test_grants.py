@@ -419,7 +419,7 @@ class Peer:
 
 def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     both(local_pair, PAGED)
-    given = local_pair.prompt.do(lambda world: world.dd._engine).grants
+    given = local_pair.prompt.do(lambda world: world.probe.engine).grants
     monkeypatch.setattr(grants, "_MAX_WAITING", 3)
     peer, other = (cast("Any", Peer()) for _ in range(2))
     tokens = [secrets.token_bytes(16) for _ in range(3)]

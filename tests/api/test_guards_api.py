@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from faults.gated import count_messages, resolves, stopped
+from faults.gates import watched
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
-from llm_datadist._deadline import Deadline
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support import moves
 from tests.support.ends import ChildEnd, LocalEnd, ended, freeze, in_background
@@ -265,24 +266,20 @@ def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair
     world, owner = local_pair.decoder.world, local_pair.prompt.world  # type: ignore[attr-defined]
     make(owner, "kv", PAGED, 1)
     dst = make(world, "kv", TARGET, 2)
-    initiator = world.dd._require_engine("test").initiator
-    resolve = initiator._resolve
 
     def replace_cache() -> None:
         forget(owner, "kv")
         make(owner, "kv", PAGED, 9)
 
-    def late(*args: Any, **kwargs: Any) -> Any:
+    def late(step: str, subject: object, details: object) -> None:
         """Whenever the peer's answer has come, what it says is not true any more."""
-        result = resolve(*args, **kwargs)
-        # In this thread, inside of the pull, it would be put off.
-        other = threading.Thread(target=replace_cache)
-        other.start()
-        other.join()
-        return result
+        if step == "resolved":
+            # In this thread, inside of the pull, it would be put off.
+            other = threading.Thread(target=replace_cache)
+            other.start()
+            other.join()
 
-    initiator._resolve = late
-    with pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
+    with watched(late), pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
         call(world, *PULL)
     assert caught.value.phase == "copy"
     assert local_pair.prompt.do(resolves) == 4
@@ -512,8 +509,13 @@ def test_in_one_process_registered_memory_waits_for_readers_too(local_pair: Pair
 
 
 def _unregister_within(world: World, milliseconds: int) -> None:
-    assert world.dd._engine is not None
-    world.dd._engine.store.unregister(world.caches["kv"].cache_id, Deadline(milliseconds))
+    engine = world.probe.engine
+    options = engine.options
+    engine.options = replace(options, sync_kv_timeout_ms=milliseconds)
+    try:
+        world.cm.unregister_cache(world.caches["kv"].cache_id)
+    finally:
+        engine.options = options
 
 
 def _unregister_and_wipe(world: World) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError, TransferFailed
 from tests.support.linking import SUCCESS, info, unlink
 from tests.support.memory import desc, pool, refused, state, user_memory
@@ -30,7 +29,8 @@ pytestmark = pytest.mark.covers(
     "CacheKey.req_id", "CacheManager: allocate_cache check_cache_key deallocate_cache", "errors.KeyInUse"
 )
 
-PLACEHOLDER = CacheKey(1, req_id=2**64 - 1)
+INVALID_ID = 2**64 - 1
+PLACEHOLDER = CacheKey(1, req_id=INVALID_ID)
 
 
 def bound(world: World) -> dict[str, tuple[int, int]]:

@@ -20,8 +20,6 @@ from faults.gated import gated_call, stopped
 from faults.gates import Gate, count_arrivals
 from faults.relay import Relay
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
-from llm_datadist._transport.connect import LANES_PER_LINK
-from llm_datadist._transport.lanes import LANE_PREAMBLE, MAX_LANES, NONCE_BYTES, TOKEN_BYTES
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support import linking, moves, seccomp
@@ -144,23 +142,12 @@ def _lane_threads(world: World) -> int:
     return sum(name.startswith("lldd-data") for name in scene.kernel_threads().values())
 
 
-def _group(world: World, peer: int) -> Any:
-    """Return the lanes of a link."""
-    assert world.dd._engine is not None
-    return world.dd._engine.links.get(peer).connection.shared.group  # type: ignore[attr-defined]
-
-
 def _loads(world: World, peer: int) -> list[int]:
-    """Return what each lane has to do."""
-    return list(_group(world, peer).loads.values())
+    return world.probe.loads(peer)
 
 
 def _break_lanes(world: World, peer: int, keep: int) -> None:
-    """What a network does that forgets connections: the lanes end, the control connection stays."""
-    group = _group(world, peer)
-    for lane in list(group.loads)[keep:]:
-        world.dd._engine._lanes.engine.drop_lane(lane)  # type: ignore[union-attr]
-        group.discard(lane)
+    world.probe.break_lanes(peer, keep)
 
 
 def paged(pair: Pair, spec: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
@@ -229,7 +216,11 @@ def relay(tcp_pair: Pair, tmp_path: Path) -> Iterator[Relay]:
         yield relay
 
 
-GREETING_BYTES = len(LANE_PREAMBLE) + TOKEN_BYTES + NONCE_BYTES
+#: Lanes that a link has, and those that a peer may have on it: as many, twice.
+LANES_PER_LINK, MAX_LANES = 5, 10
+#: Of the greeting of a lane (docs/protocol.md), which has a token between preamble and nonce.
+PREAMBLE_BYTES, NONCE_BYTES = 12, 16
+GREETING_BYTES = PREAMBLE_BYTES + 16 + NONCE_BYTES
 
 
 @pytest.mark.parametrize("proof", ["made up", "recorded", "cut off", "none"])
@@ -240,7 +231,7 @@ def test_a_stranger_that_copies_the_greeting_of_a_lane_gets_no_lane(tcp_pair: Pa
     greeting, recorded = said[:GREETING_BYTES], said[GREETING_BYTES:][:32]
     with ExitStack() as opened:
         for _ in range(2 * MAX_LANES):
-            sock = opened.enter_context(socket.create_connection(("127.0.0.1", relay._target[1]), 10))
+            sock = opened.enter_context(socket.create_connection(("127.0.0.1", tcp_pair.prompt.port), 10))
             sock.sendall(greeting)
             assert len(sock.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
             if proof != "none":
@@ -254,23 +245,22 @@ def test_a_stranger_that_copies_the_greeting_of_a_lane_gets_no_lane(tcp_pair: Pa
         bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
 
 
-@pytest.mark.usefixtures("relay")
-def test_an_authenticated_link_has_no_more_lanes_than_others_when_all_prove_themselves_at_once(tcp_pair: Pair) -> None:
-    room = MAX_LANES - LANES_PER_LINK
-    assert tcp_pair.decoder.do(_prove_at_once, room + 2) == [b"\1"] * room + [b""] * 2
+def test_an_authenticated_link_has_no_more_lanes_than_others_when_all_prove_themselves_at_once(
+    tcp_pair: Pair, relay: Relay
+) -> None:
+    room, preamble = MAX_LANES - LANES_PER_LINK, relay.carried("lane")[0].said[:PREAMBLE_BYTES]
+    assert tcp_pair.decoder.do(_prove_at_once, preamble, room + 2) == [b"\1"] * room + [b""] * 2
     wait_until(lambda: len(tcp_pair.prompt.do(_loads, 2)) == LANES_PER_LINK)
     bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
 
 
-def _prove_at_once(world: World, lanes: int) -> list[bytes]:
+def _prove_at_once(world: World, preamble: bytes, lanes: int) -> list[bytes]:
     """Prove the first lane when the last one has its nonce; return the answers, the refusals last."""
-    assert world.dd._engine is not None
-    dial = world.dd._engine.links.get(1).connection.shared.reconnect  # type: ignore[attr-defined]
-    (address, token), secret = dial.args, dial.keywords["secret"]
+    address, token, secret = world.probe.lane_dial(1)
     with ExitStack() as opened:
         socks = [opened.enter_context(socket.create_connection(address, 10)) for _ in range(lanes)]
         for sock in socks:
-            sock.sendall(LANE_PREAMBLE + token + bytes(NONCE_BYTES))
+            sock.sendall(preamble + token + bytes(NONCE_BYTES))
         nonces = [sock.recv(NONCE_BYTES, socket.MSG_WAITALL) for sock in socks]
         for sock, nonce in zip(socks, nonces, strict=True):
             sock.sendall(hmac.digest(secret, b"proof" + bytes(NONCE_BYTES) + nonce + b"\1", "sha256"))
@@ -391,8 +381,7 @@ def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: Ends
 
 def _settle_ahead(world: World) -> None:
     """What has ended a transfer is counted here, and is on its way for ever."""
-    assert world.dd._engine is not None
-    world.dd._engine.links.get(1).settled += 1
+    world.probe.link(1).settled += 1
 
 
 def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is_not_consumed(

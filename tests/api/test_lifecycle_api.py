@@ -35,11 +35,10 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from llm_datadist._links.messages import CONTROL_PREAMBLE
-from llm_datadist._memory.device import HostDevice
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
 from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
+from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, LocalEnd
 from tests.support.grants import LONG, grant, tell
@@ -191,7 +190,7 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
     def storm(port: int, over: threading.Event) -> None:
         while not over.is_set():
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.1) as sock:
-                sock.sendall(CONTROL_PREAMBLE[:7])
+                sock.sendall(b"ODATDIS")
 
     for _ in range(8):
         datadist, over = live(1, **LISTENING), threading.Event()
@@ -202,16 +201,20 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
             stranger.result()
 
 
-class _BrokenDevice(HostDevice):
-    """Host memory that is used up at the second pool."""
+class _BrokenDevice(StagedDevice):
+    """A device whose memory is used up, until it is mended."""
+
+    broken = True
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        raise OutOfMemory("this device has nothing left")
+        if self.broken:
+            raise OutOfMemory("this device has nothing left")
+        return super().allocate(*args, **kwargs)
 
 
 TWO_LISTENERS: Final = {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"}
 #: The device, settings, the error, and a part of its text.
-FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMException], str]]] = {
+FAILURES: Final[dict[str, tuple[StagedDevice | None, dict[str, Any], type[LLMException], str]]] = {
     "pool too large": (None, {"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
     "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "/no/where"),
     "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "nothing left"),
@@ -222,7 +225,9 @@ FAILURES: Final[dict[str, tuple[HostDevice | None, dict[str, Any], type[LLMExcep
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str) -> None:
+def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, settings, kind, part = FAILURES[name]
     status = LLMStatusCode.LLM_FAILED if kind is LinkError else kind.default_status
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -241,7 +246,7 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
             assert "\n" not in str(caught.value)
             assert LLMDataDist.llm_engine_instance is None
             assert settled(before) == before
-    datadist._device = None
+    monkeypatch.setattr(_BrokenDevice, "broken", False)
     datadist.init(make_config(listen_ip_info=listen))
     assert f"127.0.0.1:{datadist.listen_port}" == listen
     datadist.finalize()
@@ -558,7 +563,7 @@ class Things:
         assert not self.grant.active
         assert self.grant.end == "revoked"
         assert self.keyed.tensor_addrs == self.blocks.tensor_addrs == []
-        assert self.other is None or self.other._engine is None
+        assert self.other is None or "not initialised" in repr(self.other)
         wait_until(lambda: self._there.do(tell, self._token.hex(), "released"))
 
 

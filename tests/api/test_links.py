@@ -15,8 +15,6 @@ from faults.gated import gated_call
 from faults.gates import Gate
 from faults.strangers import Stranger, silent_port
 from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
-from llm_datadist._links.handshake import bind
-from llm_datadist._links.table import LinkTable
 from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
@@ -493,10 +491,10 @@ def test_the_listener_opens_moves_and_closes_and_ports_can_be_used_again_at_once
         assert end.do(switch, "PROMPT", at(first, ip)) == first
         assert end.do(now) == ("PROMPT", (ip, first))
         assert reachable(first, "127.0.0.2") == (ip != "127.0.0.1")
-    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), end.do(linking.links_of)._listener
+    port, before = end.do(switch, "PROMPT", at(0, "127.0.0.2")), end.do(linking.links_of).listener
     assert end.do(switch, "DECODER", at(0, "127.0.0.2")) == port
     assert end.do(switch, "PROMPT", at(port, "127.0.0.2")) == port
-    assert end.do(linking.links_of)._listener is before, "the same address is left alone, also one with a picked port"
+    assert end.do(linking.links_of).listener is before, "the same address is left alone, also one with a picked port"
 
 
 def test_every_role_has_its_turn_and_survives_finalize_and_other_options_are_ignored(end: LocalEnd) -> None:
@@ -506,7 +504,7 @@ def test_every_role_has_its_turn_and_survives_finalize_and_other_options_are_ign
         assert end.do(now)[0] == role
     ignored = {"device_id": 7, "enable_cache_manager": False, "sync_kv_timeout": 1}
     assert end.do(switch, "PROMPT", make_config(listen_ip_info="127.0.0.1:0", **ignored))
-    engine = end.world.dd._require_engine("test")
+    engine = end.world.probe.engine
     assert (engine.options.sync_kv_timeout_ms, engine.options.cache_manager) == (10_000, True)
     end.do(switch, "DECODER")
     end.world.dd.finalize()
@@ -534,12 +532,14 @@ def before_binding(monkeypatch: pytest.MonkeyPatch, port: int | None, act: Calla
     """Act once when nothing listens at the port and another address is to be bound; return what came of it."""
     done: list[Any] = []
 
-    def slow_bind(address: tuple[str, int]) -> socket.socket:
-        if not reachable(port) and not done:
+    def slow_bind(sock: socket.socket, address: Any) -> None:
+        if not reachable(port):
+            monkeypatch.setattr(socket.socket, "bind", really)
             done.append(act())
-        return bind(address)
+        really(sock, address)
 
-    monkeypatch.setattr("llm_datadist._transfer.engine.bind", slow_bind)
+    really = socket.socket.bind
+    monkeypatch.setattr(socket.socket, "bind", slow_bind)
     return done
 
 
@@ -582,14 +582,15 @@ def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypat
     local_pair.start(linked=False)
     decoder = local_pair.decoder
     at_the_gate, go = threading.Event(), threading.Event()
-    really = LinkTable.install
+    table = decoder.do(lambda world: world.probe.link_table)
+    really = table.install
 
-    def installed_late(self: LinkTable, made: Any) -> Any:
+    def installed_late(made: Any) -> Any:
         at_the_gate.set()
         assert go.wait(60)
-        return really(self, made)
+        return really(made)
 
-    monkeypatch.setattr(LinkTable, "install", installed_late)
+    monkeypatch.setattr(table, "install", installed_late)
     decoder.do(begin_there, "call", link, [info(1, local_pair.prompt.port)])
     assert at_the_gate.wait(60)
     for options in (None, at(0)):

@@ -12,6 +12,7 @@ import mmap
 import resource
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from llm_datadist import (
     Memtype,
     Placement,
 )
+from llm_datadist._cache import store as stores
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import Effects
 from llm_datadist._cache.store import CacheStore
@@ -171,11 +173,11 @@ def test_remap_needs_a_link_and_does_nothing(local_pair: Pair) -> None:
 
 
 # --- what is left behind ----------------------------------------------------------------------------------------------
-def test_a_full_guard_table_leaves_nothing_behind() -> None:
+def test_a_full_guard_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "GuardTable", partial(GuardTable, slots=4))
     options = Options.parse(make_config(), LLMRole.PROMPT)
     store = CacheStore(options, HostDevice(), HostDevice(), bytes(16))
-    store._guards.close()
-    small = store._guards = GuardTable(slots=4)
+    small = store.exports.guards
     soon = Deadline(10_000)
     geometry = store.allocate(Geometry.of(desc(), CacheKind.CACHE), [], soon).geometry
     keys = [(CacheKey(1, n), n) for n in range(2)]
@@ -192,8 +194,8 @@ def test_a_full_guard_table_leaves_nothing_behind() -> None:
 
 
 def test_readers_are_told_before_the_memory_goes(world: World) -> None:
-    store = world.cm._engine.store
-    guards = store._guards
+    store = world.probe.engine.store
+    guards = store.exports.guards
     advanced, retired = guards.allocate(), guards.allocate()
     told: list[bool] = []
 
@@ -210,7 +212,7 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
 
 def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(world: World) -> None:
     """remove_cache_key in one thread, the end of the last pin in another: either may be carried out first."""
-    store, peer = world.cm._engine.store, object()
+    store, peer = world.probe.engine.store, object()
     cache = world.cm.allocate_cache(desc(), [CacheKey(1, 77)])
     pin = store.registry.pin(peer, time.monotonic() + 60, key=(0, 77, 0))
     overtaken = store.registry.remove_key((0, 77, 0))

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement, _native
-from llm_datadist._memory.device import HostDevice
-from llm_datadist._transfer.local_copy import SwapEngine
+from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import OutOfMemory
 from llm_datadist.testing import StagedDevice
 from tests.support.ends import Call
@@ -26,7 +24,6 @@ from tests.support.world import fill, read
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llm_datadist._memory.device import Device
     from tests.support.kinds import LocalEnd, World
 
 
@@ -76,11 +73,11 @@ class Scene:
 @pytest.fixture(params=["host", "staged"])
 def world(request: pytest.FixtureRequest, end: LocalEnd) -> World:
     """An end on a device without, and on one with staging."""
-    end.start("DECODER", 1, device=HostDevice() if request.param == "host" else StagedDevice())
+    end.start("DECODER", 1, device=None if request.param == "host" else StagedDevice())
     return end.world
 
 
-def start(end: LocalEnd, device: Device) -> Scene:
+def start(end: LocalEnd, device: StagedDevice | None) -> Scene:
     end.start("DECODER", 1, device=device)
     return Scene(end.world)
 
@@ -175,12 +172,10 @@ def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> 
         same_bytes(scene.around, far)
 
 
-def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
-    assert [SwapEngine(StagedDevice(), cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
-    scene = start(end, HostDevice())
-    assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
+def test_r10_a_host_device_needs_no_staging_buffers(end: LocalEnd) -> None:
+    scene = start(end, None)
     scene.swap(EVERY_OTHER, out=False)
-    assert end.world.dd.statistics().swap.staging_bytes == 0  # a host device needs none
+    assert end.world.dd.statistics().swap.staging_bytes == 0
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -198,7 +193,7 @@ def test_r06_r10_swap_out_copies_in_as_many_threads_at_once_without_a_deadline(e
     device = Slow()
     end.start("DECODER", 1, device=device, sync_kv_timeout=100)
     scene = Scene(end.world)
-    end.world.cm._engine._swap.workers = workers  # this machine may have fewer CPUs than the test needs
+    end.world.probe.engine.swap.workers = workers  # this machine may have fewer CPUs than the test needs
     scene.swap(EVERY_OTHER, out=True)
     count = device.count("from_device")
     assert (count.copies, count.nbytes, len(count.threads)) == (COPIES, COPIES * BLOCK, workers)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -257,6 +259,7 @@ def test_without_the_option_there_is_no_span(spans: InMemorySpanExporter, local_
 
 _OFF: Final = """
 import sys
+import weakref
 {hide}
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import LLMException
@@ -367,8 +370,15 @@ def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_i
     for each in (first, second, third):
         each.finalize()
     assert shown(registry) == shown(other) == []
-    register(LLMDataDist(LLMRole.PROMPT, 4), registry)
-    assert [each.cluster_id for each in collector._datadists] == [3], "nothing holds 4"
+    dropped = LLMDataDist(LLMRole.PROMPT, 4)
+    register(dropped, registry)
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None, "nothing holds 4"
+    third.init(make_config())
+    assert shown(registry) == ["3"]
+    third.finalize()
 
 
 def _operations(world: World) -> tuple[OperationStatistics, ...]:

@@ -20,6 +20,7 @@ from llm_datadist import (
     CacheKeyByIdAndIndex,
     CacheTask,
     LayerSynchronizer,
+    LLMDataDist,
     LLMStatusCode,
     Placement,
     TransferConfig,
@@ -252,7 +253,7 @@ def test_r18_r16_an_address_in_no_cache_that_a_peer_may_write_is_invalid_and_not
 
 def _may_be_written(world: World) -> set[int]:
     """Return to which caches the peer has leave; what it may do without: tests/unit/test_access_matrix.py."""
-    return world.dd._require_engine("test").links.get(2).caches.located
+    return world.probe.link(2).caches.located
 
 
 def test_memory_given_up_meanwhile_is_not_written_and_found_when_registered_anew(by_address: Pair) -> None:
@@ -630,22 +631,22 @@ def test_a_synchronizer_may_finalize(local_pair: Pair) -> None:
     task = sent(local_pair, finalizing, range(3))
     result = outcome(task)
     assert (result.results, result.first) == ([FINALIZED], FINALIZED)
-    assert task._job._thread is not None
-    task._job._thread.join(BOUND_MS / 1e3)
+    for thread in task_threads():
+        thread.join(BOUND_MS / 1e3)
     assert (task_threads(), finalizing.errors) == ([], [])
-    assert dd not in dd._live
+    assert LLMDataDist.llm_engine_instance not in (dd, None), "the one that was initialised before"
 
 
 @pytest.mark.parametrize("step", ["ask", "before write", "after write"])
 def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp_path: Path, step: str) -> None:
     started(local_pair, sync_kv_timeout=2000)
-    dd, gate = here(local_pair).dd, Gate(tmp_path)
+    dd, gate, probe = here(local_pair).dd, Gate(tmp_path), here(local_pair).probe
     with shut(dd, step, tmp_path, peer=1):
         task = sent(local_pair, Always(), range(3))
         gate.wait()
         ending = threading.Thread(target=dd.finalize)
         ending.start()
-        wait_until(lambda: task._job._ended is not None)  # from then on no layer may succeed
+        wait_until(lambda: probe.ended(task))  # from then on no layer may succeed
         gate.open()
         ending.join(BOUND_MS / 1e3)
     assert not ending.is_alive()

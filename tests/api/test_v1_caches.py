@@ -47,6 +47,7 @@ from tests.support.layers import Always, Gated, addresses
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, redials, result_there, switch, unlink
 from tests.support.memory import user_memory
 from tests.support.moves import Use, cache_id, in_time, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.probe import Probe, lock_of
 from tests.support.ranks import drop, host, join, status
 from tests.support.refusals import MISMATCH, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op, refuse
 from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
@@ -157,6 +158,11 @@ def test_r03_r04_r06_caches_and_keys_come_and_go_refusals_change_nothing(end: Lo
     assert prompt.allocate_cache(desc()).cache_id == 4  # no id comes twice
 
 
+def memory_of(cache: KvCache) -> Cache:
+    """Return the memory of a v1 cache as the shared helpers look at it."""
+    return Cache(cache.cache_id, cache.cache_desc, cache.per_device_tensor_addrs[0])
+
+
 # --- handles that are dropped ----------------------------------------------------------------------------------------
 def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, prompt: KvCacheManager) -> None:
     kept, deallocated = prompt.allocate_cache(desc()), prompt.allocate_cache(desc())
@@ -164,14 +170,13 @@ def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, p
     host = KvCache.create_cpu_cache(CacheDesc(1, [1, 1], DataType.DT_UINT8, Placement.HOST), [1])
     del deallocated, host
     gc.collect()
-    assert list(prompt._forgotten) == []
+    assert Probe.dropped(prompt) == []
     held = [prompt.allocate_cache(desc()), prompt.allocate_blocks_cache(desc())]
     held.append(prompt.allocate_cache(desc(), [CacheKey(1, 7)]))
-    engine = end.world.dd._engine
-    assert engine is not None
+    probe = end.world.probe
 
     def drop() -> None:
-        with engine.store.registry._lock:
+        with lock_of(probe.engine.store.registry):
             held.clear()
             gc.collect()
 
@@ -205,7 +210,7 @@ def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cach
     for index, view in enumerate(views):
         view[:] = index
     cache_of_bf16 = manager.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_BF16))
-    tensor_views(cache_of_bf16._cache)[0][:] = 0x3F80
+    tensor_views(memory_of(cache_of_bf16))[0][:] = 0x3F80
     assert [each.numpy().tolist() for each in manager.get_cache_tensors(cache_of_bf16)] == [[[1.0] * 4] * 2]
     manager.deallocate_cache(cache)
     end.stop()
@@ -228,7 +233,7 @@ def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) ->
         caches.append(KvCache.create_cpu_cache(host_desc, given))
         assert (caches[-1].cache_id, caches[-1].per_device_tensor_addrs) == (-1, [addrs])
     rows, few, paged, host, _ = caches
-    src, dst, kv, cpu = (fill(cache._cache, seed) for seed, cache in enumerate(caches[:4]))
+    src, dst, kv, cpu = (fill(memory_of(cache), seed) for seed, cache in enumerate(caches[:4]))
 
     manager.copy_cache(few, rows, 2, 7)
     manager.copy_cache(few, rows, 0, 5, 9, 20)
@@ -245,7 +250,7 @@ def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) ->
     # Interface R10: four buffers of a block's size.
     assert end.world.dd.statistics().swap.staging_bytes == (4 * 48 if device else 0)
     for cache, wanted in zip(caches, (src, dst, kv, cpu, cpu), strict=True):
-        same_bytes(read(cache._cache), wanted)
+        same_bytes(read(memory_of(cache)), wanted)
     manager.deallocate_cache(few)
     for two in ((rows, few), (few, rows)):
         with pytest.raises(CacheNotFound):
@@ -267,7 +272,7 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method:
     rows = method == "copy_cache"
     cache = manager.allocate_cache(desc()) if rows else manager.allocate_blocks_cache(desc())
     args: tuple[Any, ...] = (cache, cache, 1, 0, 0, -1, 4711) if rows else (cache, {0: [1]})
-    before = fill(cache._cache, 1)
+    before = fill(memory_of(cache), 1)
     with shut(end.world.dd, "hold", tmp_path) as gate:
         collect = begin(end, lambda world: getattr(world.dd.kv_cache_manager, method)(*args))
         gate.wait()
@@ -278,7 +283,7 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method:
             collect()
     assert caught.value.status_code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
     assert ("req_id=4711" in str(caught.value)) == rows
-    same_bytes([tensor[2:] for tensor in read(cache._cache)], [tensor[2:] for tensor in before])
+    same_bytes([tensor[2:] for tensor in read(memory_of(cache))], [tensor[2:] for tensor in before])
 
 
 # --- freed memory is unmapped, but never under a peer that may still be at it -----------------------------------------
@@ -317,7 +322,7 @@ def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ch
     finally:
         prompt.kill()
         decoder.stop()
-        pool._kept_mapped.clear()
+        pool.kept_mapped.clear()
         assert settled(before) == before
 
 
@@ -350,8 +355,8 @@ def test_memory_under_a_writer_stays_mapped(
         decoder.stop()
     assert "registered memory is still in use by cluster 1" in caplog.text
     assert "stay mapped" in caplog.text
-    assert [view.ctypes.data for view in pool._kept_mapped] == [address]
-    assert np.array_equal(pool._kept_mapped[0][:48], before[0][0])
+    assert [view.ctypes.data for view in pool.kept_mapped] == [address]
+    assert np.array_equal(pool.kept_mapped[0][:48], before[0][0])
 
 
 def test_a_handle_dropped_during_its_transfer_frees_nothing_before_the_end(local_pair: Pair, tmp_path: Path) -> None:
@@ -378,9 +383,8 @@ def test_a_handle_dropped_during_its_transfer_frees_nothing_before_the_end(local
 def _given_back(world: World, number: int) -> bool:
     """Make a call, which gives dropped caches back, and return whether that one is gone."""
     world.dd.kv_cache_manager.remove_cache_key(PLACEHOLDER)
-    assert world.dd._engine is not None
     try:
-        world.dd._engine.store.registry.lookup(number)
+        world.probe.engine.store.registry.lookup(number)
     except CacheNotFound:
         return True
     return False

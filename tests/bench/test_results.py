@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
-from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, size_text
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import show_floors, show_rows
@@ -212,23 +211,6 @@ def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_fo
         colours = set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", first[name].partition("</style>")[2]))
         assert len(colours) > 3
         assert [colour for colour in colours if f'"fill: {colour}"]' not in first[name]] == []
-
-
-@pytest.mark.parametrize(
-    ("limit", "found", "what"), [("max\n", 500 << 10, "MemAvailable"), ("300000\n", 200_000, "memory.max")]
-)
-def test_memory_is_what_the_host_has_left_or_the_cgroup(tmp_path: Path, limit: str, found: int, what: str) -> None:
-    group = tmp_path / "group"
-    for folder in (group, tmp_path / "self"):
-        folder.mkdir()
-    (group / "memory.max").write_text(limit)
-    (group / "memory.current").write_text("100000")
-    (tmp_path / "meminfo").write_text("MemTotal: 1000000 kB\nMemAvailable: 500 kB\n")
-    (tmp_path / "self" / "cgroup").write_text("0::/\n")
-    (tmp_path / "self" / "mountinfo").write_text(f"1 1 0:1 / {group} rw - cgroup2 cgroup2 rw\n")
-    nbytes, source = available_memory(tmp_path)
-    assert nbytes == found
-    assert source.endswith(what)
 
 
 # --- two builds compared: the arithmetic of the verdict, and one run --------------------------------------------------

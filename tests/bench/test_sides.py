@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist._native import _native
 from llm_datadist.bench import SideFailed, WrongBytes, sides
 from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
@@ -299,7 +298,7 @@ def stream_with_a_timeout() -> None:
         stream_raw(near, blocks_of(), send=True)
 
 
-ONE, NULL, ME = np.array([1 << 20], np.uint64), np.zeros(1, np.uint64), os.getpid()
+ME = os.getpid()
 GOOD = tensors(blocks_to_pull(64, 2, 1))[0]
 CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4\)", r"must be in \[1, 1024\]"
 
@@ -324,11 +323,6 @@ CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4
         (lambda: over(GOOD, GOOD[:2]), "all of one shape"),
         (over, "tensors is empty"),
         (stream_with_a_timeout, "must be blocking"),
-        (lambda: _native.limit_memcpy(ONE, NULL, 8, 1, False), "address 0 is 0"),
-        (lambda: _native.limit_process(ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
-        (lambda: _native.limit_process(ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
-        (lambda: _native.limit_stream(0, True, ONE, 0, 0), "block_bytes is 0"),
-        (lambda: _native.limit_stream(0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
     ],
 )
 def test_what_it_refuses(call: Callable[[], object], said: str) -> None:
@@ -404,10 +398,10 @@ def test_a_lost_source_is_told() -> None:
         running.start(workload)
         running.prepare(1)
         running.run("timed", 1)
-        source, destination = running._processes
+        source, destination = running.processes
         os.kill(source.pid, signal.SIGKILL)
         with pytest.raises(SideFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
-            running._ask(destination, "timed", count=1)
+            running.ask(destination, "timed", count=1)
 
 
 def test_threads_only_where_they_pay() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from typer.testing import CliRunner
 
-from llm_datadist._links.credentials import new_secret, read_secrets
+from llm_datadist.cli.app import app
 from llm_datadist.config import AUTH_SECRET, SHM_SOCKET_DIR
-from llm_datadist.errors import ParamError
 from tests.deploy.server import DEPLOY
+from tests.support.authority import secret_file
 from tests.support.isolation import isolations
 from tests.support.source import ROOT
 
@@ -116,13 +117,14 @@ def test_pods_make_a_file_of_the_secret_that_this_library_takes_and_a_folder_for
         here = tmp_path / str(number)
         for each in first["secret"]["volumeMounts"]:
             (here / each["mountPath"].lstrip("/")).mkdir(parents=True)
-        given = new_secret(here / "secret/secrets", "pods")
+        given = here / "secret/secrets"
+        secret_file(given, pods=bytes(32))
         given.chmod(volumes["secret"]["secret"]["defaultMode"])
-        with pytest.raises(ParamError, match="group and others must have no access"):
-            read_secrets(given)
+        assert "group and others must have no access" in CliRunner().invoke(app, ["keys", "show", str(given)]).output
         command = [f"{here}{word}" if word.startswith("/") else word for word in first["secret"]["command"]]
         subprocess.run(command, check=True)
-        assert read_secrets(here / options[AUTH_SECRET].lstrip("/"))
+        shown = CliRunner().invoke(app, ["keys", "show", str(here / options[AUTH_SECRET].lstrip("/"))])
+        assert (shown.exit_code, "shown and believed" in shown.output) == (0, True)
         assert mounts[str(Path(options[AUTH_SECRET]).parent)] == "credentials"
         if SHM_SOCKET_DIR in options:
             folder, user = options[SHM_SOCKET_DIR], pod["securityContext"]["runAsUser"]

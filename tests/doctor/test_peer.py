@@ -244,7 +244,7 @@ def test_clock_that_differs() -> None:
                 self.request.sendall(CLOCK.pack(time.time_ns() + 3600 * 10**9))
 
     with _listening(Ahead) as port:
-        finding = peer._clock("127.0.0.1", port - 1, Deadline(60_000))
+        finding = peer.clock("127.0.0.1", port - 1, Deadline(60_000))
     is_(finding, State.WARNING, "+3600", "chronyc makestep")
 
 
@@ -265,7 +265,7 @@ def test_all_questions_to_a_peer_have_one_deadline(monkeypatch: pytest.MonkeyPat
     with _listening(_Dribble, here), _listening(_Dribble, here + 1):
         found = _examined(here)
         link = LinkStatistics(CLUSTER, "ready", "tcp", None, "", 1, "here", 0, 0, 0)
-        found["stream"] = peer._bandwidth(link, 1.0, "127.0.0.1", here, Deadline(500))
+        found["stream"] = peer.bandwidth(link, 1.0, "127.0.0.1", here, Deadline(500))
     is_(found["peer_clock"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
     assert "peer_link" not in found
     is_(found["stream"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
@@ -282,7 +282,7 @@ def _examined(port: int) -> Found:
 
 def test_finding_of_pulls_that_took_for_ever() -> None:
     link = LinkStatistics(CLUSTER, "ready", "shm", "cma", "", 1, "here", 0, 0, 0)
-    finding = peer._bandwidth(link, 0.0, "127.0.0.1", 1, Deadline(60_000))
+    finding = peer.bandwidth(link, 0.0, "127.0.0.1", 1, Deadline(60_000))
     is_(finding, State.WARNING, "", "llm.CopyThreads=4")
 
 

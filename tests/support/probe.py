@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
+    from llm_datadist._links.table import LinkTable
     from llm_datadist._memory.pool import DirectMemory, MemoryPool
     from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist._transport.lanes import LaneGroup
     from llm_datadist.kv_cache import KvCache
+    from llm_datadist.kv_cache_manager import KvCacheManager
 
 T = TypeVar("T")
 
@@ -74,6 +77,47 @@ class Probe:
         """Return the deadlines of the dials to members of communicators that are under way."""
         dials = [attempt._dial for attempt in self.engine.links.communicators._dials._current]
         return [each._deadline for each in dials if each is not None]
+
+    @property
+    def parts(self) -> list[object]:
+        """All that the engine owns."""
+        return list(vars(self.engine).values())
+
+    def loads(self, peer: int) -> list[int]:
+        """Return how many bytes each data lane to a peer has to move."""
+        return list(self.lanes(peer).loads.values())
+
+    def break_lanes(self, peer: int, keep: int = 0) -> None:
+        """Do what a network does that forgets connections: the lanes end, the control connection stays."""
+        group = self.lanes(peer)
+        for lane in group.lanes()[keep:]:
+            self.engine._lanes.engine.drop_lane(lane)
+            group.discard(lane)
+
+    def lane_dial(self, peer: int) -> tuple[tuple[str, int], bytes, bytes]:
+        """Return address, token and secret by which this end dials data lanes to a peer."""
+        connection: Any = self.link(peer).connection
+        dial = connection.shared.reconnect
+        return *dial.args, dial.keywords["secret"]
+
+    def unsent(self, peer: int) -> int:
+        """Return how many bytes for a peer wait until its control connection has room."""
+        channel: Any = self.link(peer).channel
+        return len(channel._backlog)
+
+    @property
+    def link_table(self) -> LinkTable:
+        return self.engine.links._table
+
+    @staticmethod
+    def dropped(manager: KvCacheManager) -> list[int]:
+        """Return the caches whose handle was dropped, which the next call of the manager gives back."""
+        return list(manager._forgotten)
+
+    @staticmethod
+    def ended(task: CacheTask) -> bool:
+        """Return True once no further layer of a transfer may succeed."""
+        return task._job._ended is not None
 
     @contextmanager
     def answered(

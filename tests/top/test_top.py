@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
 def _publish(world: World) -> Any:
     """Write the page now; return pid and statistics of that moment."""
-    engine = world.dd._engine
-    assert engine is not None
-    assert engine._page is not None
-    engine._control.call(engine._page.write)
+    page = world.probe.engine.page
+    assert page is not None
+    world.probe.on_control(page.write)
     return os.getpid(), msgspec.to_builtins(world.dd.statistics())
 
 
@@ -123,7 +122,7 @@ def test_once_as_json_equals_the_statistics_of_both_processes_here_and_over_ssh_
     with closing(Remote("far", there[-1])) as remote:
         first = remote.read(30)
         wait_until(lambda: remote.read() != first)
-        ended = remote._ssh
+        ended = remote.ssh
     assert ended is not None
     assert ended.poll() is not None
     _pull(shm_pair)
@@ -348,7 +347,7 @@ one.init({"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0", "llm.Statistic
 now = one.statistics()
 contents = ((f"{at} " * (1 + at % 2 * 5000), now) for at in range(1 << 62))
 page = StatisticsPage(5, lambda: next(contents))
-print(page._fd, flush=True)
+print(page.fd, flush=True)
 while True:
     page.write()
 """
@@ -408,8 +407,8 @@ def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("llm_datadist.cli.top_source._RETRY_SECONDS", 0.0)
     with closing(Remote("far", f"{sys.executable} -m llm_datadist.cli")) as remote:
         assert remote.read(30) is not None
-        assert remote._ssh is not None
-        os.killpg(remote._ssh.pid, signal.SIGKILL)
+        assert remote.ssh is not None
+        os.killpg(remote.ssh.pid, signal.SIGKILL)
         with pytest.raises(SourceError, match="ended with status -9"):
             wait_until(lambda: remote.read() is None)
         assert remote.read(30) is not None
@@ -424,7 +423,7 @@ def test_a_page_that_is_too_long_is_cut(shm_pair: Pair) -> None:
     now = shm_pair.decoder.do(_statistics)
     with closing(StatisticsPage(5, lambda: ("DECODER", replace(now, links=now.links * 10_000)))) as page:
         page.write()
-        found = read_page(page._fd)
+        found = read_page(page.fd)
         assert (found["truncated"], len(found["statistics"]["links"])) == (True, 100)
 
 

@@ -126,9 +126,9 @@ def test_a_peer_is_asked_once_and_lost_if_it_does_not_answer(credentials: Creden
     renewal = link.renewal
     renewal.last = 1000.0
     for now, asked in ((1059.9, 0), (1060.0, 1), (1061.0, 1), (1065.0, 1)):
-        beat._renew(link, renewal, 60.0, now)  # type: ignore[arg-type]
+        beat.renew(link, renewal, 60.0, now)  # type: ignore[arg-type]
         assert len(link.sent) == asked
     assert not isinstance(link.sent[0], Beat)
     assert not lost
-    beat._renew(link, renewal, 60.0, 1065.1)  # type: ignore[arg-type]
+    beat.renew(link, renewal, 60.0, 1065.1)  # type: ignore[arg-type]
     assert lost == ["unauthenticated: not authenticated again within 5.0 s"]

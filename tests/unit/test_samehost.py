@@ -510,10 +510,10 @@ def lingering() -> Iterator[tuple[int, socket.socket]]:
             yield sender.detach(), receiver
 
 
-@pytest.mark.parametrize("option", [rendezvous._SO_PASSRIGHTS, 9999], ids=["refused by the kernel", "older kernel"])
+@pytest.mark.parametrize("option", [rendezvous.SO_PASSRIGHTS, 9999], ids=["refused by the kernel", "older kernel"])
 def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its close may block: SO_LINGER. The listener goes on, and so does its close."""
-    monkeypatch.setattr(rendezvous, "_SO_PASSRIGHTS", option)
+    monkeypatch.setattr(rendezvous, "SO_PASSRIGHTS", option)
     with staged() as stage, lingering() as (fd, receiver):
         with stage.raw() as sock, monkeypatch.context() as strange:
             strange.setattr(samehost, "peer_credentials", partial(refuse, "a stranger"))
@@ -534,13 +534,13 @@ def refuse(reason: str, *_: object) -> None:
     raise LinkRefused(reason)
 
 
-@pytest.mark.parametrize("option", [rendezvous._SO_PASSRIGHTS, 9999], ids=["newer kernel", "older kernel"])
+@pytest.mark.parametrize("option", [rendezvous.SO_PASSRIGHTS, 9999], ids=["newer kernel", "older kernel"])
 @pytest.mark.parametrize("at", ["in a packet", "behind 34 others", "in a second packet"])
 def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
     at: str, option: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is: the kernel closes also what it has no room for, and what was never received."""
-    monkeypatch.setattr(rendezvous, "_SO_PASSRIGHTS", option)
+    monkeypatch.setattr(rendezvous, "SO_PASSRIGHTS", option)
 
     def send_all(sock: socket.socket, token: bytes) -> None:
         if at == "in a second packet":

@@ -23,8 +23,9 @@ from llm_datadist._links.messages import Beat, Message, Resolved, decode, frame
 from llm_datadist._native import steps
 from scripts import scaling_model as model
 from tests.support.ends import LocalEnd
-from tests.support.linking import SUCCESS, info, link, links_of
+from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
+from tests.support.probe import socket_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -141,11 +142,9 @@ def test_linking_and_resolving_stay_within_the_bytes_that_the_model_says(monkeyp
             extra = {"llm.Transport": "inproc"}
             end.start("PROMPT", number, listen_ip_info="127.0.0.1:0", extra=extra)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        channel = links_of(decoder.world).peek(1).channel
+        sock = socket_of(decoder.world.probe.link(1))
         # Bytes acknowledged and received, of struct tcp_info in linux/tcp.h; beats may be among them.
-        there, back = struct.unpack_from(
-            "=QQ", channel._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 200), 120
-        )
+        there, back = struct.unpack_from("=QQ", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 200), 120)
         assert 200 < there + back < model.HANDSHAKE_BYTES
         monkeypatch.setattr(steps, "watch", watch)
         for tensors in (2, 160):

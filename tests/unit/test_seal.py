@@ -11,7 +11,7 @@ import pytest
 
 from faults.sealing import ALERT, RecordWriter, logged_secret
 from llm_datadist._links.credentials import Credentials, new_secret
-from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
+from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Context, Seal
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed
 
@@ -101,11 +101,17 @@ def test_after_tampering_nothing_more_is_sealed_and_what_an_end_has_sent_is_not_
 
 
 @pytest.fixture
-def odd(credentials: Credentials, tmp_path: Path) -> tuple[RecordWriter, Seal]:
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordWriter, Seal]:
     """Return what writes any record in the session of an authenticated peer, and the other end of that session."""
     log = tmp_path / "keys"
-    credentials.current()[0].keylog_filename = str(log)
-    _, theirs = shaken(credentials)
+
+    def logging(protocol: int) -> Context:
+        context = Context(protocol)
+        context.keylog_filename = str(log)
+        return context
+
+    monkeypatch.setattr("llm_datadist._links.credentials.Context", logging)
+    _, theirs = shaken(Credentials(CredentialFiles(secrets=new_secret(tmp_path / "secrets", "a"))))
     return RecordWriter(logged_secret(log, "CLIENT_TRAFFIC_SECRET_0")), theirs
 
 

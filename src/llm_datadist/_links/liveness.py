@@ -38,7 +38,7 @@ class Heartbeat:
     _peer_timeout: float
     _max_link_age: float | None  # seconds after which the peer of a sealed link has to authenticate itself again
     _on_tick: Callable[[float], None]  # called at every beat with the monotonic time
-    _count: int = 0
+    count: int = 0
     _last_tick: float = 0.0
     _timer: asyncio.TimerHandle | None = None
 
@@ -58,7 +58,7 @@ class Heartbeat:
         # While this process itself was stopped it heard nothing: every bound moves by as much.
         overslept = max(0.0, now - self._last_tick - 2 * self._period)
         self._last_tick = now
-        self._count += 1
+        self.count += 1
         for link in self._links():
             link.oversleep(overslept)
             try:
@@ -76,13 +76,13 @@ class Heartbeat:
         else:
             if silence > _SUSPECT_SECONDS and link.silent():
                 logger.warning("%s has been silent for %.1f s", link.peer, silence)
-            link.send(Beat(self._count))
+            link.send(Beat(self.count))
             if silence > 2 * self._period:
                 link.ping()  # its own heartbeat may be slower
             if link.renewal is not None and self._max_link_age is not None:
-                self._renew(link, link.renewal, self._max_link_age, now)
+                self.renew(link, link.renewal, self._max_link_age, now)
 
-    def _renew(self, link: Link, renewal: Renewal, max_age: float, now: float) -> None:
+    def renew(self, link: Link, renewal: Renewal, max_age: float, now: float) -> None:
         """Ask a peer to authenticate itself again once the link is old; end the link of one that does not."""
         if renewal.asked is None and now - renewal.last >= max_age:
             link.send(renewal.ask(now))

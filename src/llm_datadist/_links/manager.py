@@ -112,14 +112,14 @@ class LinkManager:
         }
         self._table = LinkTable(endpoint.exports.incarnation, max_links)
         self.note = self._table.note
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         self.rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
         lose = partial(self.end, lost=True)
         self._lost: dict[str, Meter] = {}  # by kind of reason
         self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self._heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, max_link_age, hooks.on_tick)
+        self.heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, max_link_age, hooks.on_tick)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
@@ -130,7 +130,7 @@ class LinkManager:
     def _start(self, listening: socket.socket | None) -> None:
         self.rendezvous.start(self._control.loop)
         self._listen(listening)
-        self._heartbeat.start()
+        self.heartbeat.start()
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
         """Return a listener on a bound socket, which its owner closes. On the control thread."""
@@ -149,7 +149,7 @@ class LinkManager:
             self._stop()
 
     def _stop(self) -> None:
-        self._heartbeat.stop()
+        self.heartbeat.stop()
         self._listen(None)
         self.rendezvous.close()
 
@@ -158,8 +158,8 @@ class LinkManager:
         self.rendezvous.close()
         self._reconnector.abandon()
         self.communicators.abandon()
-        if self._listener is not None:
-            self._listener.abandon()
+        if self.listener is not None:
+            self.listener.abandon()
         for link in self._table.snapshot():
             if link.channel is not None:
                 link.channel.close_files()
@@ -167,7 +167,7 @@ class LinkManager:
     @property
     def listen_address(self) -> tuple[str, int] | None:
         """Where this process listens, with the port that was picked; None when it does not."""
-        return self._listener.address if self._listener is not None else None
+        return self.listener.address if self.listener is not None else None
 
     def listen(self, listening: socket.socket | None, *, even_if_linked: bool = False) -> None:
         """Listen at another socket instead of the present one; None: listen no more.
@@ -179,9 +179,9 @@ class LinkManager:
     def _listen(self, listening: socket.socket | None, even_if_linked: bool = True) -> None:
         if not even_if_linked:
             self.refuse_if_linked()
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = None if listening is None else self.listener_for(None, listening)
+        if self.listener is not None:
+            self.listener.close()
+        self.listener = None if listening is None else self.listener_for(None, listening)
 
     def settle_unlinks(self) -> None:
         """Wait a moment until the links that peers have unlinked end."""

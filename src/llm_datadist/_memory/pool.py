@@ -28,7 +28,7 @@ _DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
 
 #: Memory that was in use when its :class:`DirectMemory` was closed. It stays mapped until the process ends, because
 #: unmapping it under a reader would end the process.
-_kept_mapped: list[NDArray[np.uint8]] = []
+kept_mapped: list[NDArray[np.uint8]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class DirectMemory:
             self._closed = True
             pools, self._pools = list(self._pools), set()
         for pool in pools:
-            _kept_mapped.append(pool.segment.view())
+            kept_mapped.append(pool.segment.view())
             pool.close()
         if pools:
             logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(pools))

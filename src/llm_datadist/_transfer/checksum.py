@@ -262,14 +262,14 @@ class ChecksumServer:
         self._pool = pool
         self._lock = threading.Lock()
         # The questions of each peer, with when they must be answered (time.monotonic_ns()); the first peer is next.
-        self._queues: dict[Link, deque[tuple[Verify, int]]] = {}
-        self._thread = Threads(1, "llm-datadist-verify")
+        self.queues: dict[Link, deque[tuple[Verify, int]]] = {}
+        self.thread = Threads(1, "llm-datadist-verify")
 
     def on_verify(self, link: Link, message: Verify) -> None:
         """Queue a peer's question. Threads: control."""
         expires_ns = time.monotonic_ns() + min(message.budget_ms, _MAX_BUDGET_MS) * 1_000_000
         with self._lock:
-            queue = self._queues.setdefault(link, deque())
+            queue = self.queues.setdefault(link, deque())
             nbytes = sum(len(waiting.runs) for waiting, _ in queue)
             full = len(queue) >= _MAX_WAITING or nbytes >= _MAX_WAITING_BYTES
             if not full:
@@ -279,37 +279,37 @@ class ChecksumServer:
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_LINK_BUSY), text))
             return
         try:
-            self._thread.submit(self._serve)
+            self.thread.submit(self._serve)
         except RuntimeError as error:
             with self._lock:
-                if self._queues.get(link) is queue:
+                if self.queues.get(link) is queue:
                     queue.pop()
                     if not queue:
-                        del self._queues[link]
+                        del self.queues[link]
             closed = not isinstance(error, LLMException)  # the link is about to end
             code = LLMStatusCode.LLM_ENGINE_FINALIZED if closed else LLMStatusCode.LLM_FAILED
             link.tell(Failed(message.id, int(code), str(error)))
 
     def drop_peer(self, link: Link) -> None:
         with self._lock:
-            self._queues.pop(link, None)
+            self.queues.pop(link, None)
 
     def close(self) -> None:
         """Finish the current question, forget the others, and join the thread. Idempotent."""
         with self._lock:
-            self._queues.clear()
-        self._thread.shutdown(cancel_futures=True)
+            self.queues.clear()
+        self.thread.shutdown(cancel_futures=True)
 
     def _serve(self) -> None:
         """Answer one question of the peer whose turn it is. Threads: ``llm-datadist-verify``."""
         with self._lock:
-            if not self._queues:
+            if not self.queues:
                 return  # its link has ended
-            link, queue = next(iter(self._queues.items()))
+            link, queue = next(iter(self.queues.items()))
             question, expires_ns = queue.popleft()
-            del self._queues[link]
+            del self.queues[link]
             if queue:
-                self._queues[link] = queue  # behind the others
+                self.queues[link] = queue  # behind the others
         try:
             answer: Message = Verified(question.id, self._digests(link, question, expires_ns))
         except LLMException as error:

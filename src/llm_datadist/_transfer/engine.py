@@ -97,19 +97,19 @@ class Engine:
             if self._copy_pool is not None:
                 undo.callback(self._copy_pool.close)
             self._access = access = AccessPolicy(self.store, options.peer_policy)
-            self._swap = SwapEngine(device)
-            undo.callback(self._swap.close)
-            self.local = LocalCopies(self.store, self._swap, self._copy_pool)
-            self._page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
-            if self._page is not None:
-                undo.callback(self._page.close)
+            self.swap = SwapEngine(device)
+            undo.callback(self.swap.close)
+            self.local = LocalCopies(self.store, self.swap, self._copy_pool)
+            self.page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
+            if self.page is not None:
+                undo.callback(self.page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
             self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
             undo.callback(self.grants.close)
             self.store.freed = self.grants.drop_cache
-            self._checksums = ChecksumServer(self.store, access, self._copy_pool)
-            undo.callback(self._checksums.close)
+            self.checksums = ChecksumServer(self.store, access, self._copy_pool)
+            undo.callback(self.checksums.close)
             self._lane_reconnector = lane_reconnector = LaneReconnector()
             undo.callback(lane_reconnector.close)
             self.target = Target(self.store, access)
@@ -144,9 +144,9 @@ class Engine:
             self._control.call(self._lanes.start, self._control.loop)
             undo.callback(self._control.call, self._lanes.stop)
             self.links.start(listening)
-            if self._page is not None:
-                self._control.call(self._page.start, self._control.loop)
-                undo.callback(self._control.call, self._page.stop)
+            if self.page is not None:
+                self._control.call(self.page.start, self._control.loop)
+                undo.callback(self._control.call, self.page.stop)
             self._undo = undo.pop_all()
         _warn_if_open(self.links.listen_address, self._credentials)
 
@@ -174,7 +174,7 @@ class Engine:
             messages.LanesLost: self._lane_reconnector.on_lanes_lost,
             messages.NixlAsk: NixlTarget.on_ask,
             messages.NixlSaid: NixlTarget.on_late_answer,
-            messages.Verify: self._checksums.on_verify,
+            messages.Verify: self.checksums.on_verify,
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
@@ -276,13 +276,13 @@ class Engine:
         """Mark the engine as dead in a forked child; its threads and locks are the parent's."""
         self.alive = False
         self.links.abandon()
-        if self._page is not None:
-            self._page.close()
+        if self.page is not None:
+            self.page.close()
         self._lanes.close()
 
     def _on_link_end(self, link: Link) -> None:
         self.target.drop_peer(link)
-        self._checksums.drop_peer(link)
+        self.checksums.drop_peer(link)
         self.grants.drop_peer(link)
         self.store.sweep()
 
@@ -306,7 +306,7 @@ class Engine:
             quarantined_bytes=quarantined,
             lost_writers=self.store.writers.lost,
             grants=self.grants.statistics(),
-            swap=self._swap.statistics(),
+            swap=self.swap.statistics(),
             links=tuple(link.statistics() for link in self.links.all()),
             redials=self.links.reconnects(),
             communicators=self.links.communicators.statistics(),

@@ -32,7 +32,7 @@ _ROOM: Final = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 # A full hello: 32 names of 64 characters of 4 bytes, and some.
 _MAX_PACKET: Final = 16 << 10
 # Linux 6.16, asm-generic/socket.h: the kernel refuses descriptors for a socket.
-_SO_PASSRIGHTS: Final = 83
+SO_PASSRIGHTS: Final = 83
 _MAX_CLOSING: Final = 256  # descriptors
 _Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
 
@@ -71,7 +71,7 @@ def pass_rights(sock: socket.socket, *, allowed: bool) -> None:
     A listener's accepted sockets begin as the listener is. Who sends a descriptor to one that takes none gets EPERM.
     """
     with suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, allowed)
+        sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, allowed)
 
 
 def check_closers() -> None:

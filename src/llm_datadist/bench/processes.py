@@ -163,10 +163,10 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
         self.facts: dict[str, Any] = {}
         self._timeout_s = timeout_s
         self._failed = False
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []
         try:
             for role in find(self.side).roles:
-                self._processes.append(Process(self.side, role, build or Build()))
+                self.processes.append(Process(self.side, role, build or Build()))
         except BaseException:
             self.kill()
             raise
@@ -177,13 +177,13 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
         else:
             self._signal(signal.SIGCONT)
             # The initiator first, as a user would: it unlinks while its peer is still there.
-            for process in reversed(self._processes):
+            for process in reversed(self.processes):
                 process.end()
 
     @property
     def pids(self) -> list[int]:
         """The process ids of its processes."""
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self.processes]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -198,13 +198,13 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.signal(number)
 
     def kill(self) -> None:
         """Kill all processes. Idempotent."""
         self._failed = True
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
 
     def prepare(self, seed: int) -> None:
@@ -217,8 +217,8 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
         Returns the seconds of each, and the CPU seconds of all processes.
         """
         before = sum(self.ask_all([("cpu", {})]))
-        initiator = self._processes[-1]
-        seconds = self._ask(initiator, what, count=count)
+        initiator = self.processes[-1]
+        seconds = self.ask(initiator, what, count=count)
         return seconds, sum(self.ask_all([("cpu", {})])) - before
 
     def verify(self, seed: int) -> None:
@@ -232,16 +232,16 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
     def busy(self, role: Role, *, on: bool) -> None:
         """Run a thread of pure Python in the process of that role, or end it."""
         index = 0 if role is Role.SOURCE else -1
-        self._ask(self._processes[index], "busy", on=on)
+        self.ask(self.processes[index], "busy", on=on)
 
     def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
         """Give every process all orders at once; return the answers to the last one."""
         deadline = time.monotonic() + self._timeout_s
-        for process in self._processes:
+        for process in self.processes:
             for what, fields in orders:
                 process.send(what, **fields)
         answers: list[Any] = []
-        for process in self._processes:
+        for process in self.processes:
             for what, _ in orders:
                 value = self._answer(process, what, deadline)
             answers.append(value)
@@ -251,11 +251,12 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
         """Set up the memory of all processes, and connect them."""
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
-        if len(self._processes) > 1:
-            _, destination = self._processes
-            self.facts.update(self._ask(destination, "connect", facts=told[0]))
+        if len(self.processes) > 1:
+            _, destination = self.processes
+            self.facts.update(self.ask(destination, "connect", facts=told[0]))
 
-    def _ask(self, process: Process, what: str, **fields: object) -> Any:  # noqa: ANN401  a JSON value
+    def ask(self, process: Process, what: str, **fields: object) -> Any:  # noqa: ANN401  a JSON value
+        """Give one process an order; return the answer."""
         process.send(what, **fields)
         return self._answer(process, what, time.monotonic() + self._timeout_s)
 

@@ -53,7 +53,7 @@ class Remote:
         self._host = host
         # "--": what follows is no option, whatever it looks like.
         self._command = ["ssh", "-o", "BatchMode=yes", "--", host, f"{command} top --json"]
-        self._ssh: subprocess.Popen[str] | None = None
+        self.ssh: subprocess.Popen[str] | None = None
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._last: list[Instance] | None = None
         self._error, self._again = "", 0.0
@@ -63,10 +63,10 @@ class Remote:
 
         After an error a later call begins again, at the earliest after three seconds.
         """
-        if self._ssh is None:
+        if self.ssh is None:
             if time.monotonic() < self._again:
                 raise SourceError(self._error)
-            self._ssh = self._begin()
+            self.ssh = self._begin()
         try:
             line = self._lines.get(timeout=timeout) if timeout else self._lines.get_nowait()
             while True:
@@ -77,7 +77,7 @@ class Remote:
 
     def close(self) -> None:
         """End ssh. Idempotent."""
-        ssh, self._ssh, self._last = self._ssh, None, None
+        ssh, self.ssh, self._last = self.ssh, None, None
         if ssh is not None:
             with self._complaints, suppress(ProcessLookupError):
                 os.killpg(ssh.pid, signal.SIGKILL)  # with the programs that ssh has started
@@ -117,9 +117,9 @@ class Remote:
         return found.instances
 
     def _why_it_ended(self) -> str:
-        assert self._ssh is not None
+        assert self.ssh is not None
         try:
-            status = self._ssh.wait(_END_SECONDS)
+            status = self.ssh.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return f"ssh to {self._host} has closed its output"
         self._complaints.seek(0)

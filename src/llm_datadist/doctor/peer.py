@@ -51,7 +51,7 @@ def examine(
     yield Finding("peer_reachable", State.OK, f"{host}:{port} accepts connections", "links can be made to it")
     if cluster_id == CLUSTER:  # others have no clock, and no cache to pull from
         progress("asking its clock")
-        yield _clock(host, port, deadline)
+        yield clock(host, port, deadline)
         if deadline.expired():  # it has said so
             return
     progress("linking")
@@ -82,7 +82,7 @@ def _unreachable(peer: str, port: int, error: OSError) -> Finding:
     return Finding("peer_reachable", State.PROBLEM, value, meaning, mend)
 
 
-def _clock(host: str, port: int, deadline: Deadline) -> Finding:
+def clock(host: str, port: int, deadline: Deadline) -> Finding:
     """Compare the clocks by the fastest of some round trips, which also are the raw round trip."""
     meaning = "certificates, and logs of the two ends side by side, need clocks that agree"
     try:
@@ -227,10 +227,11 @@ def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, dead
     yield Finding("peer_latency", State.OK, value, "a pull of a cache that was resolved before takes no message")
     passes = [_seconds(lambda: pull(everything)) for _ in range(_PASSES)]
     manager.deallocate_blocks_cache(cache)
-    yield _bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port, deadline)
+    yield bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port, deadline)
 
 
-def _bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline: Deadline) -> Finding:
+def bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline: Deadline) -> Finding:
+    """Compare pulls of so many GB/s with what the machine does."""
     meaning = "pulls beside what the machine does without this library"
     try:
         limit, of = (
