@@ -37,6 +37,10 @@ class Permissions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: frozenset[Annotated[int, msgspec.Meta(ge=0)]] | msgspec.UnsetType = msgspec.UNSET
 
 
+_decode_peers: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_rules: Final = msgspec.json.Decoder(Permissions).decode
+
+
 class PeerPolicy:
     """The permissions of every cluster. Never changes; any thread."""
 
@@ -59,7 +63,7 @@ class PeerPolicy:
         else:
             where, text = f"{option}: {given[:_MAX_SHOWN]!r}", _read(option, given)
         try:
-            peers = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            peers = _decode_peers(text)
             json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
         except ParamError:
             raise
@@ -81,7 +85,7 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
     if peer != OTHERS and not (is_digits(peer) and str(int(peer)) == peer and int(peer) <= _UINT64_MAX):
         raise ParamError(f"{where} is no cluster id: decimal digits, at most {_UINT64_MAX}, or {OTHERS!r}")
     try:
-        found = msgspec.json.decode(rules, type=Permissions)
+        found = _decode_rules(rules)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         known = ", ".join(Permissions.__struct_fields__)
         raise ParamError(f"{where}: {' '.join(str(error).split())}; known are {known}") from None

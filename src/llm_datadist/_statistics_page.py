@@ -34,6 +34,7 @@ PAGE_VERSION: Final = 1
 Instance = dict[str, Any]
 """What one LLMDataDist publishes: ``pid``, ``cluster_id``, ``role``, ``published_at`` (s, Unix time), ``age_seconds``,
 ``truncated`` and ``statistics``."""
+_decode: Final = msgspec.json.Decoder(Instance).decode
 _HEADER: Final = struct.Struct("<8sIIQdQQ")  # magic, version, pid, sequence, time, cluster id, bytes that follow
 _CAPACITY: Final = 1 << 20  # takes only the memory that is written
 _PERIOD: Final = 1.0
@@ -146,7 +147,7 @@ def read_page(fd: int) -> Instance:
             age = max(0.0, time.time() - when)
             about = {"pid": pid, "cluster_id": cluster_id, "published_at": when, "age_seconds": age}
             try:
-                return {**about, **msgspec.json.decode(body, type=dict[str, Any])}
+                return {**about, **_decode(body)}
             except msgspec.MsgspecError as error:
                 raise PageError(f"the page holds no statistics: {error}") from error
         time.sleep(_TRY_SECONDS)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import pickle
 import secrets
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import pytest
@@ -175,6 +177,26 @@ def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says
         with pytest.raises(DeadlineExceeded, match=r"claim_grant: grant [0-9a-f]{8} of cluster 1 from .*: no answer"):
             shm_pair.decoder.do(claim_data, data)
     same_bytes(shm_pair.decoder.do(show, "kv"), dst)
+
+
+#: What a process does that reads its first grant; prints the functions of others that ran meanwhile.
+_READS: Final = """
+import sys
+from llm_datadist.types.grant import Grant
+
+ran = []
+sys.setprofile(lambda frame, event, _: ran.append(frame.f_code) if event == "call" else None)
+Grant.from_bytes(bytes.fromhex(sys.argv[1]))
+sys.setprofile(None)
+print([code.co_qualname for code in ran if "llm_datadist" not in code.co_filename])
+"""
+
+
+def test_the_first_grants_of_a_process_may_be_read_by_two_threads(local_pair: Pair) -> None:
+    """A decoder that msgspec puts together then, in Python, ends the process while another thread uses it."""
+    both(local_pair)
+    command = [sys.executable, "-c", _READS, local_pair.prompt.do(grant, [1]).hex()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_are_refused(local_pair: Pair) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600
+_decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 # Each side sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # On one host all that runs on UCX takes the loopback device: with more devices UCX spreads messages over all of them.
@@ -113,7 +114,7 @@ class Process:
         if line is None:
             raise SideFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
         try:
-            answer = msgspec.json.decode(line, type=dict[str, Any])
+            answer = _decode(line)
         except msgspec.DecodeError:
             raise SideFailed(f"{self.name}: {what}: not an answer: {line[:_TAIL_BYTES]!r}") from None
         if "error" in answer:

@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
 
 Order = dict[str, Any]
+_decode_order: Final = msgspec.json.Decoder(Order).decode
 
 
 class Worker:
@@ -76,7 +77,7 @@ class Worker:
         return command
 
     def _start(self, workload: object) -> object:
-        work = msgspec.convert(workload, Workload)
+        work = msgspec.convert(workload, Workload)  # noqa: TID251 (in the only thread)
         self._side = find(self._name)(self._role, work)
         return self._side.start()
 
@@ -131,7 +132,7 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_read_orders, args=(orders, stopping), name="bench-orders", daemon=True).start()
     worker = Worker(name, Role(role))
     while True:
-        order = msgspec.json.decode(orders.get(), type=Order)
+        order = _decode_order(orders.get())
         last = order.get("do") == "stop"
         answer = worker.execute(order)
         if last:

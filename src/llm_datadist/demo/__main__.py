@@ -26,6 +26,7 @@ from llm_datadist.demo.workload import Memory, Setup, Transport, Workload
 _ORPHANED: Final = 3
 # The runner's own bound is shorter and its end is noticed at once; this one only excludes waiting for ever.
 _ORDER_TIMEOUT_S: Final = 600.0
+_decode: Final = msgspec.json.Decoder(Order).decode
 
 _Order = TypeVar("_Order", Offer, Finish)
 
@@ -51,7 +52,7 @@ class _Orders:
         # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
         with io.FileIO(0, closefd=False) as stdin:
             while line := stdin.readline():
-                self._queue.put(msgspec.json.decode(line, type=Order))
+                self._queue.put(_decode(line))
         os._exit(_ORPHANED)
 
 

@@ -28,6 +28,7 @@ _ENVIRONMENT: Final = {
     "MKL_CBWR": "AUTO",
 }
 _KILL_WAIT_S: Final = 10.0
+_decode: Final = msgspec.json.Decoder(Event).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Child:
     def _read_events(self) -> None:
         for line in self._stdout:
             try:
-                event = msgspec.json.decode(line, type=Event)
+                event = _decode(line)
             except msgspec.MsgspecError:
                 event = Said(line.decode(errors="replace").rstrip())
             self._inbox.put((self.role, event))

@@ -41,6 +41,9 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     blocks: Annotated[list[Block], msgspec.Meta(min_length=1, max_length=_MAX_BLOCKS)]
 
 
+_decode: Final = msgspec.msgpack.Decoder(_Wire).decode
+
+
 class Granter(Protocol):
     """What gives and ends grants at the owner of the cache."""
 
@@ -190,7 +193,7 @@ class Grant:
         """
         check_type("data", data, bytes)
         try:
-            wire = msgspec.msgpack.decode(data, type=_Wire)
+            wire = _decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
         return cls(

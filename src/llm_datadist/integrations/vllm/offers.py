@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -67,14 +67,17 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         """Return the reference, and the token of its grants."""
         return keys.sign(msgspec.msgpack.encode(self))
 
-    @classmethod
-    def read(cls, reference: object, keys: ReferenceKeys) -> tuple[Self, bytes]:
+    @staticmethod
+    def read(reference: object, keys: ReferenceKeys) -> tuple[Offer, bytes]:
         """Return the offer of a reference, and the token of its grants. Raises ParamError."""
         payload, token = keys.read(reference)
         try:
-            return msgspec.msgpack.decode(payload, type=cls), token
+            return _decode(payload), token
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ParamError(f"reference: signed, but no offer of this version: {error}") from None
+
+
+_decode: Final = msgspec.msgpack.Decoder(Offer).decode
 
 
 def asked_of(request: Request) -> dict[str, Any]:
