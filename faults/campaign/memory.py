@@ -34,13 +34,13 @@ _PLACE_BITS: Final = 28
 _PLACES: Final = 1 << 12
 SLOTS: Final = 24
 WORKERS: Final = 8
-_REMEMBERED: Final = 32
+REMEMBERED: Final = 32
 _NUMBERS: Final = ("turn", "kind", "incarnation", "generation", "tensors", "rows", "words", "length")
 #: The last two: when the owner began to take a generation back, and when nobody could find it any more: monotonic ns,
 #: or 0.
 _RECORD: Final = np.dtype(
     [(name, "u8") for name in _NUMBERS]
-    + [("cache_id", "i8"), ("extra", "u1", (256,)), ("ending", "u8", (_REMEMBERED,)), ("ended", "u8", (_REMEMBERED,))]
+    + [("cache_id", "i8"), ("extra", "u1", (256,)), ("ending", "u8", (REMEMBERED,)), ("ended", "u8", (REMEMBERED,))]
 )
 
 
@@ -344,12 +344,12 @@ class Directory:
 
     def mark(self, worker: int, slot: int, generation: int, what: str) -> None:
         """Say that the end of a generation begins (``ending``), or is over (``ended``)."""
-        self._table[worker, slot][what][generation % _REMEMBERED] = time.monotonic_ns()
+        self._table[worker, slot][what][generation % REMEMBERED] = time.monotonic_ns()
 
     def unmark(self, worker: int, slot: int, generation: int) -> None:
         """The end of a generation did not take place."""
         for what in ("ending", "ended"):
-            self._table[worker, slot][what][generation % _REMEMBERED] = 0
+            self._table[worker, slot][what][generation % REMEMBERED] = 0
 
     # Everybody
 
@@ -380,9 +380,9 @@ class Directory:
     def moment(self, found: Found, generation: int, what: str) -> int:
         """Return when the end of a generation began or was over; 0: not yet, or too long ago to be known."""
         distance = (self.newest(found) - generation) % GENERATIONS
-        if self.life(found.worker) != found.incarnation or not distance < _REMEMBERED - 2:
+        if self.life(found.worker) != found.incarnation or not distance < REMEMBERED - 2:
             return 0
-        return int(self._table[found.worker, found.slot][what][generation % _REMEMBERED])
+        return int(self._table[found.worker, found.slot][what][generation % REMEMBERED])
 
     def newest(self, found: Found) -> int:
         return int(self._table[found.worker, found.slot]["generation"])

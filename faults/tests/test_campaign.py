@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,18 @@ import pytest
 from faults.__main__ import main
 from faults.campaign.interrupted import Bell
 from faults.campaign.journal import Doing, Interrupted, class_of, states_in
-from faults.campaign.memory import Shape, Stamp, difference, pattern, stamp_of, whole
+from faults.campaign.memory import (
+    REMEMBERED,
+    Directory,
+    Found,
+    Kind,
+    Shape,
+    Stamp,
+    difference,
+    pattern,
+    stamp_of,
+    whole,
+)
 from faults.campaign.report import VIOLATIONS, Growth, Recoveries, Report, expected, overruns
 from faults.campaign.schedule import TRANSPORTS, plan_epoch, schedule
 
@@ -93,6 +105,36 @@ def test_each_word_says_where_it_comes_from() -> None:
     assert "worker 1 life 2 slot 3 generation 4 tensor 0 row 1 word 2" in text
     assert "wanted" in text
     assert "generation 123456 tensor 2 row 7 word 9" in text
+
+
+def test_a_new_generation_is_seen_without_the_end_of_an_old_one_in_its_place(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(Directory):
+        def unmark(self, worker: int, slot: int, generation: int) -> None:
+            seen.append(self.newest(old))
+            super().unmark(worker, slot, generation)
+
+    old = Found(1, 2, Kind.ROWS, 7, 5, 40, Shape(4, 24, 64))
+    directory = Watched(tmp_path / "directory", create=True)
+    later = replace(old, generation=old.generation + REMEMBERED)
+    directory.publish(old)
+    directory.mark(old.worker, old.slot, old.generation, "ending")
+    directory.publish(later)
+    assert seen == [0, old.generation], "its end was forgotten before others could see the new one"
+    assert directory.look(1, 2) == later
+    assert not directory.moment(later, later.generation, "ending")
+    directory.close()
+
+
+def test_a_new_life_knows_what_an_earlier_one_may_have_pulled(tmp_path: Path) -> None:
+    directory = Directory(tmp_path / "directory", create=True)
+    directory.publish(Found(1, 2, Kind.ROWS, 7, 5, 40, Shape(4, 24, 64)))
+    directory.reborn(0)
+    assert (1, 7, 2, 5) in directory.generations()
+    directory.reborn(1)
+    assert (1, 7, 2, 5) not in directory.generations()
+    directory.close()
 
 
 def test_what_a_worker_does_is_told_by_its_calls_and_links() -> None:
