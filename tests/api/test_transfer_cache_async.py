@@ -448,7 +448,7 @@ def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_con
     prompt, decoder = shm_pair.start(rca=True)
     before, source = make_both(prompt, decoder, KV, KV)
     good, later, last, whole = (by_key(shm_pair, each) for each in (range(1), range(1, 2), range(2, 3), range(3)))
-    # A synchronizer that says no or dies; what else it may raise: tests/unit/test_tasks.py.
+    # A synchronizer that says no or dies; what else it may raise: tests/unit/test_transfer_threads.py.
     for value, code, text in ((False, INVALID, "returned False"), (SystemExit(3), FAILED, "SystemExit")):
         decoder.do(begin, "kv", [by_key(shm_pair, each) for each in (range(1), range(2), range(1, 3), range(2, 3))])
         decoder.do(ready, 0)

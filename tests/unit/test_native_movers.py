@@ -1,5 +1,5 @@
 """The two executors, inside one process and between two: against their twin, every byte inside and outside the
-addressed ranges; how they end early; the pool; generations; each refusal of the kernel."""
+addressed ranges; how they end early; generations; each refusal of the kernel."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from itertools import product
 from mmap import PAGESIZE
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from llm_datadist._native import (
     Plan,
     ProcessMemory,
     Tensors,
+    _native,
     advance_generation,
     execute,
     load_generation,
@@ -41,7 +40,7 @@ from llm_datadist._native import (
 )
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
-from llm_datadist.testing.scene import kernel_threads, residue, settled, tensors_over
+from llm_datadist.testing.scene import tensors_over
 from tests.support import twin
 from tests.support.users import USER, become
 
@@ -442,28 +441,6 @@ def test_a_failure_of_one_thread_ends_the_work_of_all(holder: Holder, pool: Copy
 # The pool
 
 
-def test_a_pool_names_its_threads_and_joins_them() -> None:
-    before = residue()
-    pool = CopyPool(3)
-    new = [name for number, name in kernel_threads().items() if number not in before["kernel threads"]]
-    assert sorted(new) == ["lldd-copy-0", "lldd-copy-1"]  # the caller is the third
-    assert (pool.threads, pool.closed, repr(pool)) == (3, False, "<CopyPool 3 threads>")
-    pool.close()
-    pool.close()
-    assert settled(before) == before
-    assert (pool.closed, repr(pool)) == (True, "<CopyPool 3 threads, closed>")
-    check(twin.make_plan(plan_row(0, 0, 4 * MIB)), twin.noise(18, 1, 4 * MIB), twin.noise(19, 1, 4 * MIB), pool)
-    forgotten = CopyPool(2)
-    del forgotten
-    assert settled(before) == before
-
-
-@pytest.mark.parametrize("threads", [0, -1, 1025])
-def test_a_pool_of_an_impossible_size(threads: int) -> None:
-    with pytest.raises(ParamError, match=f"^threads is {threads}: a CopyPool has 1 to 1024 threads"):
-        CopyPool(threads)
-
-
 @pytest.mark.parametrize("close_meanwhile", [False, True])
 def test_several_callers_share_one_pool(mover: Mover, close_meanwhile: bool) -> None:
     callers, size = 5, 4 * MIB
@@ -486,43 +463,6 @@ def test_several_callers_share_one_pool(mover: Mover, close_meanwhile: bool) -> 
             pool.close()
         assert all(result.result() for result in results)
     pool.close()
-
-
-FORK = """
-import os, signal, sys, warnings
-import numpy as np
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors, execute, plan_row
-
-def copy(pool):
-    dst, src = np.zeros(4 << 20, np.uint8), np.arange(4 << 20, dtype=np.uint32).view(np.uint8)[: 4 << 20]
-    ends = [Tensors(np.array([end.ctypes.data], np.uint64), end.nbytes) for end in (dst, src)]
-    plan = Plan(0, 0, 1, plan_row(0, 0, dst.nbytes), False, dst.nbytes)
-    assert execute(plan, *ends, pool, NO_DEADLINE) == dst.nbytes
-    assert np.array_equal(dst, src)
-
-warnings.simplefilter("ignore")  # Python 3.12 on: fork beside threads
-pool, kept = CopyPool(3), CopyPool(2)
-copy(pool)
-child = os.fork()
-signal.alarm(50)  # no child outlives a failed test
-copy(pool)
-if child == 0:
-    pool.close()
-    own = CopyPool(2)
-    copy(own)
-    own.close()
-    del pool
-    sys.exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-copy(pool)
-pool.close()
-"""
-
-
-def test_a_forked_child_copies_alone_and_ends() -> None:
-    """The child's exit runs the destructors: of a closed pool, a deleted one and one that was left alone."""
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60, env=os.environ | {"PYTHONPATH": path})
 
 
 def test_two_processes_advance_one_generation() -> None:
@@ -681,3 +621,23 @@ def test_peek_returns_the_bytes(holder: Holder) -> None:
         with pytest.raises(OSError, match="Bad address") as caught:
             peek_process(holder.pid, address, 16)
         assert caught.value.errno == errno.EFAULT
+
+
+# The limits of the bench, which move without a plan; their callers: tests/bench/test_sides.py
+
+ONE, NULL, ME = np.array([MIB], np.uint64), np.zeros(1, np.uint64), os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("limit", "arguments", "said"),
+    [
+        (_native.limit_memcpy, (ONE, NULL, 8, 1, False), "address 0 is 0"),
+        (_native.limit_process, (ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
+        (_native.limit_process, (ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
+        (_native.limit_stream, (0, True, ONE, 0, 0), "block_bytes is 0"),
+        (_native.limit_stream, (0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
+    ],
+)
+def test_what_the_limits_refuse(limit: Any, arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ParamError, match=said):
+        limit(*arguments)

@@ -1,4 +1,4 @@
-"""What Python does with a control socket: what it returns, when, and who has the interpreter meanwhile."""
+"""What is done with control sockets: what Python's calls return, when, and who has the interpreter meanwhile."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import struct
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from llm_datadist._links.handshake import listening_socket
 from llm_datadist._native import SocketInput, listen_for_input, send_now
 from llm_datadist.bench.worker import Busy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+Pair = tuple[socket.socket, socket.socket]
+
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair() -> Iterator[Pair]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
@@ -29,9 +34,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_end_from_a_reset(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_end_from_a_reset(pair: Pair) -> None:
     ours, theirs = pair
     receive = SocketInput(ours.fileno()).receive
     assert receive() is None
@@ -67,7 +70,7 @@ def test_send_now_takes_what_the_kernel_takes_and_no_signal_comes_of_a_broken_pi
         send_now(0, "text")  # type: ignore[arg-type]
 
 
-def test_a_signal_ends_a_wait_so_that_its_handler_can_run(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_signal_ends_a_wait_so_that_its_handler_can_run(pair: Pair) -> None:
     handler = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.02)
@@ -76,9 +79,7 @@ def test_a_signal_ends_a_wait_so_that_its_handler_can_run(pair: tuple[socket.soc
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_a_descriptor_that_is_not_listened_to_is_reported_at_its_end_only_and_that_once(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_a_descriptor_that_is_not_listened_to_is_reported_at_its_end_only_and_that_once(pair: Pair) -> None:
     ours, theirs = pair
     with select.epoll() as watch:
         watch.register(ours, select.EPOLLIN)
@@ -96,9 +97,7 @@ def test_a_descriptor_that_is_not_listened_to_is_reported_at_its_end_only_and_th
         listen_for_input(watch.fileno(), -1, True)  # closed meanwhile: nothing
 
 
-def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive(pair: Pair) -> None:
     ours, theirs = (sock.fileno() for sock in pair)
     receive = SocketInput(ours).receive
     interval = sys.getswitchinterval()
@@ -118,3 +117,22 @@ def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive
     finally:
         sys.setswitchinterval(interval)
         busy.end()
+
+
+_DIALS = 600
+_SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+
+
+@pytest.mark.skipif(int(_SOMAXCONN.read_text()) < _DIALS, reason=f"{_SOMAXCONN} is below {_DIALS}")
+def test_hundreds_of_dials_at_once_need_no_second_attempt_while_nothing_is_accepted() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening_socket(("127.0.0.1", 0)))
+        socks = [stack.enter_context(socket.socket()) for _ in range(_DIALS)]
+        for sock in socks:
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        # Over loopback a first attempt is over when connect returns; a second one comes a second later.
+        for number, sock in enumerate(socks):
+            ready = select.poll()
+            ready.register(sock, select.POLLOUT)
+            assert ready.poll(200), f"dial {number} waits for its second attempt"

@@ -1,4 +1,4 @@
-"""Segments: seals, ownership of descriptors and mappings, views; and how much memory this process may have."""
+"""Segments: seals, ownership of descriptors and mappings, views; huge pages, and who unmaps."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
 
-from llm_datadist._memory import huge_pages
+from llm_datadist._memory import huge_pages, unmap
 from llm_datadist._memory import segment as segments
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
+from llm_datadist._native import unmap_elsewhere
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
 from llm_datadist.testing.scene import residue
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
+from tests.support.huge import HUGE, given, mapped_huge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist._memory.segment import Segment
+
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -308,98 +312,149 @@ def test_the_staged_device_counts_by_direction_and_thread_and_refuses_when_told(
     assert device.allocated_bytes == 0
 
 
-# --- the limit of host memory -----------------------------------------------------------------------------------------
+# --- huge pages -------------------------------------------------------------------------------------------------------
 
-V1_LIMIT, V1_NO_LIMIT = "memory.limit_in_bytes", str((1 << 63) - 4096)
-OUTSIDE = {f"../outside/{V1_LIMIT}": "1", f"not/under/root/{V1_LIMIT}": "1", V1_LIMIT: str(5 * MIB)}
-V2 = "0::/a/b\n", "35 24 0:30 / {top} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+GIVEN = pytest.mark.skipif(not given(), reason="this host gives no huge pages to shared memory")
 
 
-def v1(root: str, group: str) -> tuple[str, str]:
-    mount = "36 24 0:31 {root} {top} rw - cgroup cgroup rw,memory\n37 24 0:32 / /elsewhere rw - cgroup cgroup rw,cpu\n"
-    groups = "12:cpu,cpuacct:/other\n4:hugetlb,memory:{group}\n1:name=memories:/memory\n0::/\n"
-    return groups.replace("{group}", group), mount.replace("{root}", root)
+def huge(nbytes: int, *, prefault: bool = False) -> SharedSegment:
+    return SharedSegment.create("large", nbytes, peers_may_write=False, prefault=prefault, huge_pages=True)
 
 
+@GIVEN
+@pytest.mark.parametrize("prefault", [False, True])
+def test_all_of_it_is_huge_zero_and_sealed_and_a_peer_maps_it_as_such(prefault: bool) -> None:
+    nbytes = 35 * HUGE  # more than one system call asks for
+    with huge(nbytes, prefault=prefault) as segment:
+        assert segment.address % HUGE == 0
+        assert os.fstat(segment.fd).st_blocks * 512 == nbytes  # all of its memory is there
+        assert not segment.view().any()
+        assert mapped_huge("large") == nbytes
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & seals == seals
+        with pytest.raises(ProtocolError, match="not permitted"):
+            SharedSegment.attach(os.dup(segment.fd), nbytes, writable=True)
+        with SharedSegment.attach(segment.open_for_reading(), nbytes, writable=False) as peer:
+            segment.view()[HUGE - 1 :: HUGE] = 7
+            assert peer.view()[HUGE - 1 :: HUGE].tolist() == [7] * 35
+            assert int(peer.view().sum()) == 7 * 35
+            assert mapped_huge("large") == 2 * nbytes
+    assert mapped_huge("large") == 0
+
+
+@GIVEN
+def test_a_size_that_is_no_multiple_is_refused_before_anything_is_made() -> None:
+    for nbytes in (1, HUGE - 1, HUGE + 4096, 3 * MIB):
+        with pytest.raises(ParamError, match=rf"'large'.*multiple of {HUGE} bytes, memory_size is {nbytes}"):
+            huge(nbytes)
+
+
+class _Libc:
+    """madvise of a kernel that answers as told, from the second call on."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self._madvise: Callable[..., int] = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self.codes = [0, *codes]
+
+    def madvise(self, *args: Any) -> int:
+        code = self.codes.pop(0) if self.codes else 0
+        if code:
+            ctypes.set_errno(code)
+            return -1
+        return self._madvise(*args)
+
+
+NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
+
+
+@GIVEN
 @pytest.mark.parametrize(
-    ("told", "limits", "setter"),  # what procfs tells of groups and mounts, the files of limits, the one that counts
-    [
-        (("", ""), {}, None),
-        (V2, {"a/b/memory.max": "max", "a/memory.max": "max"}, None),
-        (V2, {"a/b/memory.max": str(MIB), "a/memory.max": "max"}, "a/b/memory.max"),
-        (V2, {"a/b/memory.max": "max", "a/memory.max": str(2 * MIB)}, "a/memory.max"),
-        (V2, {"a/b/memory.max": str(8 * MIB), "memory.max": str(3 * MIB)}, "memory.max"),
-        (V2, {"a/b/memory.max": str(64 * MIB)}, None),
-        (V2, {"c/memory.max": "1"}, None),
-        (v1("/", "/x/job"), {f"x/job/{V1_LIMIT}": V1_NO_LIMIT, f"x/{V1_LIMIT}": str(MIB)}, f"x/{V1_LIMIT}"),
-        (v1("/", "/x/job"), {f"x/job/{V1_LIMIT}": str(MIB), f"x/{V1_LIMIT}": V1_NO_LIMIT}, f"x/job/{V1_LIMIT}"),
-        (v1("/docker/x", "/docker/x/job"), {f"job/{V1_LIMIT}": V1_NO_LIMIT, V1_LIMIT: str(MIB)}, V1_LIMIT),
-        (v1("/docker/x", "/docker/x/job"), {f"job/{V1_LIMIT}": str(MIB), V1_LIMIT: V1_NO_LIMIT}, f"job/{V1_LIMIT}"),
-        (v1("/", "/../outside"), OUTSIDE, V1_LIMIT),  # outside of the mount: the limit is the one at its top
-        (v1("/docker/x", "/not/under/root"), OUTSIDE, V1_LIMIT),
-    ],
+    ("code", "kind"), [(errno.ENOMEM, OutOfMemory), (errno.EBUSY, OutOfMemory), (errno.EPERM, ParamError)]
 )
-def test_the_smallest_of_the_host_the_group_and_its_ancestors_counts_also_where_only_a_subtree_is_mounted(
-    tmp_path: Path, told: tuple[str, str], limits: dict[str, str], setter: str | None
+def test_what_the_kernel_refuses_is_an_error_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
 ) -> None:
-    top, own = tmp_path / "cgroup fs", tmp_path / "proc" / "self"
-    for path, text in limits.items():
-        (top / path).parent.mkdir(parents=True, exist_ok=True)
-        (top / path).write_text(text + "\n")
-    own.mkdir(parents=True)
-    (own / "cgroup").write_text(told[0])
-    (own / "mountinfo").write_text(told[1].replace("{top}", str(top).replace(" ", "\\040")))
-    (own.parent / "meminfo").write_text("MemTotal:       16384 kB\nMemFree:        1 kB\n")
-    expected = (16 * MIB, "host memory") if setter is None else (int(limits[setter]), f"cgroup limit {top / setter}")
-    assert host_memory_limit(own.parent) == expected
+    """Too little memory in one piece, or no right to any."""
+    monkeypatch.setattr(huge_pages, "_libc", _Libc([code]))
+    before, short = residue(), rf"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes"
+    with pytest.raises(kind, match=short if kind is OutOfMemory else NONE) as refused:
+        huge(40 * HUGE)
+    if isinstance(error := refused.value, OutOfMemory):
+        assert (error.pool, error.requested, error.free) == ("large", 40 * HUGE, 32 * HUGE)
+    assert residue() == before  # while the error is still there
 
 
-def test_the_real_limit_is_no_more_than_physical_memory(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemFree: 1 kB\n")
-    with pytest.raises(OSError, match="no MemTotal"):
-        host_memory_limit(tmp_path)
-    nbytes, source = host_memory_limit()
-    assert 0 < nbytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert source
+@GIVEN
+def test_a_page_that_is_busy_is_asked_for_again_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_libc", _Libc([errno.EAGAIN] * 3))
+    with huge(40 * HUGE):
+        assert mapped_huge("large") == 40 * HUGE
+    monkeypatch.setattr(huge_pages, "_libc", _Libc([errno.EAGAIN] * 1000))
+    with pytest.raises(OutOfMemory, match="temporarily unavailable"):
+        huge(40 * HUGE)
 
 
-MEMINFO = """MemTotal:       1000 kB
-MemAvailable:    600 kB
-SwapFree:        100 kB
-CommitLimit:     800 kB
-Committed_AS:    300 kB
-"""
+# --- unmapping --------------------------------------------------------------------------------------------------------
 
 
-def _proc(tmp_path: Path, *, overcommit: str = "0", cgroup: dict[str, str] | None = None) -> Path:
-    (tmp_path / "sys/vm").mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "meminfo").write_text(MEMINFO)
-    (tmp_path / "sys/vm/overcommit_memory").write_text(f"{overcommit}\n")
-    (tmp_path / "self/cgroup").write_text("0::/job\n")
-    (tmp_path / "self/mountinfo").write_text(f"30 20 0:26 / {tmp_path}/cg rw - cgroup2 cgroup2 rw\n")
-    (tmp_path / "cg/job").mkdir(parents=True)
-    for name, text in (cgroup or {}).items():
-        (tmp_path / "cg/job" / name).write_text(f"{text}\n")
-    return tmp_path
+class _Kernel:
+    """Notes which thread unmaps: the calling one, by libc, or another one."""
+
+    def __init__(self, libc: object) -> None:
+        self._libc = libc
+        self.here = self.elsewhere = 0
+
+    def munmap(self, address: int, nbytes: int) -> None:
+        self.here += 1
+        self._libc.munmap(address, nbytes)  # type: ignore[attr-defined]
+
+    def unmap_elsewhere(self, address: int, nbytes: int, piece: int) -> bool:
+        done = unmap_elsewhere(address, nbytes, piece)
+        self.elsewhere += done
+        return done
 
 
-LIMITED = {"memory.max": "500000", "memory.current": "400000", "memory.stat": "anon 1\ninactive_file 50000"}
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    kernel = _Kernel(unmap._libc)
+    monkeypatch.setattr(unmap, "_libc", kernel)
+    monkeypatch.setattr(unmap, "unmap_elsewhere", kernel.unmap_elsewhere)
+    return kernel
 
 
-@pytest.mark.parametrize(
-    ("overcommit", "cgroup", "free", "source"),
-    [
-        ("0", {}, 700 * 1024, "MemAvailable"),
-        ("2", {}, 500 * 1024, "CommitLimit"),
-        ("0", LIMITED, 150_000, "cgroup limit"),
-        ("0", LIMITED | {"memory.stat": ""}, 100_000, "cgroup limit"),
-        ("0", LIMITED | {"memory.current": "700000"}, 0, "cgroup limit"),
-        ("0", {"memory.max": "max"}, 700 * 1024, "MemAvailable"),
-    ],
-)
-def test_the_tightest_bound_is_what_can_still_be_had(
-    tmp_path: Path, overcommit: str, cgroup: dict[str, str], free: int, source: str
-) -> None:
-    found, bound = available_memory(_proc(tmp_path, overcommit=overcommit, cgroup=cgroup))
-    assert (found, bound.startswith(source)) == (free, True)
+def _drop(nbytes: int) -> None:
+    with SharedSegment.create("x", nbytes, peers_may_write=True, prefault=True):
+        pass
+
+
+LARGE = unmap._SMALL_BYTES + 4096
+
+
+def test_only_a_thread_that_must_not_wait_leaves_large_unmappings_to_another_one(kernel: _Kernel) -> None:
+    with unmap.never_wait_here():
+        for _ in range(3):
+            _drop(LARGE)
+        assert (kernel.here, kernel.elsewhere) == (0, 3)
+        other = threading.Thread(target=_drop, args=(LARGE,))
+        other.start()
+        other.join()
+    assert (kernel.here, kernel.elsewhere) == (1, 3)
+
+
+@pytest.mark.parametrize("nbytes", [unmap._SMALL_BYTES, unmap._SMALL_SPARSE_BYTES])
+def test_a_thread_that_must_not_wait_unmaps_what_is_small_by_itself(kernel: _Kernel, nbytes: int) -> None:
+    owner = SharedSegment.create("x", nbytes, peers_may_write=True)
+    peer = SharedSegment.attach(os.dup(owner.fd), nbytes, writable=False, sparse=nbytes > unmap._SMALL_BYTES)
+    with unmap.never_wait_here():
+        peer.close()
+    assert (kernel.here, kernel.elsewhere) == (1, 0)
+    owner.close()
+
+
+def test_without_a_thread_left_the_caller_unmaps(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unmap, "unmap_elsewhere", lambda *_: False)
+    with unmap.never_wait_here():
+        _drop(LARGE)
+        _drop(LARGE)
+    assert kernel.here == 2

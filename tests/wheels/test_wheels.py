@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from tests.support.source import ROOT
-from tests.unit import test_native_exit
+from tests.unit import test_native_pool
 from tests.wheels.arm64 import Arm64, Impossible, arm64
 
 WISH: Final = os.environ.get("LLM_DATADIST_WHEELS")
@@ -91,7 +91,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_threads_in_the_wheels_native_code_do_not_crash_the_exit(plain: Path, tmp_path: Path) -> None:
     """The wheel has a C++ library of its own, so the test of the module that was compiled here says nothing of it."""
-    program = [str(plain / "python"), "-c", test_native_exit.PROGRAM]
+    program = [str(plain / "python"), "-c", test_native_pool.EXIT]
     ended = subprocess.run(program, check=False, capture_output=True, text=True, cwd=tmp_path, env=bare(plain))
     assert (ended.returncode, ended.stderr) == (0, "")
 

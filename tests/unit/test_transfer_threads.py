@@ -1,19 +1,87 @@
-"""Jobs by themselves: the source's memory is given back once, whatever ends first."""
+"""Threads of transfers: how many swap, what becomes of refused work, and jobs, which give their source back once."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llm_datadist import LLMStatusCode
+from llm_datadist import LLMException, LLMStatusCode, _native
 from llm_datadist._transfer.layerwise import CacheTask, Tasks, TransferJob
+from llm_datadist._transfer.local_copy import SwapEngine
+from llm_datadist._transfer.threads import Threads
 from llm_datadist.errors import DeadlineExceeded, StateError
+from llm_datadist.testing import StagedDevice
 from tests.support.layers import FAILED, OK, Always
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.support.kinds import LocalEnd
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    with Threads(1, "tested") as threads:
+        yield threads
+
+
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_refused_work_is_not_done_by_a_thread_that_starts_later(threads: Threads) -> None:
+    done: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        with pytest.raises(LLMException, match="no thread can be started: can't start new thread") as caught:
+            threads.submit(done.append, 1)
+    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+    threads.submit(done.append, 2).result(10)
+    assert done == [2]
+
+
+def test_shared_work_is_done_by_the_caller_where_no_thread_can_be_started(threads: Threads) -> None:
+    def fail() -> None:
+        raise KeyError(threading.current_thread().name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        assert threads.share(pow, 2, 3).result(0) == 8
+        assert isinstance(error := threads.share(fail).exception(0), KeyError)
+        assert error.args == (threading.current_thread().name,)
+    assert threads.share(threading.current_thread).result(10) is not threading.current_thread()
+
+
+def test_a_shutdown_cancels_what_a_busy_thread_has_not_begun_and_refuses_what_comes(threads: Threads) -> None:
+    busy, go_on = threading.Event(), threading.Event()
+    threads.submit(busy.set)
+    first, taken = threads.submit(go_on.wait, 10), threads.submit(threading.current_thread)
+    assert busy.wait(10)
+    assert not taken.done()
+    go_on.set()
+    first.result(10)
+    assert taken.result(10).name.startswith("tested")
+    go_on.clear()
+    last, waiting, dropped = threads.submit(go_on.wait, 10), threads.submit(int), threads.submit(int)
+    assert dropped.cancel()
+    threads.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+    with pytest.raises(RuntimeError, match="after shutdown") as caught:
+        threads.submit(int)
+    assert not isinstance(caught.value, LLMException)
+    assert last.done() or last.result(10)
+
+
+def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
+    assert [SwapEngine(StagedDevice(), cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
+    end.start("DECODER", 1)
+    assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
+
 
 BOUND_S = 20.0
 

@@ -1,8 +1,13 @@
-"""The transport nixl with agents that move nothing: what a peer's requests and answers may cost."""
+"""The transport nixl with agents that move nothing: who decides that a link uses it, and what a peer's requests and
+answers may cost. No NIXL is needed."""
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,6 +25,8 @@ from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._native.signals import hold_signals, put_off
+from llm_datadist._transport.choose import choose
+from llm_datadist._transport.connect import NixlEndpoint
 from llm_datadist._transport.nixl import (
     _AGAIN,
     _OVERDUE,
@@ -33,8 +40,10 @@ from llm_datadist._transport.nixl import (
     _ask_decoder,
 )
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist.errors import DeadlineExceeded, LLMStatusCode, PeerLost, ProtocolError
+from llm_datadist._transport.peer_memory import why_stranger
+from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
+from tests.support.linking import has_ipv6
 from tests.support.moves import wait_until
 
 if TYPE_CHECKING:
@@ -45,6 +54,84 @@ if TYPE_CHECKING:
     from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 
 encode = msgspec.msgpack.Encoder().encode
+
+
+def in_time(call: Callable[..., object], *arguments: object) -> bool:
+    """Call it in a thread of its own; return False if it has not ended in 30 seconds."""
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "asked", "authenticated", "used"),
+    [
+        ("tcp", "tcp", True, False, "tcp"),
+        ("tcp", "tcp", False, True, ""),
+        ("rdma", "tcp", False, True, ""),
+        ("tcp", "rdma", True, False, "tcp"),
+        ("rdma", "rdma", False, False, ""),
+        ("rdma", "rdma", False, True, "rdma"),
+        ("rdma", "rdma", True, False, "rdma"),
+        ("", "tcp", True, True, ""),
+    ],
+)
+def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
+    mine: str, theirs: str, asked: bool, authenticated: bool, used: str
+) -> None:
+    endpoint = NixlEndpoint(mock.sentinel.shared, mine, "not here", asked=asked, authenticated=authenticated)
+    offer = endpoint.offer(theirs)
+    assert offer.fabric == used
+    if not used:
+        with pytest.raises(LinkRefused, match=r"not nixl: (this end does not ask for it|not here)"):
+            choose(same_process=False, same_host=None, forced="nixl", nixl=offer)
+
+
+def test_a_peer_reads_by_itself_only_where_rdma_keys_hold_it() -> None:
+    by_itself = msgspec.structs.replace(ask(), direct=True, receiver=None)
+    with serving() as connection, pytest.raises(ProtocolError, match="over RDMA only"):
+        connection.server.on_request(encode(by_itself), lambda answer: None)
+
+
+def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_its_link_holds_no_memory() -> None:
+    answers: list[bytes] = []
+    with serving() as connection:
+        server = connection.server
+        server._writable = False
+        server.on_request(encode(ask(write=True)), answers.append)
+        (answer,) = map(answer_of, answers)
+        assert isinstance(answer, Refused)
+        assert (answer.code, answer.touched) == (int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF, False)
+        server._writable = True
+        server.stop()
+        server.on_request(encode(ask(write=True)), lambda answer: None)
+        assert in_time(server.quiesce, TAG)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize(("listen", "dial"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
+def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end(listen: str, dial: str) -> None:
+    if ":" in listen and not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    script = (
+        "import os, socket, sys; os.setuid(54321); near = socket.socket(int(sys.argv[1]))\n"
+        "near.connect((sys.argv[2], int(sys.argv[3]))); near.recv(1)"
+    )
+    families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in (listen, dial)]
+    with socket.create_server((listen, 0), family=families[0], dualstack_ipv6=listen == "::") as listener:
+        port = listener.getsockname()[1]
+        arguments = [str(int(families[1])), dial, str(port)]
+        with subprocess.Popen([sys.executable, "-c", script, *arguments]) as other:
+            stranger, _ = listener.accept()
+            with stranger:
+                assert why_stranger(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
+                assert why_stranger(stranger, frozenset({54321})) == ""
+            assert other.wait(60) == 0
+        with socket.create_connection((dial, port)) as near, listener.accept()[0] as far:
+            assert (why_stranger(near, frozenset()), why_stranger(far, frozenset())) == ("", "")
+            near.close()  # then the kernel shows root
+            assert why_stranger(far, frozenset()).startswith("the user of the peer is unknown")
 
 
 MOVING = threading.Event()
@@ -227,14 +314,6 @@ class Tagged:
 
     def on_lane_lost(self, link: object, left: int, reason: str) -> None:
         raise AssertionError("there are no lanes here")
-
-
-def in_time(call: Callable[..., object], *arguments: object) -> bool:
-    """Call it in a thread of its own; return False if it has not ended in 30 seconds."""
-    thread = threading.Thread(target=call, args=arguments, daemon=True)
-    thread.start()
-    thread.join(30)
-    return not thread.is_alive()
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["a push that is granted", "a pull that waits"])
