@@ -131,6 +131,13 @@ class Ends:
     def move(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> native.Outcome:
         return self.near.wait(self.start(lane, plan, local, write=write), deadline())
 
+    def works(self, lane: int) -> bool:
+        """Return True if a read over that lane brings what is at the far end."""
+        source, into = twin.noise(8, 2, 4096)
+        with Target(self.far, twin.tensors_of([source])):
+            outcome = self.move(lane, one_row(4096), twin.tensors_of([into]))
+        return outcome.ending is native.Ending.GOOD and np.array_equal(into, source)
+
     def close(self) -> None:
         self.near.close()
         self.far.close()
@@ -202,6 +209,14 @@ class Wire:
         assert (kind, payload) == (RESULT, 0)
         body = self.receive(meta)
         return id, int.from_bytes(body[:4], "little"), body[4:].decode()
+
+    def write_is_good(self, engine: native.LaneEngine, id: int) -> bool:
+        """Return True if a write over this lane arrives in the engine's memory and is answered."""
+        memory = np.zeros(1000, np.uint8)
+        self.send(WRITE, id, b"", b"x" * 1000)
+        asked = next_event(engine, native.WriteAsked)
+        engine.accept_write(asked.lane, id, one_row(1000), twin.tensors_of([memory]), [], 0)
+        return (asked.id, asked.nbytes, self.result(), memory.tobytes()) == (id, 1000, (id, 0, ""), b"x" * 1000)
 
     def is_closed(self) -> bool:
         with suppress(ConnectionResetError):

@@ -136,9 +136,7 @@ def join(*threads: threading.Thread) -> None:
         assert not thread.is_alive()
 
 
-def test_before_the_channel_begins_nothing_is_read_and_what_came_with_the_handshake_is_first_then(
-    control: ControlLoop,
-) -> None:
+def test_nothing_is_read_before_the_begin_and_what_came_with_the_handshake_is_first_then(control: ControlLoop) -> None:
     ends = Ends(control, first=Beat(0))
     ends.channel.send(Beat(1))
     waiter, stream = ends.expect(7), frame(Beat(5)) + frame(UnlinkAck(7)) + frame(Beat(6))
@@ -220,9 +218,7 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_after_a_bug_or_a_close_in_a_handler_nothing_is_delivered_and_the_loop_goes_on(
-    ends: Ends, fails: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_bug_or_a_close_nothing_is_delivered(ends: Ends, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     def handle(message: Message) -> None:
         if fails:
             raise KeyError("a bug")
@@ -240,9 +236,7 @@ def test_after_a_bug_or_a_close_in_a_handler_nothing_is_delivered_and_the_loop_g
     other.close()
 
 
-def test_closing_while_flushing_from_many_threads_tells_once_wakes_the_reader_and_leaves_nothing(
-    control: ControlLoop,
-) -> None:
+def test_closing_while_many_threads_flush_tells_once_wakes_the_reader_and_leaves_nothing(control: ControlLoop) -> None:
     def talk_until_closed(one: Channel) -> None:
         with suppress(NotLinked):
             while True:
@@ -292,9 +286,7 @@ def test_tune_sets_what_every_control_socket_has() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
 
 
-def test_a_caller_that_prepared_reads_an_answer_that_is_there_already_or_leaves_the_channel_to_others(
-    ends: Ends,
-) -> None:
+def test_a_caller_that_prepared_reads_an_answer_that_is_there_or_leaves_the_channel_to_others(ends: Ends) -> None:
     waiter, first, second = (ends.expect(number) for number in (7, 1, 2))
     ends.channel.prepare(waiter)
     ends.say(UnlinkAck(7))

@@ -195,9 +195,7 @@ def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted
 # --- Options: types and defaults -----------------------------------------------------------------------------------
 
 
-def test_defaults_of_a_minimal_dict_which_is_not_changed_and_the_result_is_frozen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_minimal_dict_has_defaults_is_not_changed_and_the_result_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
     monkeypatch.delenv(INSECURE_VARIABLE, raising=False)
     monkeypatch.setattr("resource.getrlimit", lambda _: (4096, 8192))

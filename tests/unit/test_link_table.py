@@ -152,9 +152,7 @@ def test_rule_8_a_second_process_under_a_linked_cluster_id_is_refused_naming_bot
     newcomer.end("refused", lost=False)
 
 
-def test_a_commit_waits_for_an_unlink_a_closed_table_takes_no_link_and_one_holds_both_ends_of_a_link_to_itself() -> (
-    None
-):
+def test_a_commit_waits_for_an_unlink_a_closed_table_takes_no_link_and_one_links_to_itself() -> None:
     here, there = End(1, b"a"), End(2, b"b")
     run([dial(here, there)], iter([]))
     link = here.table.get(2)

@@ -20,9 +20,7 @@ from llm_datadist.utils import log
 pytestmark = pytest.mark.covers("apply_environment", "llm_datadist.utils.log")
 
 
-def test_r30_level_from_the_environment_and_an_unknown_one_is_one_warning_and_changes_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_r30_level_from_the_environment_and_an_unknown_one_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert LEVEL_VARIABLE == "ASCEND_GLOBAL_LOG_LEVEL"
     kept = logging.WARNING - 1
     levels = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR, " 1 ": logging.INFO}
@@ -80,9 +78,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("value", "application", "lines", "first"), SAID)
-def test_the_log_variable_has_the_log_written_to_standard_error_once(
-    value: str | None, application: str, lines: int, first: str
-) -> None:
+def test_the_log_variable_has_it_written_once(value: str | None, application: str, lines: int, first: str) -> None:
     environment = {name: each for name, each in os.environ.items() if name not in (LOG_VARIABLE, LEVEL_VARIABLE)}
     environment |= {} if value is None else {LOG_VARIABLE: value}
     program = [sys.executable, "-c", application + _PROGRAM]

@@ -172,9 +172,7 @@ def test_r11_larger_than_the_host_is_out_of_memory_naming_both_figures_and_the_p
     pool.close()
 
 
-def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_by_the_host_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "host_memory_limit", lambda: (10 * PAGE, "a test"))
     memory = DirectMemory("device", HostDevice())
     before = residue()

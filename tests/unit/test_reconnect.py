@@ -105,9 +105,7 @@ def test_failures_are_tried_again_and_told_in_one_line(attempts: Attempts) -> No
     assert attempts.reconnector.story(8) == ""
 
 
-def test_what_another_attempt_would_not_change_ends_it_with_one_line(
-    attempts: Attempts, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_would_not_change_ends_it_with_one_line(attempts: Attempts, caplog: pytest.LogCaptureFixture) -> None:
     for number, name in enumerate(("LLM_ALREADY_LINK", "LLM_NOT_YET_LINK", "LLM_PARAM_INVALID"), start=1):
         attempts.outcome = partial(refuse, LLMStatusCode[name])
         attempts.reconnector.begin(lost())
@@ -211,9 +209,7 @@ def pauses(crowd: int, now: float) -> list[float]:
     return waits
 
 
-def test_a_member_is_dialled_at_once_one_that_was_lost_after_that_and_each_never_less_than_twice_a_second(
-    now: float,
-) -> None:
+def test_a_member_is_dialled_at_once_or_a_little_later_and_never_less_than_twice_a_second(now: float) -> None:
     first, second = member(), member(again=True)
     assert first.due <= now
     assert second.due >= now + 0.4

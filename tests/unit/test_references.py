@@ -85,9 +85,7 @@ def test_the_first_secret_signs_and_all_are_believed(file: Path, tmp_path: Path)
     assert keys.read(ReferenceKeys(later).sign(PAYLOAD)[0])[0] == PAYLOAD, "a bad file changes nothing"
 
 
-def test_the_secret_of_the_links_signs_else_an_own_one_and_an_engine_that_leaves_this_host_needs_one(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secret_of_the_links_signs_else_an_own_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     links = {"llm.AuthSecretFile": str(file)}
     assert secret_file(None, links) == (file, "llm.AuthSecretFile")
     assert secret_file(str(file), {}) == (file, "reference_secret_file")
@@ -104,9 +102,7 @@ def test_the_secret_of_the_links_signs_else_an_own_one_and_an_engine_that_leaves
         secret_file(None, {})
 
 
-def test_the_file_of_this_user_is_made_once_by_many_and_readable_by_this_user_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_this_user_is_made_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     script = "from llm_datadist.integrations import references as r; p = r.runtime_secret_file(); print(p.read_text())"
     command = [sys.executable, "-c", script]
@@ -118,9 +114,7 @@ def test_the_file_of_this_user_is_made_once_by_many_and_readable_by_this_user_on
 
 
 @pytest.mark.parametrize("wrong", ["mode", "link", "file", "owner"])
-def test_a_folder_that_others_may_enter_or_have_made_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
+def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder, other = tmp_path / "open-datadist", tmp_path / "other"
     other.mkdir(mode=0o700)

@@ -536,9 +536,7 @@ def refuse(reason: str, *_: object) -> None:
 
 @pytest.mark.parametrize("option", [rendezvous.SO_PASSRIGHTS, 9999], ids=["newer kernel", "older kernel"])
 @pytest.mark.parametrize("at", ["in a packet", "behind 34 others", "in a second packet"])
-def test_a_descriptor_of_an_admitted_peer_stops_neither_end(
-    at: str, option: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_descriptor_of_a_peer_stops_neither_end(at: str, option: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is: the kernel closes also what it has no room for, and what was never received."""
     monkeypatch.setattr(rendezvous, "SO_PASSRIGHTS", option)
 
@@ -588,9 +586,7 @@ def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -
         assert second.recv(100) == b""
 
 
-def test_no_packet_is_taken_while_as_many_descriptors_as_may_be_wait_for_their_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_packet_is_taken_while_too_many_descriptors_wait_for_their_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of descriptors, the kernel would close what it cannot give us in the thread that receives."""
     monkeypatch.setattr(rendezvous, "_MAX_CLOSING", 5)
     monkeypatch.setattr(samehost, "_ACCEPT_PAUSE_S", 0.05)

@@ -96,9 +96,7 @@ def test_what_is_tampered_with_never_comes_out(credentials: Credentials) -> None
     assert min(found.values()) > 0, found
 
 
-def test_after_tampering_nothing_more_is_sealed_and_what_an_end_has_sent_is_not_believed_when_it_comes_back(
-    credentials: Credentials,
-) -> None:
+def test_after_tampering_nothing_is_sealed_and_what_comes_back_is_not_believed(credentials: Credentials) -> None:
     ours, theirs = shaken(credentials)
     with pytest.raises(AuthFailed):
         theirs.open(ours.seal(b"an order")[:-1] + b"\0")

@@ -372,9 +372,7 @@ NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
 @pytest.mark.parametrize(
     ("code", "kind"), [(errno.ENOMEM, OutOfMemory), (errno.EBUSY, OutOfMemory), (errno.EPERM, ParamError)]
 )
-def test_what_the_kernel_refuses_is_an_error_and_nothing_is_left(
-    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
-) -> None:
+def test_a_refusal_of_the_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]) -> None:
     """Too little memory in one piece, or no right to any."""
     monkeypatch.setattr(huge_pages, "_libc", _Libc([code]))
     before, short = residue(), rf"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes"

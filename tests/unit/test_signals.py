@@ -41,9 +41,7 @@ def came() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("wait", [deliver_signals, lambda: Deadline(1000).poll(lambda: False)])
-def test_a_handler_runs_where_the_call_waits_and_no_other_while_it_is_undone(
-    came: list[int], wait: Callable[[], None]
-) -> None:
+def test_a_handler_runs_where_the_call_waits_and_no_other(came: list[int], wait: Callable[[], None]) -> None:
     seen: list[list[int]] = []
     signal.signal(SECOND, lambda number, _: came.append(number))  # it would raise at any instruction after the call
 
@@ -99,9 +97,7 @@ def test_what_a_call_has_made_is_taken_back_when_an_exception_replaces_it(came: 
     assert "Maker.make" in repr(Maker.make)
 
 
-def test_a_handler_runs_after_the_call_also_one_set_in_the_call_which_is_shown_as_it_was_set(
-    came: list[int],
-) -> None:
+def test_a_handler_runs_after_the_call_also_one_set_in_it_which_is_shown_as_it_was_set(came: list[int]) -> None:
     seen: list[Any] = []
 
     @hold_signals
@@ -173,9 +169,7 @@ def test_a_fork_in_a_held_call_holds_nothing_of_the_parent(came: list[int]) -> N
     assert signals == [FIRST]
 
 
-def test_what_is_put_off_is_done_once_after_the_outermost_call_and_its_error_is_reported(
-    monkeypatch: pytest.MonkeyPatch, came: list[int]
-) -> None:
+def test_what_is_put_off_is_done_after_the_outermost_call(monkeypatch: pytest.MonkeyPatch, came: list[int]) -> None:
     done: list[object] = []
     reported: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: reported.append(what.exc_value))

@@ -112,9 +112,7 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
     assert repr(intent_writer) == NONE_AT_WORK
 
 
-def test_impossible_guards_finalized_owners_and_closed_writers_announce_nothing(
-    writers: WriteIntents, page: WriterPage
-) -> None:
+def test_impossible_guards_and_what_is_closed_announce_nothing(writers: WriteIntents, page: WriterPage) -> None:
     intent_writer = page.intent_writer()
     announced = announce(intent_writer)
     for guard in (0, -1, 1 << 62, 2**64):
@@ -154,9 +152,7 @@ def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page
     assert writers.busy(GUARD) == ()
 
 
-def test_a_page_of_a_lost_peer_is_kept_until_its_write_or_its_process_ends(
-    writers: WriteIntents, sleeper: Sleeper
-) -> None:
+def test_a_page_of_a_lost_peer_stays_until_its_write_or_process_ends(writers: WriteIntents, sleeper: Sleeper) -> None:
     page = sleeper.page(writers)
     intent_writer = mapped(page)
     announced = announce(intent_writer)
@@ -185,9 +181,7 @@ def test_a_page_of_a_lost_peer_is_kept_until_its_write_or_its_process_ends(
     announced.end()
 
 
-def test_a_page_goes_when_its_link_ends_without_a_write_or_a_peer_also_while_the_ledger_is_locked(
-    writers: WriteIntents, sleeper: Sleeper
-) -> None:
+def test_a_page_goes_when_its_link_ends_without_a_write_or_a_peer(writers: WriteIntents, sleeper: Sleeper) -> None:
     page = sleeper.page(writers)
     page.retire()
     page.retire()
@@ -269,9 +263,7 @@ def test_what_is_no_page_or_slot_is_refused() -> None:
             IntentWriter(wrong)
 
 
-def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept_under_a_writer_at_the_end(
-    writers: WriteIntents, page: WriterPage
-) -> None:
+def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept(writers: WriteIntents, page: WriterPage) -> None:
     pool = MemoryPool("device", SharedSegment.create("pool", 64 << 12, peers_may_write=False), 12)
     quarantine, intent_writer, start = Quarantine(writers), page.intent_writer(), threading.Barrier(4)
     quarantine.free(pool.allocate_many(2, 5000), ())  # without writers it is free at once
