@@ -1,5 +1,7 @@
-"""TLS sessions without a socket: what is changed on its way never comes out as something else; both ends of a link
-authenticate each other again, and others that pass handshakes on."""
+"""TLS sessions without a socket, and ends of a link that authenticate each other again, also where others pass it on.
+
+What is changed on its way never comes out as something else: faults/tests/test_tamper.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.loop import ControlLoop
 
 
-TRIALS = 200
 CLOSE_NOTIFY = b"\1\0"
 
 
@@ -53,47 +54,6 @@ def test_both_ends_are_authenticated_and_bytes_come_out_as_they_went_in(credenti
         assert b"".join(said)[:50] not in sealed
         parts = [sealed[at : at + 1000] for at in range(0, len(sealed), 1000)]
         assert b"".join(map(other.open, parts)) == b"".join(said)
-
-
-def _changed(records: list[bytes], rng: random.Random) -> tuple[str, bytes]:
-    """Return records of which one was changed, left out, repeated or moved."""
-    kind, at = rng.choice(("flip", "drop", "repeat", "swap", "cut", "insert")), rng.randrange(len(records) - 1)
-    records = list(records)
-    if kind == "flip":
-        place = rng.randrange(len(records[at]))
-        record = bytearray(records[at])
-        record[place] ^= 1 << rng.randrange(8)
-        records[at] = bytes(record)
-    elif kind == "drop":
-        del records[at]
-    elif kind == "repeat":
-        records.insert(at, records[at])
-    elif kind == "swap":
-        records[at], records[at + 1] = records[at + 1], records[at]
-    elif kind == "cut":
-        records[at] = records[at][: rng.randrange(1, len(records[at]))]
-    else:
-        records.insert(at, rng.randbytes(rng.randrange(1, 60)))
-    return kind, b"".join(records)
-
-
-def test_what_is_tampered_with_never_comes_out(credentials: Credentials) -> None:
-    found: dict[str, int] = {}
-    for seed in range(TRIALS):
-        rng = random.Random(seed)
-        ours, theirs = shaken(credentials)
-        said = [rng.randbytes(rng.randrange(1, 200)) for _ in range(rng.randrange(2, 6))]
-        kind, bytes_on_wire = _changed([ours.seal(each) for each in said], rng)
-        came, failed = b"", False
-        try:
-            for at in range(0, len(bytes_on_wire), step := rng.randrange(1, 300)):
-                came += theirs.open(bytes_on_wire[at : at + step])
-        except AuthFailed:
-            failed = True
-        assert b"".join(said).startswith(came), f"seed {seed}, {kind}"
-        assert failed or len(came) < len(b"".join(said)), f"seed {seed}, {kind}: nothing was lost"
-        found[kind] = found.get(kind, 0) + failed
-    assert min(found.values()) > 0, found
 
 
 def test_after_tampering_nothing_is_sealed_and_what_comes_back_is_not_believed(credentials: Credentials) -> None:
@@ -213,26 +173,19 @@ def talk(ours: Renewal, theirs: Renewal) -> None:
         question = ours.take(theirs.answer(question))
 
 
-@pytest.mark.parametrize("dialled", [True, False], ids=["the initiator asks", "the target asks"])
-def test_both_ends_are_authenticated_whichever_asks(credentials: Credentials, dialled: bool) -> None:
-    ours, theirs = of_link(credentials, dialled=dialled), of_link(credentials, dialled=not dialled)
+def test_both_ends_may_ask_at_once_again_and_again(credentials: Credentials) -> None:
+    ours, theirs = of_link(credentials, dialled=True), of_link(credentials, dialled=False)
     for _ in range(2):
         ours.last = theirs.last = 0.0
-        talk(ours, theirs)
-        assert ours.last > 0
-        assert theirs.last > 0
-        assert ours.asked is None
-
-
-def test_both_ends_may_ask_at_once(credentials: Credentials) -> None:
-    ours, theirs = of_link(credentials, dialled=True), of_link(credentials, dialled=False)
-    mine, other = ours.ask(1.0), theirs.ask(1.0)
-    to_me, to_other = theirs.answer(mine), ours.answer(other)
-    for asking, asked, reply in ((ours, theirs, to_me), (theirs, ours, to_other)):
-        question = asking.take(reply)
-        assert question is not None
-        assert asking.take(asked.answer(question)) is None
-    assert ours.asked is theirs.asked is None
+        mine, other = ours.ask(1.0), theirs.ask(1.0)
+        to_me, to_other = theirs.answer(mine), ours.answer(other)
+        for asking, asked, reply in ((ours, theirs, to_me), (theirs, ours, to_other)):
+            question = asking.take(reply)
+            assert question is not None
+            asking.last = asked.last = 0.0
+            assert asking.take(asked.answer(question)) is None
+            assert min(asking.last, asked.last) > 0
+        assert ours.asked is theirs.asked is None
 
 
 def test_an_end_without_the_credentials_of_now_is_not_believed(credentials: Credentials, tmp_path: Path) -> None:
