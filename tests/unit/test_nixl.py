@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -88,27 +89,6 @@ def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
             choose(same_process=False, same_host=None, forced="nixl", nixl=offer)
 
 
-def test_a_peer_reads_by_itself_only_where_rdma_keys_hold_it() -> None:
-    by_itself = msgspec.structs.replace(ask(), direct=True, receiver=None)
-    with serving() as connection, pytest.raises(ProtocolError, match="over RDMA only"):
-        connection.server.on_request(encode(by_itself), lambda answer: None)
-
-
-def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_its_link_holds_no_memory() -> None:
-    answers: list[bytes] = []
-    with serving() as connection:
-        server = connection.server
-        server._writable = False
-        server.on_request(encode(ask(write=True)), answers.append)
-        (answer,) = map(answer_of, answers)
-        assert isinstance(answer, Refused)
-        assert (answer.code, answer.touched) == (int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF, False)
-        server._writable = True
-        server.stop()
-        server.on_request(encode(ask(write=True)), lambda answer: None)
-        assert in_time(server.quiesce, TAG)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.parametrize(("listen", "dial"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
 def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end(listen: str, dial: str) -> None:
@@ -169,65 +149,70 @@ class FailingAgent(StillAgent):
         raise NixlFailed("NIXL_ERR_BACKEND")
 
 
-def large_ask(move: int) -> Ask:
-    """Return a request of 1 MiB."""
-    return msgspec.structs.replace(ask(move), receiver=Address("receiver", 1, bytes(1 << 20), "1"))
+class Owner:
+    """The owner's end of a connection, and what it has answered."""
+
+    def __init__(self, connection: NixlConnection) -> None:
+        self.connection, self.server, self.pushed = connection, connection.server, connection.pushed
+        self.answers: list[bytes] = []
+
+    def hear(self, *requests: Ask | Done) -> None:
+        for request in requests:
+            self.server.on_request(encode(request), self.answers.append)
+
+    def said(self, count: int = 1) -> list[Granted | Moved | Refused]:
+        """Wait for so many answers; return all."""
+        wait_until(lambda: len(self.answers) >= count)
+        return [answer_of(each) for each in self.answers]
 
 
-def _repeat(call: Callable[[], None]) -> None:
-    for _ in range(1000):
-        call()
+@contextmanager
+def owner(agent: type[StillAgent] = StillAgent) -> Iterator[Owner]:
+    MOVING.clear()
+    with serving(agent) as connection:
+        yield Owner(connection)
+
+
+PUSH, PUSHED = ask(write=True), Done(1, good=True)
+BUSY = int(LLMStatusCode.LLM_LINK_BUSY) & 0xFFFFFFFF
 
 
 def test_a_peer_that_asks_faster_than_it_is_served_is_refused_and_then_served_again() -> None:
-    answers: list[bytes] = []
-    with serving(SlowAgent) as connection:
-        server = connection.server
-        for move in range(1, 100):
-            server.on_request(encode(large_ask(move)), answers.append)
-        refused = [answer_of(each) for each in answers]
+    large = Address("receiver", 1, bytes(1 << 20), "1")
+    with owner(SlowAgent) as end:
+        end.hear(*(msgspec.structs.replace(ask(move), receiver=large) for move in range(1, 100)))
+        refused = end.said(0)
         assert 30 < len(refused) < 40  # 64 MiB are kept
-        assert {(type(each), each.code) for each in refused if isinstance(each, Refused)} == {
-            (Refused, int(LLMStatusCode.LLM_LINK_BUSY) & 0xFFFFFFFF)
-        }
+        assert all(isinstance(each, Refused) and each.code == BUSY for each in refused)
         with pytest.raises(ProtocolError, match="64 MiB of requests wait already"):
-            _repeat(lambda: server.on_request(encode(Done(1, good=True)), answers.append))
-        server.quiesce(TAG)
-        wait_until(lambda: len(answers) >= 99)
-        asked = len(answers)
-        wait_until(lambda: not server.waiting_bytes)
-        server.on_request(encode(ask(1000, write=True)), answers.append)
-        wait_until(lambda: len(answers) > asked)
-        assert isinstance(answer_of(answers[-1]), Granted)
+            end.hear(*[PUSHED] * 1000)
+        end.server.quiesce(TAG)
+        asked = len(end.said(99))
+        wait_until(lambda: not end.server.waiting_bytes)
+        end.hear(ask(1000, write=True))
+        assert isinstance(end.said(asked + 1)[-1], Granted)
 
 
 def test_a_move_is_granted_once_and_done_once() -> None:
-    answers: list[bytes] = []
-    with serving() as connection:
-        server = connection.server
-        server.on_request(encode(ask(1, write=True)), answers.append)
+    with owner() as end:
+        end.hear(PUSH)
         with pytest.raises(ProtocolError, match="move 1 is asked for twice"):
-            server.on_request(encode(ask(1, write=True)), answers.append)
-        for _ in range(3):
-            server.on_request(encode(Done(1, good=True)), answers.append)
-        wait_until(lambda: len(answers) == 4)
-        assert [type(answer_of(each)) for each in answers] == [Granted, Moved, Refused, Refused]
+            end.hear(PUSH)
+        end.hear(*[PUSHED] * 3)
+        assert [type(each) for each in end.said(4)] == [Granted, Moved, Refused, Refused]
 
 
 def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_written_to() -> None:
-    answers: list[bytes] = []
-    with serving() as connection:
-        server = connection.server
-        server.on_request(encode(ask(1, write=True)), answers.append)
-        wait_until(lambda: len(answers) == 1)
-        with connection.pushed.using(lambda: 1.0) as before:
-            assert connection.pushed.users == 1
-        server.quiesce(TAG)
-        with connection.pushed.using(lambda: 1.0) as after:
-            assert (connection.pushed.users, after is before) == (0, False)
-        server.on_request(encode(Done(1, good=True)), answers.append)
-        wait_until(lambda: len(answers) == 2)
-        refused = answer_of(answers[1])
+    with owner() as end:
+        end.hear(PUSH)
+        end.said()
+        with end.pushed.using(lambda: 1.0) as before:
+            assert end.pushed.users == 1
+        end.server.quiesce(TAG)
+        with end.pushed.using(lambda: 1.0) as after:
+            assert (end.pushed.users, after is before) == (0, False)
+        end.hear(PUSHED)
+        refused = end.said(2)[1]
         assert isinstance(refused, Refused)
         assert refused.touched
 
@@ -245,45 +230,53 @@ def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_wr
 def test_the_owner_says_whether_time_memory_or_nixl_ended_a_transfer(
     write: bool, agent: type[StillAgent], budget_ms: int, taken_back: bool, code: int
 ) -> None:
-    answers: list[bytes] = []
-    MOVING.clear()
-    with serving(agent) as connection:
-        server = connection.server
-        server.on_request(encode(ask(1, write=write, budget_ms=budget_ms)), answers.append)
+    with owner(agent) as end:
+        end.hear(ask(write=write, budget_ms=budget_ms))
         if taken_back:
-            wait_until(lambda: bool(answers) or MOVING.is_set())
-            server.quiesce(TAG)
-        wait_until(lambda: len(answers) == 1)
-        if isinstance(answer_of(answers[0]), Granted):  # a push, whose time was not over before
-            wait_until(lambda: not server.served)
-            server.on_request(encode(Done(1, good=True)), answers.append)
-            wait_until(lambda: len(answers) == 2)
-    refused = answer_of(answers[-1])
+            wait_until(lambda: bool(end.answers) or MOVING.is_set())
+            end.server.quiesce(TAG)
+        refused = end.said()[0]
+        if isinstance(refused, Granted):  # a push, whose time was not over before
+            wait_until(lambda: not end.server.served)
+            end.hear(PUSHED)
+            refused = end.said(2)[1]
     assert isinstance(refused, Refused)
     assert refused.code == code
 
 
 def test_a_push_whose_receiver_ended_for_the_sake_of_another_is_asked_for_again() -> None:
-    answers: list[bytes] = []
-    with serving(NamedAgent) as connection:
-        for move in (1, 2):
-            connection.server.on_request(encode(ask(move, write=True)), answers.append)
-        for move, good in ((1, False), (2, True)):
-            connection.server.on_request(encode(Done(move, good=good)), answers.append)
-        wait_until(lambda: len(answers) == 4)
-    codes = [each.code for each in map(answer_of, answers[2:]) if isinstance(each, Refused)]
+    with owner(NamedAgent) as end:
+        end.hear(PUSH, ask(2, write=True), Done(1, good=False), Done(2, good=True))
+        codes = [each.code for each in end.said(4)[2:] if isinstance(each, Refused)]
     assert codes == [LOST, _AGAIN]
+
+
+def test_a_peer_reads_by_itself_only_where_rdma_keys_hold_it() -> None:
+    with owner() as end, pytest.raises(ProtocolError, match="over RDMA only"):
+        end.hear(msgspec.structs.replace(ask(), direct=True, receiver=None))
+
+
+def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_its_link_holds_no_memory() -> None:
+    with owner() as end:
+        end.server._writable = False
+        end.hear(PUSH)
+        (refused,) = end.said()
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.touched) == (int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF, False)
+        end.server._writable = True
+        end.server.stop()
+        end.hear(PUSH)
+        assert in_time(end.server.quiesce, TAG)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nothing_waits_for_a_thread_that_has_ended() -> None:
-    answers: list[bytes] = []
-    with serving(ExhaustedAgent) as connection:
-        connection.server.on_request(encode(ask(1, write=True)), answers.append)
-        assert in_time(connection.server.join)
-        connection.server.on_request(encode(ask(2, write=True)), answers.append)
-        assert connection.server.served == {}
-        connection.pushed.users = 0
+    with owner(ExhaustedAgent) as end:
+        end.hear(PUSH)
+        assert in_time(end.server.join)
+        end.hear(ask(2, write=True))
+        assert end.server.served == {}
+        end.pushed.users = 0
 
 
 class CountingAgent(NamedAgent):
@@ -319,69 +312,60 @@ class Tagged:
 @pytest.mark.parametrize("held", [True, False], ids=["a push that is granted", "a pull that waits"])
 def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -> None:
     """However long that may take, as its peer says."""
-    answers: list[bytes] = []
-    MOVING.clear()
 
     class StuckAgent(NamedAgent, SlowAgent):
         pass
 
-    with serving(StuckAgent) as connection:
-        nixl, server = connection.nixl, connection.server
+    with owner(StuckAgent) as end:
+        nixl = end.connection.nixl
         nixl.handler = Tagged(nixl.handler, iter([TAG, 8] if held else [8, TAG]))
-        for move in (1, 2):
-            server.on_request(encode(ask(move, write=held and move == 1, budget_ms=2**62)), answers.append)
+        end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
-        assert in_time(server.quiesce, TAG)
+        assert in_time(end.server.quiesce, TAG)
         if held:
-            assert connection.pushed.users == 0
-        assert in_time(server.quiesce, 8)
-        wait_until(lambda: len(answers) == 2)
+            assert end.pushed.users == 0
+        assert in_time(end.server.quiesce, 8)
+        end.said(2)
 
 
 def test_a_finalizer_in_the_thread_that_serves_takes_memory_back_and_ends_the_link() -> None:
     """It runs once a request is over, and nothing comes after that it could wait for."""
-    answers: list[bytes] = []
     seen: list[object] = []
-    with serving(CountingAgent) as connection:
-        server, pushed = connection.server, connection.pushed
-        server.on_request(encode(ask(1, write=True)), answers.append)
-        wait_until(lambda: len(answers) == 1)
-        granted = answer_of(answers[0])
+    with owner(CountingAgent) as end:
+        end.hear(PUSH)
+        (granted,) = end.said()
         assert isinstance(granted, Granted)
 
         def give_back() -> None:
-            server.quiesce(TAG)
-            seen.append((pushed.users, pushed.is_agent(granted.receiver.name)))
-            connection.abort()
-            server.join()
-            seen.append(pushed._closed)
+            end.server.quiesce(TAG)
+            seen.append((end.pushed.users, end.pushed.is_agent(granted.receiver.name)))
+            end.connection.abort()
+            end.server.join()
+            seen.append(end.pushed._closed)
 
         @hold_signals
         def finalizer(data: bytes) -> None:
             assert put_off(give_back)
 
-        server.on_request(encode(ask(2)), finalizer)
+        end.server.on_request(encode(ask(2)), finalizer)
         wait_until(lambda: len(seen) == 2)
         assert seen == [(0, False), True]
 
 
 def test_pushed_bytes_come_in_while_the_owner_waits_for_its_sender() -> None:
     """A push of its own may have it, which ends once the peer, that may wait likewise, lets its bytes come in."""
-    answers: list[bytes] = []
-    with serving(CountingAgent) as connection:
-        server = connection.server
-        server.on_request(encode(ask(1, write=True)), answers.append)
-        wait_until(lambda: len(answers) == 1)
-        with connection.sender.using(lambda: 1.0):
-            server.on_request(encode(ask(2)), answers.append)
-            wait_until(server._queue.empty)
+    with owner(CountingAgent) as end:
+        end.hear(PUSH)
+        end.said()
+        with end.connection.sender.using(lambda: 1.0):
+            end.hear(ask(2))
+            wait_until(end.server._queue.empty)
             before = CountingAgent.polls
             wait_until(lambda: CountingAgent.polls > before + 100)
-            assert len(answers) == 1
+            assert len(end.answers) == 1
 
 
 def test_the_thread_that_receives_does_not_poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[bytes] = []
     sleeps: list[bool] = []
 
     class Watched(SimpleQueue[Any]):
@@ -394,9 +378,9 @@ def test_the_thread_that_receives_does_not_poll_without_end(monkeypatch: pytest.
             return super().get_nowait()
 
     monkeypatch.setattr("llm_datadist._transport.nixl._BUSY_SECONDS", 0.01)
-    with serving() as connection:
-        connection.server._queue = Watched()
-        connection.server.on_request(encode(ask(1, write=True)), answers.append)
+    with owner() as end:
+        end.server._queue = Watched()
+        end.hear(PUSH)
         wait_until(lambda: sum(sleeps) > 50)
         since = sleeps[sleeps.index(True) :]
     assert all(since[:50])
@@ -406,15 +390,15 @@ def test_a_link_without_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with serving() as connection:
+    with owner() as end:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fail)
             with pytest.raises(RuntimeError):
-                connection.server.on_request(encode(ask(1, write=True)), lambda answer: None)
-        assert in_time(connection.server.quiesce, TAG)
-        connection.abort()
-        assert in_time(connection.server.join)
-        assert connection.sender._closed
+                end.hear(PUSH)
+        assert in_time(end.server.quiesce, TAG)
+        end.connection.abort()
+        assert in_time(end.server.join)
+        assert end.connection.sender._closed
 
 
 def test_memory_that_a_transfer_uses_is_forgotten_once_it_is_over() -> None:

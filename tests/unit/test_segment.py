@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,8 +29,6 @@ from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 from tests.support.huge import HUGE, given, mapped_huge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llm_datadist._memory.segment import Segment
 
 
@@ -349,20 +348,19 @@ def test_a_size_that_is_no_multiple_is_refused_before_anything_is_made() -> None
             huge(nbytes)
 
 
-class _Libc:
-    """madvise of a kernel that answers as told, from the second call on."""
+def failing(*codes: int) -> Mock:
+    """Return the libc of a kernel whose madvise answers as told, from the second call on."""
+    real, left = ctypes.CDLL(None, use_errno=True).madvise, iter((0, *codes))
+    real.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-    def __init__(self, codes: list[int]) -> None:
-        self._madvise: Callable[..., int] = ctypes.CDLL(None, use_errno=True).madvise
-        self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self.codes = [0, *codes]
-
-    def madvise(self, *args: Any) -> int:
-        code = self.codes.pop(0) if self.codes else 0
-        if code:
+    def madvise(*arguments: Any) -> int:
+        if code := next(left, 0):
             ctypes.set_errno(code)
             return -1
-        return self._madvise(*args)
+        answer: int = real(*arguments)
+        return answer
+
+    return Mock(madvise=madvise)
 
 
 NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
@@ -374,7 +372,7 @@ NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
 )
 def test_a_refusal_of_the_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]) -> None:
     """Too little memory in one piece, or no right to any."""
-    monkeypatch.setattr(huge_pages, "_libc", _Libc([code]))
+    monkeypatch.setattr(huge_pages, "_libc", failing(code))
     before, short = residue(), rf"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes"
     with pytest.raises(kind, match=short if kind is OutOfMemory else NONE) as refused:
         huge(40 * HUGE)
@@ -385,10 +383,10 @@ def test_a_refusal_of_the_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch, co
 
 @GIVEN
 def test_a_page_that_is_busy_is_asked_for_again_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_libc", _Libc([errno.EAGAIN] * 3))
+    monkeypatch.setattr(huge_pages, "_libc", failing(*[errno.EAGAIN] * 3))
     with huge(40 * HUGE):
         assert mapped_huge("large") == 40 * HUGE
-    monkeypatch.setattr(huge_pages, "_libc", _Libc([errno.EAGAIN] * 1000))
+    monkeypatch.setattr(huge_pages, "_libc", failing(*[errno.EAGAIN] * 1000))
     with pytest.raises(OutOfMemory, match="temporarily unavailable"):
         huge(40 * HUGE)
 
@@ -396,29 +394,17 @@ def test_a_page_that_is_busy_is_asked_for_again_and_not_for_ever(monkeypatch: py
 # --- unmapping --------------------------------------------------------------------------------------------------------
 
 
-class _Kernel:
-    """Notes which thread unmaps: the calling one, by libc, or another one."""
-
-    def __init__(self, libc: object) -> None:
-        self._libc = libc
-        self.here = self.elsewhere = 0
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        self.here += 1
-        self._libc.munmap(address, nbytes)  # type: ignore[attr-defined]
-
-    def unmap_elsewhere(self, address: int, nbytes: int, piece: int) -> bool:
-        done = unmap_elsewhere(address, nbytes, piece)
-        self.elsewhere += done
-        return done
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
-    kernel = _Kernel(unmap._libc)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Notes who unmaps: the calling thread, by ``munmap``, or another one, ``elsewhere``."""
+    kernel = Mock(munmap=Mock(wraps=unmap._libc.munmap), elsewhere=Mock(wraps=unmap_elsewhere))
     monkeypatch.setattr(unmap, "_libc", kernel)
-    monkeypatch.setattr(unmap, "unmap_elsewhere", kernel.unmap_elsewhere)
+    monkeypatch.setattr(unmap, "unmap_elsewhere", kernel.elsewhere)
     return kernel
+
+
+def counted(kernel: Mock) -> tuple[int, int]:
+    return kernel.munmap.call_count, kernel.elsewhere.call_count
 
 
 def _drop(nbytes: int) -> None:
@@ -429,30 +415,30 @@ def _drop(nbytes: int) -> None:
 LARGE = unmap._SMALL_BYTES + 4096
 
 
-def test_only_a_thread_that_must_not_wait_leaves_large_unmappings_to_another_one(kernel: _Kernel) -> None:
+def test_only_a_thread_that_must_not_wait_leaves_large_unmappings_to_another_one(kernel: Mock) -> None:
     with unmap.never_wait_here():
         for _ in range(3):
             _drop(LARGE)
-        assert (kernel.here, kernel.elsewhere) == (0, 3)
+        assert counted(kernel) == (0, 3)
         other = threading.Thread(target=_drop, args=(LARGE,))
         other.start()
         other.join()
-    assert (kernel.here, kernel.elsewhere) == (1, 3)
+    assert counted(kernel) == (1, 3)
 
 
 @pytest.mark.parametrize("nbytes", [unmap._SMALL_BYTES, unmap._SMALL_SPARSE_BYTES])
-def test_a_thread_that_must_not_wait_unmaps_what_is_small_by_itself(kernel: _Kernel, nbytes: int) -> None:
+def test_a_thread_that_must_not_wait_unmaps_what_is_small_by_itself(kernel: Mock, nbytes: int) -> None:
     owner = SharedSegment.create("x", nbytes, peers_may_write=True)
     peer = SharedSegment.attach(os.dup(owner.fd), nbytes, writable=False, sparse=nbytes > unmap._SMALL_BYTES)
     with unmap.never_wait_here():
         peer.close()
-    assert (kernel.here, kernel.elsewhere) == (1, 0)
+    assert counted(kernel) == (1, 0)
     owner.close()
 
 
-def test_without_a_thread_left_the_caller_unmaps(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_left_the_caller_unmaps(kernel: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unmap, "unmap_elsewhere", lambda *_: False)
     with unmap.never_wait_here():
         _drop(LARGE)
         _drop(LARGE)
-    assert kernel.here == 2
+    assert kernel.munmap.call_count == 2
