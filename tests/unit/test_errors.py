@@ -75,7 +75,7 @@ BUILTINS: dict[type[LLMException], set[type[Exception]]] = {
 }
 
 
-def test_r01_r29_every_class_is_a_runtime_error_with_its_builtins_its_text_and_its_status() -> None:
+def test_r01_r29_every_class_has_its_builtins_text_and_status_and_survives_pickle_and_copy() -> None:
     some = (ValueError, TypeError, AttributeError, LookupError, MemoryError, TimeoutError, OSError)
     for kind in TREE:
         error = kind("text")
@@ -83,19 +83,15 @@ def test_r01_r29_every_class_is_a_runtime_error_with_its_builtins_its_text_and_i
         assert {each for each in some if each in kind.__mro__} == BUILTINS.get(kind, set())
         assert (str(error), error.status_code) == ("text", kind.default_status)
         assert (error.peer, error.phase) == (None, None)
-    assert LLMException().status_code is LLMStatusCode.LLM_SUCCESS
-    error = LLMException("text", 7, status_code=LLMStatusCode.LLM_LINK_BUSY)
-    assert (error.status_code, error.args) == (LLMStatusCode.LLM_LINK_BUSY, ("text", 7))
-
-
-def test_every_class_survives_pickle_and_copy() -> None:
-    for kind in TREE:
         error = kind("what failed", status_code=LLMStatusCode.LLM_LINK_BUSY)
         error.peer, error.phase = 2**64 - 1, "copy"
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
             assert type(again) is kind
             assert (str(again), again.args) == ("what failed", ("what failed",))
             assert (again.status_code, again.peer, again.phase) == (LLMStatusCode.LLM_LINK_BUSY, 2**64 - 1, "copy")
+    assert LLMException().status_code is LLMStatusCode.LLM_SUCCESS
+    error = LLMException("text", 7, status_code=LLMStatusCode.LLM_LINK_BUSY)
+    assert (error.status_code, error.args) == (LLMStatusCode.LLM_LINK_BUSY, ("text", 7))
 
 
 def test_own_fields_survive_pickle_and_a_restated_exception_carries_the_other_status_and_all_else() -> None:

@@ -216,14 +216,11 @@ def test_r26_blocks_are_planned_in_the_order_given_and_in_the_rows_of_either_cac
     """What such a plan moves: test_native_plan.py, test_native_movers.py."""
     src, dst = blocks(3, src_rows, stride), blocks(3, src_rows if alias else dst_rows, stride)
     pairs = data.draw(st.lists(st.tuples(st.integers(0, dst.rows - 1), st.integers(0, src_rows - 1)), max_size=30))
-    same_plan(plan_blocks(src, dst, pairs, alias=alias), *twin.plan_blocks(*ends_of(pairs), stride, alias=alias))
+    to, from_ = [d for d, _ in pairs], [s for _, s in pairs]
+    same_plan(plan_blocks(src, dst, pairs, alias=alias), *twin.plan_blocks(to, from_, stride, alias=alias))
     for beyond in ((dst.rows, 0), (0, src_rows)):
         with pytest.raises(ParamError, match="must be in"):
             plan_blocks(src, dst, [beyond], alias=alias)
-
-
-def ends_of(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [d for d, _ in pairs], [s for _, s in pairs]
 
 
 def same_plan(plan: Plan, runs: NDArray[np.uint64], ordered: bool) -> None:

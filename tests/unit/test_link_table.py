@@ -34,12 +34,8 @@ class End:
         self.told: list[str] = []
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
-        return Link(
-            peer,
-            Mock(DataPath, connections=()),
-            Choice(name, name, "test"),
-            LinkOrigin(dialled, sequence, peer_sequence),
-        )
+        origin = LinkOrigin(dialled, sequence, peer_sequence)
+        return Link(peer, Mock(DataPath, connections=()), Choice(name, name, "test"), origin)
 
     def end(self, link: Link | None) -> None:
         if link is not None:

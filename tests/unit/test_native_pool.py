@@ -108,15 +108,8 @@ def test_a_daemon_thread_in_native_code_does_not_crash_the_exit_of_the_interpret
 
 FORK = """
 import os, signal, sys, warnings
-import numpy as np
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors, execute, plan_row
-
-def copy(pool):
-    dst, src = np.zeros(4 << 20, np.uint8), np.arange(4 << 20, dtype=np.uint32).view(np.uint8)[: 4 << 20]
-    ends = [Tensors(np.array([end.ctypes.data], np.uint64), end.nbytes) for end in (dst, src)]
-    plan = Plan(0, 0, 1, plan_row(0, 0, dst.nbytes), False, dst.nbytes)
-    assert execute(plan, *ends, pool, NO_DEADLINE) == dst.nbytes
-    assert np.array_equal(dst, src)
+from llm_datadist._native import CopyPool
+from tests.unit.test_native_pool import copy
 
 warnings.simplefilter("ignore")  # Python 3.12 on: fork beside threads
 pool, kept = CopyPool(3), CopyPool(2)

@@ -52,11 +52,8 @@ class Scene:
 
     def keep(self, handle: bytes | None = None) -> None:
         handle = self.random.choice(HANDLES) if handle is None else handle
-        memory, write, mapped = (
-            self.random.choice(self.memories),
-            self.random.random() < 0.5,
-            self.random.random() < 0.5,
-        )
+        memory = self.random.choice(self.memories)
+        write, mapped = (self.random.random() < 0.5 for _ in range(2))
         guard = self.table.address_of(memory.guard.slot), memory.guard.generation
         bases = np.array([tensor.ctypes.data for tensor in memory.tensors], np.uint64)
         self.grants.keep(handle, write, Tensors(bases, EXTENT).native, [guard], memory.tag, mapped)

@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -292,21 +293,13 @@ class CountingAgent(NamedAgent):
         return True
 
 
-class Tagged:
-    """Grants as the owner it stands before, under one tag after the other."""
+def tagged(owner: Any, tags: Iterator[int]) -> Any:
+    """Return a handler that grants as the owner does, under one tag after the other."""
 
-    def __init__(self, owner: Any, tags: Iterator[int]) -> None:
-        self._owner = owner
-        self._tags = tags
+    def grant(link: object, request: LaneRequest) -> LaneGrant:
+        return replace(owner.on_read(link, request), tag=next(tags))
 
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        granted: LaneGrant = self._owner.on_read(link, request)
-        return replace(granted, tag=next(self._tags))
-
-    on_write = on_read
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        raise AssertionError("there are no lanes here")
+    return SimpleNamespace(on_read=grant, on_write=grant)
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["a push that is granted", "a pull that waits"])
@@ -318,7 +311,7 @@ def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -
 
     with owner(StuckAgent) as end:
         nixl = end.connection.nixl
-        nixl.handler = Tagged(nixl.handler, iter([TAG, 8] if held else [8, TAG]))
+        nixl.handler = tagged(nixl.handler, iter([TAG, 8] if held else [8, TAG]))
         end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)

@@ -363,9 +363,6 @@ def failing(*codes: int) -> Mock:
     return Mock(madvise=madvise)
 
 
-NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
-
-
 @GIVEN
 @pytest.mark.parametrize(
     ("code", "kind"), [(errno.ENOMEM, OutOfMemory), (errno.EBUSY, OutOfMemory), (errno.EPERM, ParamError)]
@@ -373,8 +370,9 @@ NONE = "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
 def test_a_refusal_of_the_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]) -> None:
     """Too little memory in one piece, or no right to any."""
     monkeypatch.setattr(huge_pages, "_libc", failing(code))
-    before, short = residue(), rf"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes"
-    with pytest.raises(kind, match=short if kind is OutOfMemory else NONE) as refused:
+    before, none = residue(), "this host gives no huge pages.*shmem_enabled.*leave huge_pages out"
+    short = f"no more huge pages after {32 * HUGE} of {40 * HUGE} bytes"
+    with pytest.raises(kind, match=short if kind is OutOfMemory else none) as refused:
         huge(40 * HUGE)
     if isinstance(error := refused.value, OutOfMemory):
         assert (error.pool, error.requested, error.free) == ("large", 40 * HUGE, 32 * HUGE)
