@@ -57,10 +57,6 @@ def execute(plan: Plan, dst: Sequence[Bytes], src: Sequence[Bytes]) -> None:
             to[d : d + n] = from_[s : s + n].copy()
 
 
-def parts_of(plan: Plan) -> tuple[Runs, bool]:
-    return plan.runs, plan.ordered
-
-
 def make_plan(runs: Runs, *, ordered: bool = False, dst_first: int = 0, src_first: int = 0, count: int = 1) -> Plan:
     return Plan(dst_first, src_first, count, runs, ordered, count * int(runs[:, 2].sum()))
 

@@ -13,18 +13,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import errors
-from llm_datadist.errors import (
-    CacheMismatch,
-    CacheNotFound,
-    DeadlineExceeded,
-    LLMException,
-    LLMStatusCode,
-    NoneArgument,
-    OutOfMemory,
-    ParamError,
-    Status,
-    code_2_status,
-)
+from llm_datadist.errors import DeadlineExceeded, LLMException, LLMStatusCode, OutOfMemory, Status, code_2_status
 
 pytestmark = pytest.mark.covers(
     "LLMStatusCode", "LLMStatusCode: *", "Status", "Status: is_ok status_code", "code_2_status", "errors: *"
@@ -66,10 +55,10 @@ def test_code_2_status_finds_every_code_and_takes_all_else_for_failed() -> None:
 
 
 BUILTINS: dict[type[LLMException], set[type[Exception]]] = {
-    ParamError: {ValueError},
-    NoneArgument: {TypeError, AttributeError},
-    CacheMismatch: {ValueError},
-    CacheNotFound: {LookupError},
+    errors.ParamError: {ValueError},
+    errors.NoneArgument: {TypeError, AttributeError},
+    errors.CacheMismatch: {ValueError},
+    errors.CacheNotFound: {LookupError},
     OutOfMemory: {MemoryError},
     DeadlineExceeded: {TimeoutError, OSError},
 }

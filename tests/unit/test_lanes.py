@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from faults.lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
 from faults.sealing import FAR_KEYS, NEAR_KEYS
 from faults.strangers import listener
+from llm_datadist import errors
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
@@ -35,15 +36,7 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
 )
 from llm_datadist._transport.tcp import TcpConnection, split_plan
-from llm_datadist.errors import (
-    CacheMismatch,
-    CacheNotFound,
-    DeadlineExceeded,
-    LinkRefused,
-    PeerLost,
-    ProtocolError,
-    TransferFailed,
-)
+from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
 from tests.support import twin
@@ -162,9 +155,9 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
         with TcpConnection(near, near.open(map(LaneSocket, ours)), [], writable=True) as connection:
             connection.begin("near")
             for error, extent, kind, text in (
-                (CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
+                (errors.CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
                 (ZeroDivisionError(), 64, TransferFailed, "the target failed"),
-                (None, 63, CacheMismatch, "have 63 bytes, not 64"),
+                (None, 63, errors.CacheMismatch, "have 63 bytes, not 64"),
             ):
                 handler.error, handler.extent = error, extent
                 with pytest.raises(kind, match=text):

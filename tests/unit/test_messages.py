@@ -11,22 +11,7 @@ import pytest
 
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._links import messages
-from llm_datadist._links.messages import (
-    CONTROL_PREAMBLE,
-    FRAME_HEADER,
-    FRAME_LIMIT,
-    PREAMBLE_BYTES,
-    Beat,
-    CommunicatorId,
-    Greeting,
-    Hello,
-    Message,
-    Resolve,
-    Resolved,
-    decode,
-    encode,
-    frame,
-)
+from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER, FRAME_LIMIT, Beat, Hello, decode, encode, frame
 from llm_datadist.errors import ProtocolError
 
 KINDS = {kind.__name__.lower(): kind for kind in get_args(messages.AnyMessage)}
@@ -50,11 +35,16 @@ def test_every_message_survives_the_trip_and_none_is_one_cut_short_or_with_more_
 
 
 def test_all_kinds_are_decoded_and_every_field_up_to_its_limit() -> None:
-    assert set(KINDS.values()) == {*Message.__subclasses__(), *Greeting.__subclasses__()} - {Greeting}
+    assert set(KINDS.values()) == {*messages.Message.__subclasses__(), *messages.Greeting.__subclasses__()} - {
+        messages.Greeting
+    }
     id, u64, same = 2**63 - 1, 2**64 - 1, bytes(16)
-    communicator = CommunicatorId("x" * 127, [(u64, 2**32 - 1)] * 4, same, same)
+    communicator = messages.CommunicatorId("x" * 127, [(u64, 2**32 - 1)] * 4, same, same)
     greeting = u64, u64, same, True, id, "x" * 4096, same, "x" * 64, same, b"x" * 32, "x" * 64
-    for message in (Hello(*greeting, u64, True, same, communicator), Resolve(id, True, (-id, u64, u64), -id, id, id)):
+    for message in (
+        Hello(*greeting, u64, True, same, communicator),
+        messages.Resolve(id, True, (-id, u64, u64), -id, id, id),
+    ):
         assert decode(encode(message)) == message
 
 
@@ -75,13 +65,13 @@ def test_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
 def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_large() -> None:
     message = Beat(7)
     assert frame(message) == FRAME_HEADER.pack(len(encode(message))) + encode(message)
-    large = Resolved(1, 1, msgspec.Raw(b"\xc0"), 0, b"x" * FRAME_LIMIT, b"", [], 0)
+    large = messages.Resolved(1, 1, msgspec.Raw(b"\xc0"), 0, b"x" * FRAME_LIMIT, b"", [], 0)
     with pytest.raises(ProtocolError, match=f"Resolved of .* at most {FRAME_LIMIT}"):
         frame(large)
 
 
 def test_the_preamble_tells_a_version_and_a_hello_holds_nothing_that_is_not_announced() -> None:
-    assert len(CONTROL_PREAMBLE) == PREAMBLE_BYTES == 12
+    assert len(CONTROL_PREAMBLE) == messages.PREAMBLE_BYTES == 12
     assert CONTROL_PREAMBLE[:8].isascii()
     assert int.from_bytes(CONTROL_PREAMBLE[8:10], "big") == messages.PROTOCOL_VERSION
     # Read as a frame header by a peer that expects one, it announces more than a frame may have.

@@ -17,34 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from faults.lane_ends import (
-    DATA,
-    READ,
-    WRITE,
-    Ends,
-    Target,
-    Wire,
-    deadline,
-    encode_plan,
-    events_of,
-    joined,
-    next_event,
-    one_row,
-    tcp_pair,
-)
-from llm_datadist._native import (
-    NO_DEADLINE,
-    Ending,
-    LaneEngine,
-    LaneLost,
-    Plan,
-    ReadAsked,
-    Tensors,
-    WriteAsked,
-    check_plan,
-    plan_blocks,
-    plan_row,
-)
+from faults import lane_ends
+from faults.lane_ends import DATA, READ, WRITE, Ends, Target, Wire, deadline, events_of, joined, next_event, one_row
+from llm_datadist import _native as native
+from llm_datadist._native import NO_DEADLINE, Ending, LaneEngine, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
 from llm_datadist._native.lanes import LOST, TORN
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import kernel_threads
@@ -79,7 +55,7 @@ def scattered(block: int, count: int, tensors: int = 1) -> Plan:
     """Return a plan of half of the blocks of each tensor, in random order, none adjacent."""
     rng = np.random.default_rng(block)
     dst, src = (rng.permutation(count // 2) * 2 + first for first in (1, 0))
-    plan = plan_blocks(dst, src, block_bytes=block, dst_count=count, src_count=count, alias=False)
+    plan = native.plan_blocks(dst, src, block_bytes=block, dst_count=count, src_count=count, alias=False)
     return twin.make_plan(plan.runs, count=tensors)
 
 
@@ -108,7 +84,7 @@ MAPPED = {
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 @pytest.mark.parametrize(
-    ("name", "make"), [*product(PLANS, (socket.socketpair, tcp_pair)), *product(MAPPED, (socket.socketpair,))]
+    ("name", "make"), [*product(PLANS, (socket.socketpair, lane_ends.tcp_pair)), *product(MAPPED, (socket.socketpair,))]
 )
 def test_exactly_the_planned_bytes_move(
     name: str, make: Callable[[], tuple[socket.socket, socket.socket]], write: bool
@@ -180,7 +156,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody_else() -> None:
     into = np.zeros(MIB, np.uint8)
     with joined() as ends, Wire(ends.far) as stopped, Target(ends.far, tensors(source)):
         plan = one_row(source.size)
-        stopped.send(READ, 7, encode_plan(plan))
+        stopped.send(READ, 7, lane_ends.encode_plan(plan))
         assert stopped.header() == (DATA, 7, 0, source.size)
         for _ in range(20):
             assert ends.move(ends.lanes[0], one_row(MIB), tensors(into)).ending is Ending.GOOD
@@ -427,10 +403,10 @@ def _is_ours(fd: str) -> bool:
 def test_plans_outside_the_local_tensors_start_nothing() -> None:
     memory = np.zeros(64, np.uint8)
     local = tensors(memory)
-    beyond = twin.make_plan(plan_row(60, 60, 5))
+    beyond = twin.make_plan(native.plan_row(60, 60, 5))
     wrapping = Plan(0, 0, 1, np.array([[2**64 - 1, 2**64 - 1, 2]], np.uint64), False, 2)
-    missing = twin.make_plan(plan_row(0, 0, 1), dst_first=1, src_first=1)
-    lying = Plan(0, 0, 1, plan_row(0, 0, 8), False, 9)
+    missing = twin.make_plan(native.plan_row(0, 0, 1), dst_first=1, src_first=1)
+    lying = Plan(0, 0, 1, native.plan_row(0, 0, 8), False, 9)
     with joined() as ends:
         for plan in (beyond, wrapping, missing, lying):
             for write in (False, True):
@@ -440,7 +416,7 @@ def test_plans_outside_the_local_tensors_start_nothing() -> None:
                 with pytest.raises(ParamError):
                     verb(ends.far_lanes[0], 1, plan, local, [], 0)
             with pytest.raises(ParamError):
-                check_plan(plan, local, local)
+                native.check_plan(plan, local, local)
         with pytest.raises(ParamError, match="meta has 1048577 bytes"):
             ends.near.start_read(ends.lanes[0], bytes(MIB + 1), one_row(8), local)
         with pytest.raises(ParamError, match="divisible by 8"):

@@ -21,22 +21,7 @@ import numpy as np
 import pytest
 
 from faults import lane_ends
-from faults.lane_ends import (
-    BIG,
-    DATA,
-    HEADER,
-    MAGIC,
-    READ,
-    WRITE,
-    Target,
-    Wire,
-    deadline,
-    events_of,
-    joined,
-    next_event,
-    one_row,
-    tcp_pair,
-)
+from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, WRITE, Target, Wire, deadline, joined, next_event, one_row
 from faults.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, Tensors, WriteAsked
 from llm_datadist._native import encode_request as encode
@@ -230,9 +215,9 @@ def test_the_stream_ends_between_two_records(engine: LaneEngine) -> None:
     with Wire(engine) as wire:
         wire.send(READ, 1)
         wire.sock.shutdown(socket.SHUT_WR)
-        events = events_of(engine)
+        events = lane_ends.events_of(engine)
         while len(events) < 2:
-            events += events_of(engine)
+            events += lane_ends.events_of(engine)
         assert isinstance(events[0], ReadAsked)
         assert events[1] == LaneLost(wire.lane, "the peer closed the connection")
 
@@ -309,7 +294,7 @@ def test_a_silent_peer_with_more_than_a_slice_in_hand(engine: LaneEngine) -> Non
     memory, payload = np.zeros(nbytes, np.uint8), twin.noise(6, 1, nbytes)[0]
     grants = StandingGrants()
     grants.keep(b"m", True, tensors(memory).native, [], 0, True)
-    near, far = tcp_pair()
+    near, far = lane_ends.tcp_pair()
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:
         far.settimeout(lane_ends.BUDGET_S)
         lane = engine.reserve_lane()
@@ -321,14 +306,14 @@ def test_a_silent_peer_with_more_than_a_slice_in_hand(engine: LaneEngine) -> Non
             assert far.recv(1000)  # its RESULT
             assert np.array_equal(memory, payload)
             memory[:] = 0
-        assert events_of(engine, 0) == []
+        assert lane_ends.events_of(engine, 0) == []
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 20])
 def test_the_last_bytes_of_a_payload_wake_the_thread_over_tcp(cut: int, engine: LaneEngine) -> None:
     """Most of its last record is here: no more is awaited than what is still to come."""
     into, payload = np.zeros(MIB, np.uint8), twin.noise(7, 1, MIB)[0]
-    near, far = tcp_pair()
+    near, far = lane_ends.tcp_pair()
     descriptor = near.detach()
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -10,23 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from faults.lane_ends import (
-    BIG,
-    DATA,
-    HEADER,
-    MAGIC,
-    READ,
-    RESULT,
-    WRITE,
-    Target,
-    Wire,
-    deadline,
-    encode_plan,
-    events_of,
-    joined,
-    next_event,
-    one_row,
-)
+from faults import lane_ends
+from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire, deadline, joined, next_event, one_row
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, WriteAsked
 from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
@@ -114,7 +99,7 @@ def test_a_breach_costs_the_lane_and_nothing_else(job: str, frame: bytes, reason
             assert wire.is_closed()
         lost: list[LaneLost] = []
         while not lost:
-            lost = [event for event in events_of(ends.near) if isinstance(event, LaneLost)]
+            lost = [event for event in lane_ends.events_of(ends.near) if isinstance(event, LaneLost)]
         assert lost[0].lane == wire.lane
         assert reason in lost[0].reason
         assert ends.works(ends.lanes[0])
@@ -126,13 +111,13 @@ def test_random_bytes(seed: int) -> None:
     """Frames with a few bytes changed, cut anywhere: the engine lives, and an honest lane beside them works."""
     rng = random.Random(seed)
     source, into = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8)
-    with joined() as ends, Target(ends.far, tensors(source)):
+    with joined() as ends, lane_ends.Target(ends.far, tensors(source)):
         for _ in range(150):
             with Wire(ends.far) as wire:
                 frames = bytearray()
                 for _ in range(rng.randrange(1, 4)):
                     plan, write = one_row(rng.randrange(1, 5000)), rng.random() < 0.5
-                    meta = encode_plan(plan)
+                    meta = lane_ends.encode_plan(plan)
                     size = plan.nbytes if write else 0
                     frames += header(WRITE if write else READ, id=rng.randrange(4), meta=len(meta), size=size) + meta
                     frames += bytes(size)
@@ -152,7 +137,7 @@ def guards() -> Iterator[GuardTable]:
 
 
 def ask_read(engine: LaneEngine, wire: Wire, id: int, nbytes: int) -> ReadAsked:
-    wire.send(READ, id, encode_plan(one_row(nbytes)))
+    wire.send(READ, id, lane_ends.encode_plan(one_row(nbytes)))
     return next_event(engine, ReadAsked)
 
 
@@ -248,7 +233,7 @@ def test_a_refused_write_reads_nothing_more_of_local_memory(engine: LaneEngine) 
         assert not (payload == 5).any()
         assert payload[0] == 9
         assert payload[-1] == 0
-        assert events_of(engine, 0) == []
+        assert lane_ends.events_of(engine, 0) == []
         later = engine.start_read(wire.lane, b"", one_row(8), tensors(data))
         wire.send(DATA, wire.header()[1], payload=b"x" * 8 + bytes(8), declared=8)
         assert engine.wait(later, deadline()).ending is Ending.GOOD
@@ -306,4 +291,4 @@ def test_a_lane_that_is_lost_with_grants_on_it_is_told_of_once(engine: LaneEngin
             engine.serve_read(asked.lane, asked.id, one_row(BIG), tensors(memory), [], 0)
         wire.header()
     next_event(engine, LaneLost)
-    assert events_of(engine, 0) == []
+    assert lane_ends.events_of(engine, 0) == []

@@ -21,23 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm_datadist import _native as native
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import (
-    NO_DEADLINE,
-    Canary,
-    CopyPool,
-    Plan,
-    ProcessMemory,
-    Tensors,
-    _native,
-    advance_generation,
-    execute,
-    load_generation,
-    parse_indices,
-    peek_process,
-    plan_blocks,
-    plan_row,
-)
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, Tensors, execute, peek_process, plan_row
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.testing.scene import tensors_over
@@ -112,12 +98,12 @@ def mover(request: pytest.FixtureRequest, holder: Holder) -> Mover:
 
 
 def blocks(values: list[int]) -> NDArray[np.int64]:
-    return parse_indices("blocks", values)
+    return native.parse_indices("blocks", values)
 
 
 def plan_of(pairs: list[tuple[int, int]], *, alias: bool, block: int = BLOCK, blocks_each: int = BLOCKS) -> Plan:
     dst, src = blocks([d for d, _ in pairs]), blocks([s for _, s in pairs])
-    return plan_blocks(dst, src, block_bytes=block, dst_count=blocks_each, src_count=blocks_each, alias=alias)
+    return native.plan_blocks(dst, src, block_bytes=block, dst_count=blocks_each, src_count=blocks_each, alias=alias)
 
 
 def check(plan: Plan, dst: list[twin.Bytes], src: list[twin.Bytes], pool: CopyPool | None) -> None:
@@ -470,17 +456,17 @@ def test_two_processes_advance_one_generation() -> None:
 
     def advance() -> None:
         for _ in range(100_000):
-            advance_generation(slot.ctypes.data)
+            native.advance_generation(slot.ctypes.data)
 
     here = threading.Thread(target=advance)
     here.start()
     in_a_forked_child(advance)
     here.join()
-    assert load_generation(slot.ctypes.data) == 200_000
+    assert native.load_generation(slot.ctypes.data) == 200_000
 
 
 @pytest.mark.parametrize("offset", [1, 4, 7])
-@pytest.mark.parametrize("call", [load_generation, advance_generation])
+@pytest.mark.parametrize("call", [native.load_generation, native.advance_generation])
 def test_a_generation_has_an_aligned_address(call: Any, offset: int) -> None:
     slot = np.zeros(2, dtype=np.uint64)
     with pytest.raises(ParamError, match=r"^address is \d+: a generation needs"):
@@ -550,7 +536,7 @@ def test_a_write_that_misses_a_canary_writes_nothing_although_the_cookie_is_ther
 
 
 def test_canaries_lie_anywhere_and_a_forked_child_has_none() -> None:
-    canaries = [Canary() for _ in range(20)]
+    canaries = [native.Canary() for _ in range(20)]
     places = [canary.address for canary in canaries]
     assert len(set(places)) == 20
     assert max(places) - min(places) > 1 << 36
@@ -631,11 +617,11 @@ ONE, NULL, ME = np.array([MIB], np.uint64), np.zeros(1, np.uint64), os.getpid()
 @pytest.mark.parametrize(
     ("limit", "arguments", "said"),
     [
-        (_native.limit_memcpy, (ONE, NULL, 8, 1, False), "address 0 is 0"),
-        (_native.limit_process, (ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
-        (_native.limit_process, (ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
-        (_native.limit_stream, (0, True, ONE, 0, 0), "block_bytes is 0"),
-        (_native.limit_stream, (0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
+        (native._native.limit_memcpy, (ONE, NULL, 8, 1, False), "address 0 is 0"),
+        (native._native.limit_process, (ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
+        (native._native.limit_process, (ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
+        (native._native.limit_stream, (0, True, ONE, 0, 0), "block_bytes is 0"),
+        (native._native.limit_stream, (0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
     ],
 )
 def test_what_the_limits_refuse(limit: Any, arguments: tuple[Any, ...], said: str) -> None:

@@ -27,20 +27,10 @@ from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._native.signals import hold_signals, put_off
+from llm_datadist._transport import nixl
 from llm_datadist._transport.choose import choose
 from llm_datadist._transport.connect import NixlEndpoint
-from llm_datadist._transport.nixl import (
-    _AGAIN,
-    _OVERDUE,
-    Ask,
-    Done,
-    Granted,
-    Moved,
-    Nixl,
-    NixlConnection,
-    Refused,
-    _ask_decoder,
-)
+from llm_datadist._transport.nixl import _AGAIN, _OVERDUE, Ask, Done, Granted, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist._transport.peer_memory import why_stranger
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
@@ -310,8 +300,8 @@ def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -
         pass
 
     with owner(StuckAgent) as end:
-        nixl = end.connection.nixl
-        nixl.handler = tagged(nixl.handler, iter([TAG, 8] if held else [8, TAG]))
+        shared = end.connection.nixl
+        shared.handler = tagged(shared.handler, iter([TAG, 8] if held else [8, TAG]))
         end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)
@@ -413,12 +403,12 @@ class Peer:
         self.told: list[object] = []
 
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
-        if isinstance(request := _ask_decoder.decode(data), Ask):
+        if isinstance(request := nixl._ask_decoder.decode(data), Ask):
             return encode(Granted(request.move, Address("theirs", 1, b"metadata", "1"), bytes(8), bytes(8)))
         return encode(self._answer)
 
     def tell(self, link: object, data: bytes) -> None:
-        self.told.append(_ask_decoder.decode(data))
+        self.told.append(nixl._ask_decoder.decode(data))
 
 
 def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:

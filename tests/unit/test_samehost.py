@@ -27,15 +27,7 @@ from llm_datadist._native import readable
 from llm_datadist._transport import peer_memory, rendezvous, samehost
 from llm_datadist._transport.choose import choose
 from llm_datadist._transport.peer_memory import PeerMemory
-from llm_datadist._transport.rendezvous import (
-    VERSION,
-    MemoryOffer,
-    Packet,
-    Refusal,
-    RendezvousHello,
-    decode,
-    send_packet,
-)
+from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
@@ -49,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def send(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:
-    admitted(sock, lambda: send_packet(sock, value, fds))
+    admitted(sock, lambda: rendezvous.send_packet(sock, value, fds))
 
 
 def admitted(sock: socket.socket, action: Callable[[], object]) -> None:
@@ -241,7 +233,7 @@ def test_a_token_is_long_expected_once_used_once_and_may_be_forgotten(stage: Sta
 def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: Stage) -> None:
     region = RegionDescriptor(1, 1, "x", True)
     hellos: list[dict[str, object]] = [
-        {"version": VERSION + 1},
+        {"version": rendezvous.VERSION + 1},
         {"cookie": b"short"},
         {"token": b""},
         {"guards_nbytes": -1},

@@ -13,27 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_datadist import LLMConfig, Tensor, TensorDesc
+from llm_datadist import LLMClusterInfo, LLMConfig, Placement, Tensor, TensorDesc, TransferConfig
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
-from llm_datadist.types import (
-    BlocksCacheKey,
-    Cache,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    DataType,
-    LayerSynchronizer,
-    LLMClusterInfo,
-    LLMRole,
-    MemInfo,
-    Memtype,
-    Placement,
-    PushType,
-    RegisterMemStatus,
-    TransferConfig,
-    TransferWithCacheKeyConfig,
-)
+from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, MemInfo
 from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
+from llm_datadist.types.enums import LLMRole, Memtype, PushType, RegisterMemStatus
+from llm_datadist.types.layerwise import LayerSynchronizer, TransferWithCacheKeyConfig
 from tests.support.refusals import INT64, NONE, RULE, TYPE, UINT32, UINT64, Spec, assign, bad, integer, refuse_each
 
 pytestmark = [
