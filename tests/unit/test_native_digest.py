@@ -221,10 +221,7 @@ def pairs_of(plan: Plan) -> set[tuple[int, int]]:
 
 
 @settings(max_examples=300)
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 9)), max_size=14),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 9)), max_size=14), st.booleans())
 def test_what_stands_after_ordered_runs_is_as_in_the_twin(runs: list[Run], alias: bool) -> None:
     stands = standing(plan_of(runs, 2, ordered=True), alias=alias)
     expected = stands_of(runs, alias=alias)

@@ -118,9 +118,7 @@ def test_no_bytes_go_out_in_the_clear(engine: LaneEngine) -> None:
         for part in (secret[:8], b"the meta", MAGIC.to_bytes(4, "little")):
             assert part not in seen
         lengths = [LENGTH.unpack_from(record)[0] for record in records_of(seen)]
-        assert (
-            lengths[0] == HEADER.size + 180
-        )  # what comes before a payload is a record, so that the payload is not moved
+        assert lengths[0] == HEADER.size + 180, "what comes before a payload is a record, and the payload not moved"
         assert sum(lengths[1:]) == payload.size
         assert max(lengths) == MAX_RECORD
 

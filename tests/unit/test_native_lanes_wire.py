@@ -63,10 +63,7 @@ UNASKED = [
     (header(RESULT, id=2**64 - 1, meta=4), "unknown id 18446744073709551615"),
     (header(READ) + header(READ), "is of an unanswered request"),
     (b"".join(header(READ, id=id) for id in range(33)), "more than 32 requests"),
-    (
-        b"".join(header(READ, id=id, meta=MIB) + bytes(MIB) for id in range(4)) + header(READ, id=9, meta=1),
-        "4194304",
-    ),
+    (b"".join(header(READ, id=id, meta=MIB) + bytes(MIB) for id in range(4)) + header(READ, id=9, meta=1), "4194304"),
 ]
 TO_A_READ = [  # of 16 bytes
     (header(DATA, size=24) + bytes(24), "DATA of 24 bytes answers a READ of 16"),

@@ -287,7 +287,8 @@ def tagged(owner: Any, tags: Iterator[int]) -> Any:
     """Return a handler that grants as the owner does, under one tag after the other."""
 
     def grant(link: object, request: LaneRequest) -> LaneGrant:
-        return replace(owner.on_read(link, request), tag=next(tags))
+        granted: LaneGrant = owner.on_read(link, request)
+        return replace(granted, tag=next(tags))
 
     return SimpleNamespace(on_read=grant, on_write=grant)
 
