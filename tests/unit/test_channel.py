@@ -1,7 +1,8 @@
-"""Frames and channels over real sockets: order, back-pressure, callers that read their answers, and every end."""
+"""Messages, frames, channels over real sockets: order, back-pressure, callers that read their answers, every end."""
 
 from __future__ import annotations
 
+import pickle
 import re
 import signal
 import socket
@@ -9,13 +10,16 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+import msgspec
 import pytest
 
+from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Message, UnlinkAck, decode, frame
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError
 from tests.support.moves import wait_until
 
@@ -23,6 +27,77 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist._links.loop import ControlLoop
+
+
+KINDS = {kind.__name__.lower(): kind for kind in get_args(messages.AnyMessage)}
+
+
+@pytest.mark.parametrize("tag", sorted(KINDS))
+def test_every_message_survives_the_trip_and_none_is_one_cut_short_or_with_more_behind_it(tag: str) -> None:
+    """faults/fuzz feeds what is random or changed."""
+    forge, tripped = Forge(1, {tag: (LINK | HANDSHAKE)[tag]}, wrong=0), 0
+    for _ in range(60):
+        payload = forge.payload()
+        with suppress(ProtocolError):
+            message = decode(payload)
+            assert type(message) is KINDS[tag]
+            assert decode(encode(message)) == message
+            tripped += 1
+        for wrong in (payload[: forge.rng.randrange(len(payload))], payload + forge.rng.randbytes(3)):
+            with pytest.raises(ProtocolError):
+                decode(wrong)
+    assert tripped > 10
+
+
+def test_all_kinds_are_decoded_and_every_field_up_to_its_limit() -> None:
+    assert set(KINDS.values()) == {*messages.Message.__subclasses__(), *messages.Greeting.__subclasses__()} - {
+        messages.Greeting
+    }
+    id, u64, same = 2**63 - 1, 2**64 - 1, bytes(16)
+    communicator = messages.CommunicatorId("x" * 127, [(u64, 2**32 - 1)] * 4, same, same)
+    greeting = u64, u64, same, True, id, "x" * 4096, same, "x" * 64, same, b"x" * 32, "x" * 64
+    for message in (
+        messages.Hello(*greeting, u64, True, same, communicator),
+        messages.Resolve(id, True, (-id, u64, u64), -id, id, id),
+    ):
+        assert decode(encode(message)) == message
+
+
+VALUES = [["nothing", 1], [], ["beat"], {"type": "beat", "count": 1}, ["beat", True], ["failed", 1, 2, b"x"]]
+VALUES += [["release", -1, 0, 0], ["release", 2**63, 0, 0], ["failed", 1, 2, "x" * 4097]]
+VALUES += [["resolve", 1, False, [0, -1, 0], 1, 0, 0]]
+DEEP = b"\x91" * 200_000
+BYTES = [b"", b"\x92\xa4beat\xc7\xff\x01", DEEP, b"\x99\xa8resolved\x01\x01" + DEEP, pickle.dumps(Beat)]
+BYTES += [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+
+
+@pytest.mark.parametrize("payload", [*BYTES, *map(msgspec.msgpack.encode, VALUES)], ids=lambda value: repr(value[:30]))
+def test_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(payload)
+
+
+def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_large() -> None:
+    message = Beat(7)
+    assert frame(message) == FRAME_HEADER.pack(len(encode(message))) + encode(message)
+    large = messages.Resolved(1, 1, msgspec.Raw(b"\xc0"), 0, b"x" * FRAME_LIMIT, b"", [], 0)
+    with pytest.raises(ProtocolError, match=f"Resolved of .* at most {FRAME_LIMIT}"):
+        frame(large)
+
+
+def test_the_preamble_tells_a_version_and_a_hello_holds_nothing_that_is_not_announced() -> None:
+    assert len(messages.CONTROL_PREAMBLE) == messages.PREAMBLE_BYTES == 12
+    assert messages.CONTROL_PREAMBLE[:8].isascii()
+    assert int.from_bytes(messages.CONTROL_PREAMBLE[8:10], "big") == messages.PROTOCOL_VERSION
+    # Read as a frame header by a peer that expects one, it announces more than a frame may have.
+    assert FRAME_HEADER.unpack(messages.CONTROL_PREAMBLE[:4])[0] > FRAME_LIMIT
+    assert " ".join(messages.Hello.__struct_fields__) == (
+        "version cluster_id incarnation remote_accessible pid host cookie transport nonce lane_share fabric "
+        "wanted reconnects token communicator"
+    )
+
+
+# Channels
 
 LARGE = "x" * 4000
 PATIENCE_MS = 30_000
@@ -42,18 +117,18 @@ def test_a_frame_may_have_as_many_bytes_as_the_limit_and_what_came_before_a_larg
 class Ends:
     """A channel whose answers are UnlinkAcks, the socket at its other end, and what was reported in which thread."""
 
-    def __init__(self, control: ControlLoop, first: Message | None = None) -> None:
+    def __init__(self, control: ControlLoop, first: messages.Message | None = None) -> None:
         self.control = control
         self.ours, self.theirs = socket.socketpair()
         for sock in (self.ours, self.theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
         self.theirs.settimeout(20)
         self.waiters: dict[int, Waiter] = {}
-        self.heard: list[Message] = []
+        self.heard: list[messages.Message] = []
         self.answered: list[tuple[int, str]] = []
         self.lost: list[str] = []
         self.threads: set[str] = set()
-        self.on_message: Callable[[Message], None] = lambda message: None
+        self.on_message: Callable[[messages.Message], None] = lambda message: None
         self.channel = Channel(control, self.ours, self._message, self._end, self._answer)
         if first is not None:
             self.channel.send_first(first)
@@ -84,26 +159,26 @@ class Ends:
     def ended(self) -> bool:
         return bool(self.lost) and self.ours.fileno() == -1
 
-    def say(self, *messages: Message) -> None:
-        self.theirs.sendall(b"".join(map(frame, messages)))
+    def say(self, *said: messages.Message) -> None:
+        self.theirs.sendall(b"".join(map(frame, said)))
 
-    def read(self, count: int) -> list[Message]:
+    def read(self, count: int) -> list[messages.Message]:
         """Read messages at the other end until there are ``count``, or the stream ends."""
-        parser, messages = FrameParser(), list[Message]()
-        while len(messages) < count and (data := self.theirs.recv(1 + len(messages) % 3000)):
+        parser, heard = FrameParser(), list[messages.Message]()
+        while len(heard) < count and (data := self.theirs.recv(1 + len(heard) % 3000)):
             parser.feed(data)
-            messages += map(decode, iter(parser.take, None))
+            heard += map(decode, iter(parser.take, None))
         assert parser.rest() == b""
-        return messages
+        return heard
 
-    def _answer(self, message: Message) -> bool:
+    def _answer(self, message: messages.Message) -> bool:
         if not isinstance(message, UnlinkAck) or (waiter := self.waiters.pop(message.id, None)) is None:
             return False
         self.answered.append((message.id, threading.current_thread().name))
         waiter.wake(message)
         return True
 
-    def _message(self, message: Message) -> None:
+    def _message(self, message: messages.Message) -> None:
         self.threads.add(threading.current_thread().name)
         if not self._answer(message):
             self.heard.append(message)
@@ -199,7 +274,7 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
 ) -> None:
     first, second = ends.expect(1), ends.expect(2)
     threads = [ends.begin_to_wait(second)] if waits else []
-    before: list[Message] = [UnlinkAck(1)] if waits else [Beat(1), UnlinkAck(1), Beat(2)]
+    before: list[messages.Message] = [UnlinkAck(1)] if waits else [Beat(1), UnlinkAck(1), Beat(2)]
     ends.theirs.sendall(b"".join(map(frame, before)) + (rest or b""))
     if rest is None:
         ends.channel.send(Beat(0))  # unread, which makes an end a reset
@@ -219,7 +294,7 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_after_a_bug_or_a_close_nothing_is_delivered(ends: Ends, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
-    def handle(message: Message) -> None:
+    def handle(message: messages.Message) -> None:
         if fails:
             raise KeyError("a bug")
         ends.channel.close("enough")
