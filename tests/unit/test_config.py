@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from llm_datadist.config import (
-    INSECURE_VARIABLE,
-    CredentialFiles,
-    LLMConfig,
-    LlmConfig,
-    Options,
-    PoolOptions,
-    parse_listen_ip_info,
-)
+from llm_datadist.config import CredentialFiles, LLMConfig, LlmConfig, Options, PoolOptions, parse_listen_ip_info
 from llm_datadist.types.enums import LLMRole
 from tests.support.moves import wait_until
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
@@ -197,7 +189,7 @@ def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted
 
 def test_a_minimal_dict_has_defaults_is_not_changed_and_the_result_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
-    monkeypatch.delenv(INSECURE_VARIABLE, raising=False)
+    monkeypatch.delenv("LLM_DATADIST_INSECURE", raising=False)
     monkeypatch.setattr("resource.getrlimit", lambda _: (4096, 8192))
     given = dict(DEVICE)
     parsed = parse(given)

@@ -22,19 +22,9 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, encode_request
+from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import (
-    LANE_PREAMBLE,
-    MAX_RUNS,
-    NONCE_BYTES,
-    TOKEN_BYTES,
-    LaneGrant,
-    LaneGroup,
-    Lanes,
-    LaneSocket,
-    decode_request,
-    dial_lanes,
-)
+from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, LaneSocket, decode_request, dial_lanes
 from llm_datadist._transport.tcp import TcpConnection, split_plan
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
@@ -60,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
         encode_request(b"", 8, ROW, False) + b"x",
         encode_request(b"x" * 4097, 8, ROW, False),
         *(encode_request(b"", 8, ROW, False)[:at] + b"\xff" * 8 + bytes(32 - at) for at in (2, 10, 18, 26)),
-        encode_request(b"", 8, ROW, False) + bytes(16 * MAX_RUNS),
+        encode_request(b"", 8, ROW, False) + bytes(16 * transport.MAX_RUNS),
     ],
 )
 def test_broken_requests_are_protocol_errors(meta: bytes) -> None:
@@ -96,7 +86,7 @@ def bytes_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def test_a_group_gives_the_lane_with_the_least_to_do_and_keeps_the_oldest_for_small_transfers() -> None:
-    group = LaneGroup()
+    group = transport.LaneGroup()
     with pytest.raises(PeerLost, match="no data lane"):
         group.take(1)
     assert group.add(5)
@@ -214,7 +204,7 @@ def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None
 @pytest.mark.parametrize("answer", [b"", bytes(15), bytes(16), bytes(17)])
 def test_a_listener_that_goes_away_or_refuses_after_its_nonce_is_a_refusal(answer: bytes) -> None:
     def behave(sock: socket.socket) -> None:
-        sock.recv(len(LANE_PREAMBLE) + TOKEN_BYTES + NONCE_BYTES, socket.MSG_WAITALL)
+        sock.recv(len(LANE_PREAMBLE) + transport.TOKEN_BYTES + transport.NONCE_BYTES, socket.MSG_WAITALL)
         sock.sendall(answer)
         sock.shutdown(socket.SHUT_WR)
 

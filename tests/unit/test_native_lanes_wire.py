@@ -142,9 +142,6 @@ def ask_read(engine: LaneEngine, wire: Wire, id: int, nbytes: int) -> ReadAsked:
     return next_event(engine, ReadAsked)
 
 
-# Guards
-
-
 @pytest.mark.parametrize(
     ("nbytes", "change"), [(100, "before"), (BIG, "before"), (BIG, "on its way"), (100, "never"), (BIG, "never")]
 )

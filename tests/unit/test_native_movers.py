@@ -424,7 +424,7 @@ def test_a_failure_of_one_thread_ends_the_work_of_all(holder: Holder, pool: Copy
     assert not near[23 * MIB :].any()
 
 
-# The pool
+# Callers and processes beside one another
 
 
 @pytest.mark.parametrize("close_meanwhile", [False, True])
