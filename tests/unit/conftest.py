@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,9 +11,6 @@ from faults import lane_ends
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._native import CopyPool, LaneEngine
 from llm_datadist.testing.scene import residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,16 @@ import ctypes
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from mmap import PAGESIZE, mmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from llm_datadist._native import Canary, Tensors, peek_process
+from tests.support import twin
 from tests.support.ends import ChildEnd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.support import twin
-    from tests.support.world import World
+from tests.support.world import World
 
 MEMORY = 24 << 20  # private memory of the other process
 COOKIE = b"cookie of holder"

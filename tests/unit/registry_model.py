@@ -6,12 +6,9 @@ Nothing is kept that can be derived: a cache is needed while it has an owner, a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
-
-if TYPE_CHECKING:
-    from llm_datadist._cache.registry import Effects
+from llm_datadist._cache.registry import Effects
 
 Key = tuple[int, int, int]
 

@@ -17,10 +17,11 @@ import itertools
 import json
 import queue
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -40,9 +41,6 @@ from llm_datadist._transfer.checksum import ChecksumServer
 from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, encode_key_handle
 from llm_datadist._transport.lanes import LaneRequest
 from llm_datadist.config import Options
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _TABLE: Final = Path(__file__).with_name("access_matrix.txt")
 _KINDS: Final = ("row", "row-registered", "blocks", "blocks-registered", "mix-registered", "none")

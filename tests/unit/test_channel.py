@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import msgspec
 import pytest
@@ -19,15 +20,10 @@ from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
+from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._links.loop import ControlLoop
-
 
 KINDS = {kind.__name__.lower(): kind for kind in get_args(messages.AnyMessage)}
 

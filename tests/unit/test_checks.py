@@ -6,8 +6,9 @@ What ours refuse in every call: the tables of tests/api/test_bad_input_calls.py 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,6 @@ from llm_datadist.utils.utils import check_dict, check_isinstance, check_positiv
 from llm_datadist.v2.llm_types import check_layer_range
 from llm_datadist.v2.llm_utils import layer_range_to_tensor_indices
 from tests.support.refusals import NONE, RULE, TYPE, Spec, bad, integer, refuse_each
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.covers("compat: *", "errors.ParamError")
 

@@ -8,10 +8,11 @@ import secrets
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,18 +22,13 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._transport import cma, peer_memory
 from llm_datadist._transport.cma import CmaConnection, probe
+from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.peer_memory import PeerMemory, peer_credentials
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkRefused, PeerLost, StateError
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.conformance import one_row
 from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from llm_datadist._transport.connection import Connection
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from llm_datadist.config import CredentialFiles, LLMConfig, LlmConfig, Options, 
 from llm_datadist.types.enums import LLMRole
 from tests.support.moves import wait_until
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.covers(
     "LLMConfig*", "ge: *", "llm: *", "parse_listen_ip_info", "Options.parse", "PoolOptions.parse", "check_buf_pool"

@@ -8,17 +8,14 @@ import gc
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist.errors import StateError
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def test_a_loop_without_descriptors_is_not_made_and_leaves_nothing_to_close(monkeypatch: pytest.MonkeyPatch) -> None:

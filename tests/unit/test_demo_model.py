@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from llm_datadist.demo.model import Array, Llama, ModelConfig, PagedKV
 from llm_datadist.demo.workload import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SMALL = Workload(
     model=ModelConfig(layers=4, hidden=128, heads=8, kv_heads=2, ffn=256, vocab=1024),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,9 +15,6 @@ from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, S
 from llm_datadist._native import GuardSet, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
 from tests.unit.holder import in_a_forked_child
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._native import usable_cpus
 from llm_datadist._native.cpus import cpu_quota
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,18 +24,21 @@ from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, encode_request
 from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, LaneSocket, decode_request, dial_lanes
+from llm_datadist._transport.lanes import (
+    LANE_PREAMBLE,
+    LaneGrant,
+    LaneRequest,
+    Lanes,
+    LaneSocket,
+    decode_request,
+    dial_lanes,
+)
 from llm_datadist._transport.tcp import TcpConnection, split_plan
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
 from tests.support import twin
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from llm_datadist._transport.lanes import LaneRequest
 
 ROW, NO_RUNS = one_row(64), np.zeros((0, 3), np.uint64)
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -4,31 +4,26 @@ ranges, without bytes of a peer: against rows and blocks of NumPy arrays."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llm_datadist import CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist._cache import geometry as layout
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, LayerSelection, RowRange, decode_geometry
-from llm_datadist._native import parse_blocks
+from llm_datadist._native import Plan, parse_blocks
 from llm_datadist.errors import CacheMismatch, CacheNotFound, LLMException, ParamError, ProtocolError
 from tests.support import twin
 from tests.support.refusals import raises
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._native import Plan
-
-    Tensor = NDArray[np.uint8]
+Tensor = NDArray[np.uint8]
 
 pytestmark = pytest.mark.covers("CacheKind", "CacheDesc.batch_dim", "Geometry.stride")
 

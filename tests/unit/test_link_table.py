@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
@@ -16,9 +16,6 @@ from llm_datadist._links.table import LinkTable
 from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.covers("errors.AlreadyLinked")
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from llm_datadist._native import NO_DEADLINE, Plan, Tensors
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
 from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
 from llm_datadist.errors import ParamError
 from tests.support import twin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._native import CopyPool
 
 NONCE = bytes(range(NONCE_BYTES))
 MIB = 1 << 20

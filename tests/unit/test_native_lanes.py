@@ -9,10 +9,10 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from itertools import product
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -28,9 +28,6 @@ from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until
 from tests.unit.holder import in_a_forked_child
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MIB = 1 << 20
 SMALL = 5000  # bytes of a block: no multiple of anything

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -21,10 +22,6 @@ from llm_datadist._transport.lanes import MAX_RUNS
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 MIB = 1 << 20
 

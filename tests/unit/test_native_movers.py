@@ -10,16 +10,18 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from itertools import product
 from mmap import PAGESIZE
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from llm_datadist import _native as native
 from llm_datadist._deadline import Deadline
@@ -31,11 +33,6 @@ from tests.support import twin
 from tests.support.users import USER, become
 
 from .holder import COOKIE, Holder, in_a_forked_child
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 BLOCKS, BLOCK = 16, 24
 TENSOR = BLOCKS * BLOCK

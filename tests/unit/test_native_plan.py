@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llm_datadist._native import parse_blocks, parse_indices, parse_pairs, plan_blocks, plan_pieces, plan_row
+from llm_datadist._native import Plan, parse_blocks, parse_indices, parse_pairs, plan_blocks, plan_pieces, plan_row
 from llm_datadist.errors import NoneArgument, ParamError
 from tests.support import twin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from llm_datadist._native import Plan
-
 
 pytestmark = pytest.mark.covers("errors.NoneArgument")
 

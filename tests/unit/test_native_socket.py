@@ -9,18 +9,15 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from llm_datadist._links.handshake import listening_socket
 from llm_datadist._native import SocketInput, listen_for_input, send_now
 from llm_datadist.bench.worker import Busy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from llm_datadist._deadline import Deadline
@@ -30,6 +32,7 @@ from llm_datadist._native.signals import hold_signals, put_off
 from llm_datadist._transport import nixl
 from llm_datadist._transport.choose import choose
 from llm_datadist._transport.connect import NixlEndpoint
+from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 from llm_datadist._transport.nixl import _AGAIN, _OVERDUE, Ask, Done, Granted, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist._transport.peer_memory import why_stranger
@@ -37,13 +40,6 @@ from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, Pe
 from llm_datadist.testing.scene import tensors_over
 from tests.support.linking import has_ipv6
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist._transport.lanes import LaneGrant, LaneRequest
 
 encode = msgspec.msgpack.Encoder().encode
 

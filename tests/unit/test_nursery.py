@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from llm_datadist.testing import scene
 from tests.support.ends import ChildEnd
 from tests.support.moves import Spec
-from tests.support.world import make_config, residue, settled
-
-if TYPE_CHECKING:
-    from tests.support.world import World
+from tests.support.world import World, make_config, residue, settled
 
 
 def look(world: World) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -16,17 +16,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from llm_datadist._memory import pool as pools
 from llm_datadist._memory.allocator import PageAllocator
-from llm_datadist._memory.device import HostDevice
+from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._memory.pool import DirectMemory, MemoryPool, PoolStatistics, create_pool
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LLMStatusCode, OutOfMemory, ParamError, StateError
 from llm_datadist.testing.staged_device import StagedDevice
 from tests.support.world import residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._memory.device import Device
 
 pytestmark = pytest.mark.covers("PageAllocator")
 

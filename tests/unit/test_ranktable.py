@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_host_ip_comes_first_then_server_id_then_device_ip() -> None:

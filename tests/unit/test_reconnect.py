@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
 import pytest
@@ -18,9 +18,6 @@ from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import Connection, DataPath
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ADDRESS = ("127.0.0.1", 4711)
 LONG_MS = 60_000

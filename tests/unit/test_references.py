@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llm_datadist._links.credentials import new_secret, read_secrets
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file, secret_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PAYLOAD = bytes(range(256))
 

@@ -6,8 +6,8 @@ The table of states and events is that of docs/interface.md: tests/test_docs.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +17,6 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import Binding, Entry, Event, Key, Namespace, Registry, State, key_of
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, ParamError, StateError
 from tests.unit.registry_model import geometry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 UNSET, LATER = 2**64 - 1, 100.0
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -15,9 +16,6 @@ from llm_datadist._cache.registry import Entry, Namespace, Registry
 from llm_datadist.errors import CacheNotFound, KeyInUse
 from llm_datadist.metrics import CacheStatistics
 from tests.unit import registry_model as model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PEERS = (object(), object())
 NORMAL_KEYS = [*[(Namespace.REQUEST, number, m) for number, m in ((0, 0), (1, 0), (0, 1))], (Namespace.PREFIX, 0, 0)]

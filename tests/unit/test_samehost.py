@@ -11,17 +11,18 @@ import socket
 import stat
 import struct
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import RegionDescriptor
+from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import readable
 from llm_datadist._transport import peer_memory, rendezvous, samehost
@@ -33,11 +34,6 @@ from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamE
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
 from tests.unit.holder import in_a_forked_child
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist._memory.exports import Exports
 
 
 def send(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:

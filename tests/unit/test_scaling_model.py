@@ -7,11 +7,12 @@ import itertools
 import socket
 import struct
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -27,9 +28,6 @@ from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
 from tests.support.probe import socket_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _BEATS = 3
 

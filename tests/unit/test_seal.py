@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import random
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from faults.sealing import ALERT, RecordWriter, logged_secret
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.liveness import Heartbeat
+from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Authenticate, Authenticated, Beat
 from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Context, Seal
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed
 from tests.support.authority import secret_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from llm_datadist._links.loop import ControlLoop
-
 
 CLOSE_NOTIFY = b"\1\0"
 

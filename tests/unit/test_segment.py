@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,16 +21,12 @@ import pytest
 from llm_datadist._memory import huge_pages, unmap
 from llm_datadist._memory import segment as segments
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
+from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, Segment, SharedSegment
 from llm_datadist._native import unmap_elsewhere
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
 from llm_datadist.testing.scene import residue
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 from tests.support.huge import HUGE, given, mapped_huge
-
-if TYPE_CHECKING:
-    from llm_datadist._memory.segment import Segment
-
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

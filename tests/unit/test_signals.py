@@ -7,16 +7,14 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import deliver_signals
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 FIRST, SECOND = signal.SIGUSR1, signal.SIGUSR2
 

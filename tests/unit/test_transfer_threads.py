@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,8 @@ from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist._transfer.threads import Threads
 from llm_datadist.errors import DeadlineExceeded, StateError
 from llm_datadist.testing import StagedDevice
+from tests.support.kinds import LocalEnd
 from tests.support.layers import FAILED, OK, Always
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.kinds import LocalEnd
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import gc
 import os
 import subprocess
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,9 +25,6 @@ from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteI
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, StateError
 from tests.unit.holder import in_a_forked_child
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SOON, NOW = 10_000, 0
 GUARD, OTHER, KIB = 5, 6, 1 << 10
