@@ -15,7 +15,7 @@ from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist._transfer.threads import Threads
 from llm_datadist.errors import DeadlineExceeded, StateError
 from llm_datadist.testing import StagedDevice
-from tests.support.kinds import LocalEnd
+from tests.support.ends import LocalEnd
 from tests.support.layers import FAILED, OK, Always
 
 
