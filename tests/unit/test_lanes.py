@@ -24,15 +24,7 @@ from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, encode_request
 from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import (
-    LANE_PREAMBLE,
-    LaneGrant,
-    LaneRequest,
-    Lanes,
-    LaneSocket,
-    decode_request,
-    dial_lanes,
-)
+from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, LaneSocket, decode_request, dial_lanes
 from llm_datadist._transport.tcp import TcpConnection, split_plan
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
@@ -121,7 +113,7 @@ class Handler:
         self.extent = 64
         self.lost: list[tuple[object, int]] = []
 
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+    def on_read(self, link: object, request: transport.LaneRequest) -> LaneGrant:
         if self.error is not None:
             raise self.error
         return LaneGrant(Tensors(tensors_over(self.memory).bases, self.extent))
