@@ -238,9 +238,7 @@ def test_option_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(("descriptors", "links"), [(8, 1), (1024, 64), (1 << 20, 1024), (-1, 1024)])
-def test_a_sixteenth_of_the_descriptors_may_be_links(
-    monkeypatch: pytest.MonkeyPatch, descriptors: int, links: int
-) -> None:
+def test_a_sixteenth_of_descriptors_may_be_links(monkeypatch: pytest.MonkeyPatch, descriptors: int, links: int) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (descriptors, -1))
     assert parse(DEVICE).max_links == links
 

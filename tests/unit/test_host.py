@@ -37,9 +37,7 @@ QUOTA, PERIOD = "cpu,cpuacct/cpu.cfs_quota_us", "cpu,cpuacct/cpu.cfs_period_us"
         ("nonsense\n\n", {}, None),
     ],
 )
-def test_the_lowest_quota_on_the_way_up_counts(
-    tmp_path: Path, membership: str, files: dict[str, str], quota: float | None
-) -> None:
+def test_the_lowest_quota_counts(tmp_path: Path, membership: str, files: dict[str, str], quota: float | None) -> None:
     write(tmp_path / "cgroup", files)
     write(tmp_path, {"membership": membership})
     assert cpu_quota(tmp_path / "cgroup", tmp_path / "membership") == quota

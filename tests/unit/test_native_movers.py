@@ -154,9 +154,7 @@ def test_pairs_of_one_cache_take_effect_in_the_order_given(pairs: list[tuple[int
 
 @settings(max_examples=15, deadline=None)
 @given(st.permutations(range(32)), st.sampled_from([65536, 65537, 300_001]), st.booleans(), st.booleans())
-def test_large_plans_shared_by_threads(
-    pool: CopyPool, order: list[int], block: int, alias: bool, chained: bool
-) -> None:
+def test_large_plans_with_threads(pool: CopyPool, order: list[int], block: int, alias: bool, chained: bool) -> None:
     half = 16
     shift = 8 if chained else 0  # sources among the destinations
     pairs = list(zip(order[:half], order[half - shift : 32 - shift], strict=True))
