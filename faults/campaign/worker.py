@@ -188,7 +188,7 @@ def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractCo
         with life.stalls, suppress(LLMException, TimeoutError, AssertionError), harm():
             time.sleep(seconds)
 
-    # As a call of the library: a finalizer that the collector runs in this thread would wait for the lock that it holds.
+    # As a call of the library: a finalizer that runs in this thread would wait for the lock that it holds.
     life.start(name, hold_signals(run))
 
 
