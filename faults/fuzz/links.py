@@ -29,7 +29,7 @@ from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
 from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
-from llm_datadist.errors import LLMException
+from llm_datadist.errors import LLMException, NotLinked
 from llm_datadist.types import BlocksCacheKey
 from tests.support.probe import Probe, socket_of
 
@@ -190,7 +190,7 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
         for lie in itertools.count():
             if verdicts.judged >= frames:
                 break
-            link = engine.links.get(VICTIM)
+            link = _linked(stage)
             for _ in range(40):
                 _open_one(engine, link, forge, verdicts)
             _place_some(forge, verdicts)
@@ -199,9 +199,19 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
             if lie % 64 == 0:
                 link.caches.kept.clear()
                 stage.look()
-        engine.links.get(VICTIM).caches.kept.clear()
+        _linked(stage).caches.kept.clear()
         stage.settled()
     return verdicts
+
+
+def _linked(stage: Stage) -> Link:
+    """Return the friend's link to the victim; a lie may end it after the call that it was for has timed out."""
+    links = Probe(stage.friend).engine.links
+    while True:
+        try:
+            return links.get(VICTIM)
+        except NotLinked:
+            stage.link()
 
 
 def _answer(forge: Forge, number: int) -> bytes:

@@ -11,6 +11,7 @@ import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -460,6 +461,27 @@ def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) 
         assert shm_pair.decoder.do(redials) == ()
     alone(shm_pair.prompt, shm_pair.decoder)
     shm_pair.link()
+
+
+def texts_in_the_moment_of_a_loss(world: World, peer: int) -> list[str]:
+    table = world.probe.link_table
+    really, texts = table.remove, list[str]()
+
+    def remove(link: Any) -> None:
+        really(link)
+        with pytest.raises(NotLinked) as caught:
+            world.probe.link(peer)
+        texts.append(str(caught.value))
+
+    with mock.patch.object(table, "remove", remove):
+        linking.lose(world, peer)
+        wait_until(lambda: bool(texts))
+    return texts
+
+
+def test_who_finds_no_link_is_told_at_once_what_became_of_it(shm_pair: Pair) -> None:
+    shm_pair.start()
+    assert "; the link was lost 0." in shm_pair.decoder.do(texts_in_the_moment_of_a_loss, 1)[0]
 
 
 def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pair) -> None:

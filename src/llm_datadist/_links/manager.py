@@ -531,11 +531,12 @@ class LinkManager:
         # Begun before the link is gone: an unlink that finds no link must find the reconnect.
         in_table = self._table.get(link.peer.cluster_id) is link
         reconnect = self._reconnector.begin(link) if in_table and not expected else None
+        if not link.ended:  # so must the reason be: who finds no link names it
+            self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
         self._table.remove(link)
         if link.end(reason, lost=lost):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)
-            self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
             if not expected:
                 self._lost.setdefault(kind, Meter()).add(0)
             self._on_end(link)
