@@ -78,8 +78,6 @@ def _name(page: Path) -> str:
 
 
 # --- names, links, commands ------------------------------------------------------------------------------------------
-
-
 def _exists(span: str) -> bool:
     """Return False for a code span that names a file, or a member of a public class, that is not there."""
     if (file := _FILE.match(span)) is not None:
@@ -210,8 +208,6 @@ def test_the_commands_of_the_page_about_security_run_pasted(tmp_path: Path) -> N
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("page", "head", "table"),
     [
@@ -230,8 +226,6 @@ def test_the_transition_tables_are_those_of_the_code(
 
 
 # --- options, errors, dependencies, the reference ---------------------------------------------------------------------
-
-
 def test_every_option_is_documented_and_extensions_lists_ours_those_without_effect_and_the_refused_ones() -> None:
     def options(text: str) -> set[str]:
         return set(re.findall(r"[\"`](llm\.[A-Za-z]+)", text))

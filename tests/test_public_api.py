@@ -206,8 +206,6 @@ def _own(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 # --- interface R23 ----------------------------------------------------------------------------------------------------
-
-
 def test_r23_star_import_works_with_nothing_else_installed() -> None:
     script = """
     import json
@@ -288,8 +286,6 @@ def test_r23_every_package_is_in_the_wheel() -> None:
 
 
 # --- older module paths ----------------------------------------------------------------------------------------------
-
-
 def test_r23_a_documented_path_has_the_very_same_object_and_can_be_imported_first() -> None:
     wrong = [
         f"{path}.{name}"
@@ -319,8 +315,6 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
 
 
 # --- signatures ------------------------------------------------------------------------------------------------------
-
-
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
     assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
         f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
@@ -390,8 +384,6 @@ def test_enumerations_have_the_documented_values() -> None:
 
 
 # --- documented and annotated ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cls", [*(getattr(llm_datadist, name) for name in llm_datadist.__all__), CacheManager])
 def test_every_public_name_is_documented_and_annotated(cls: type) -> None:
     assert (cls.__doc__ or "").strip(), f"{cls.__name__} has no docstring"

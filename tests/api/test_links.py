@@ -15,7 +15,6 @@ from faults.gated import gated_call
 from faults.gates import Gate
 from faults.strangers import Stranger, silent_port
 from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
-from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
 from tests.support import linking, ranks
@@ -216,17 +215,6 @@ def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pai
         assert threads >= {*prompt.do(residue_of)["kernel threads"]}  # one that was leaving may have left
         bytes_move_both_ways(prompt, shm_pair.decoder)
     wait_until(lambda: prompt.do(links) == {2: "ready"})
-
-
-@pytest.mark.parametrize(("pair", "memory"), [("shm", "private"), ("tcp", "inside")], indirect=["pair"])
-def test_r19_more_than_240_addresses_are_registered_and_pulled(pair: Pair, memory: str) -> None:
-    pair.start(extra={"llm.Transport": "auto"} if pair.transport == "shm" else {})  # cma for private memory
-    source = pair.prompt.do(make, "kv", Spec(300, 4, 32, blocks=True, blocks_key=BLOCKS, memory=memory), 1)
-    target = pair.decoder.do(make, "kv", Spec(300, 4, 32, blocks=True, memory=memory), 2)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 3], [2, 1])
-    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(2, 0), (1, 3)]))
-    same_bytes(pair.prompt.do(show, "kv"), source)
-    assert pair.prompt.do(picture).caches.registered == 1
 
 
 def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[LLMStatusCode]:
@@ -453,13 +441,6 @@ def test_the_cpp_shaped_interface_and_cluster_info_take_ipv6_addresses(local_pai
     (cluster,) = cpp_arguments.cluster_infos([cpp_api.ClusterInfo(1, 0, [cpp_api.IpInfo("[::1]")], [there])])
     assert local_pair.decoder.do(link, [cluster]) == SUCCESS
     bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
-
-
-def test_an_ipv6_address_to_listen_at_stands_in_brackets() -> None:
-    assert parse_listen_ip_info("[fe80::1]:26051") == ("fe80::1", 26051)
-    for text in ("::1:26051", "[::1]", "[::1]26051", "[1.2.3.4]:26051", "[::g]:26051", "[]:26051", "[::1]:65536"):
-        with pytest.raises(ParamError, match="listen_ip_info"):
-            parse_listen_ip_info(text)
 
 
 LISTEN = "llm.listenIpInfo"

@@ -214,8 +214,6 @@ def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_fo
 
 
 # --- two builds compared: the arithmetic of the verdict, and one run --------------------------------------------------
-
-
 def test_the_interval_is_that_of_the_tables_and_needs_six_ratios() -> None:
     """Of the order statistics of the 95 % interval of a median, from 1."""
     table = {6: (1, 6), 8: (1, 8), 9: (2, 8), 10: (2, 9), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18)}

@@ -144,8 +144,6 @@ def test_a_signal_ends_the_workers_too(number: signal.Signals, to: Callable[[int
 
 
 # --- bad input: refused by naming the option, the value and the range, before anything has happened -------------------
-
-
 def bench(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["bench", *arguments])
     # Words may be cut into lines and framed.
@@ -204,8 +202,6 @@ def test_what_does_not_fit_leaves_nothing_to_run() -> None:
 
 
 # --- progress: a bar on a terminal, which no thread draws, and plain lines elsewhere ----------------------------------
-
-
 #: Three steps, each with a line of its own; the number of threads meanwhile is the exit status.
 _STEPS: Final = """
 import sys, threading

@@ -67,8 +67,6 @@ def _alerts() -> dict[str, str]:
 
 
 # --- processes that work and fail -------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _process(name: str) -> Iterator[ChildEnd]:
     """A process of many instances, which ends as it should unless the test has failed."""
@@ -160,8 +158,6 @@ def test_healthy_loads_fire_no_alert_each_fault_exactly_its_own_and_each_query_o
 
 
 # --- promtool ---------------------------------------------------------------------------------------------------------
-
-
 @needs_prometheus
 def test_promtool_accepts_configuration_rules_and_their_tests() -> None:
     for command in (["check", "config", CONFIG], ["check", "rules", RULES], ["test", "rules", RULE_TESTS]):
@@ -184,8 +180,6 @@ def test_each_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(na
 
 
 # --- the files alone --------------------------------------------------------------------------------------------------
-
-
 def test_the_dashboard_asks_one_data_source_that_is_a_variable_and_has_a_place_for_each_panel() -> None:
     names = [variable["name"] for variable in _dashboard()["templating"]["list"]]
     assert names == ["datasource", "job", "cluster"]

@@ -177,8 +177,6 @@ def test_a_reader_that_has_ended_is_no_traceback() -> None:
 
 
 # --- the demo ---------------------------------------------------------------------------------------------------------
-
-
 def processes(text: str) -> dict[str, int]:
     """Role -> process id, as the progress lines tell."""
     return {role: int(pid) for role, pid in STARTED.findall(text)}
