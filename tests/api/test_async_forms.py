@@ -327,7 +327,12 @@ TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
 }
 
 
-STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
+def carried(method: str, theirs: Bytes, ours: Bytes) -> tuple[Bytes, Bytes]:
+    """Return what the peer and the caller hold after a transfer."""
+    pairs = TRANSFERS[method][1]
+    if method.startswith("pull"):
+        return theirs, moved(ours, theirs, pairs)
+    return moved(theirs, ours, pairs), ours
 
 
 @contextmanager
@@ -392,7 +397,7 @@ def every_local_call(world: World) -> None:
         del world.caches[name]
 
 
-@STALLS
+@pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
 def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm_pair: Pair, what: str) -> None:
     prompt, decoder = shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     source = {"rows": prompt.do(make, "rows", ROWS, 0), "paged": prompt.do(make, "paged", KEYED, 1)}
@@ -415,13 +420,10 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
     # The peer answers late: the pins of those answers, of rows, are given back.
     wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
     assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
-    for method, (args, pairs) in TRANSFERS.items():
+    for method, (args, _) in TRANSFERS.items():
         name = args[1].name
         wait_until(partial(in_time, decoder, call, method, *args))
-        if method.startswith("pull"):
-            target[name] = moved(target[name], source[name], pairs)
-        else:
-            source[name] = moved(source[name], target[name], pairs)
+        source[name], target[name] = carried(method, source[name], target[name])
         same_bytes(decoder.do(show, name), target[name])
         same_bytes(prompt.do(show, name), source[name])
     wait_until(lambda: prompt.do(picture).pins == 0)
@@ -444,7 +446,7 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pa
     keys = prompt.do(picture).keys
     for step, method in (("deadline", "pull_cache"), ("write deadline", "push_cache")):
         (folder := tmp_path / method).mkdir()
-        args, pairs = TRANSFERS[method]
+        args, _ = TRANSFERS[method]
         with stopped(decoder, step, folder, method, *args) as move, pytest.raises(DeadlineExceeded) as caught:
             move.finish()
         assert (caught.value.status_code, caught.value.phase) == (TIMEOUT, "copy")
@@ -453,10 +455,7 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pa
         same_bytes(prompt.do(show, "rows"), theirs)
         same_bytes(decoder.do(show, "rows"), ours)
         decoder.do(call, method, *args)
-        if method == "pull_cache":
-            ours = moved(ours, theirs, pairs)
-        else:
-            theirs = moved(theirs, ours, pairs)
+        theirs, ours = carried(method, theirs, ours)
     same_bytes(prompt.do(show, "rows"), theirs)
     same_bytes(decoder.do(show, "rows"), ours)
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from dataclasses import replace
 from functools import partial
+from logging.handlers import BufferingHandler
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -133,28 +134,17 @@ TARGETS: Final = {
 UNLIKE: Final = tuple(name for name, (_, words) in TARGETS.items() if words)
 
 
-class Kept(logging.Handler):
-    """Keeps the warnings about elements."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "llm.StrictTypes" in record.getMessage():
-            self.said.append(record.getMessage())
-
-
 def hear(world: World) -> None:
-    world.memory["log"] = kept = Kept()
+    world.memory["log"] = kept = BufferingHandler(1000)
+    kept.setLevel(logging.WARNING)
     logging.getLogger("LLM_DATADIST").addHandler(kept)
 
 
 def heard(world: World) -> list[str]:
+    """Return the warnings about elements since then."""
     kept = world.memory.pop("log")
     logging.getLogger("LLM_DATADIST").removeHandler(kept)
-    said: list[str] = kept.said
-    return said
+    return [text for text in (record.getMessage() for record in kept.buffer) if "llm.StrictTypes" in text]
 
 
 def populate(pair: Pair, *, blocks: bool) -> tuple[dict[str, Any], dict[str, Any]]:
