@@ -47,6 +47,13 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
         yield family
 
 
+def two(family: Family, there: dict[str, str] | None = None, **settings: Any) -> tuple[ChildEnd, ChildEnd]:
+    """Start a prompt with these options, and a decoder with its own, which links to it."""
+    prompt, decoder = family.born("PROMPT", 1, extra=there or {}), family.born("DECODER", 2, **settings)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    return prompt, decoder
+
+
 def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
     """Make a published and an addressed cache of either kind; return their bytes, rows first."""
     source = [prompt.do(make, "rows", ROWS, 1), prompt.do(make, "kv", PAGED, 2)]
@@ -149,8 +156,7 @@ def forked(world: World, properly: bool) -> int:
 )
 def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family, properly: bool, timeout: str) -> None:
     """The child holds the link, the lanes and the listener: over tcp only missed beats tell."""
-    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra={"llm.PeerTimeout": timeout})
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt, decoder = two(family, extra={"llm.PeerTimeout": timeout})
     child = prompt.do(forked, properly)
     try:
         bytes_move_both_ways(prompt, decoder)  # the child disturbs nothing
@@ -173,10 +179,8 @@ def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family
 )
 def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_address: bool) -> None:
     extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
-    prompt = family.born("PROMPT", 1, extra=extra)
-    decoder = family.born("DECODER", 2, extra=extra)
+    prompt, decoder = two(family, extra, extra=extra)
     _, target = caches(prompt, decoder)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 7], [2, 3])  # its answer is kept
     target[1] = decoder.do(show, "kv")
     family.kill(prompt)
@@ -197,9 +201,8 @@ def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, fami
 @BOTH_TRANSPORTS
 def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_seen(family: Family) -> None:
     """The old process is only stopped: no end of stream, no pidfd tells anything."""
-    prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
+    prompt, old = two(family, PATIENT, extra=PATIENT)
     caches(prompt, old)
-    assert old.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(old):
         decoder = family.born("DECODER", 2, extra=PATIENT)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
@@ -253,8 +256,7 @@ def kill_and_link_again(world: World, pid: int, port: int) -> Any:
 
 
 def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family) -> None:
-    decoder, first = family.born("DECODER", 2, extra=PATIENT), family.born("PROMPT", 1)
-    assert decoder.do(link, [info(1, first.port)]) == SUCCESS
+    first, decoder = two(family, extra=PATIENT)
     for _ in range(4):
         second = family.born("PROMPT", 1)
         assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
@@ -282,8 +284,7 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
 
 @pytest.mark.parametrize("cluster_id", [1, 9])
 def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: Family, cluster_id: int) -> None:
-    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt, decoder = two(family, extra=PATIENT)
     prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
@@ -297,10 +298,8 @@ def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: 
 
 
 def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
-    prompt = family.born("PROMPT", 1)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
+    prompt, decoder = two(family, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
     source, target = caches(prompt, decoder)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [0])
     freeze(prompt)
     wait_until(lambda: decoder.do(links) == {1: "suspect"}, 20)
@@ -319,10 +318,8 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
 
 @BOTH_TRANSPORTS
 def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
-    prompt = family.born("PROMPT", 1)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
+    prompt, decoder = two(family, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
     source, target = caches(prompt, decoder)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
     both_pulls_lost(decoder, prompt, "silent for")
     unlinked(decoder)
@@ -341,9 +338,7 @@ def beats(world: World) -> int:
 
 
 def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
-    prompt = family.born("PROMPT", 1, extra=PATIENT)
-    decoder = family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"})
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    _, decoder = two(family, PATIENT, extra={"llm.PeerTimeout": "0.6"})
     # A peer that is not heard in time for want of a processor is one such: not every time.
     for _ in range(5):
         wait_until(lambda: decoder.do(links) == {1: "ready"})
@@ -510,8 +505,7 @@ def fork_and_look(world: World) -> int:
 
 
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
-    prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
-    assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt, forker = two(family)
     with frozen(prompt):
         forker.do(linking.lose, 1)
         wait_until(lambda: redialling(forker))
