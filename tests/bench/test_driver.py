@@ -53,8 +53,7 @@ def told() -> Told:
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "transport"),
-    [(side("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")],
+    ("name", "op", "transport"), [(side("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")]
 )
 def test_a_good_side_gives_a_row_and_two_processes_read_and_write_at_the_right_ends(
     told: Told, name: str, op: Op, transport: str

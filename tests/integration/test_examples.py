@@ -42,10 +42,7 @@ PRINTED: Final = {
         "decoder: GrantEnded: revoked",
     ),
     "pull_blocks": (r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",),
-    "pull_cache": (
-        "decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST",
-        "prompt: 0 bytes of caches are left",
-    ),
+    "pull_cache": ("decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST", "prompt: 0 bytes of caches are left"),
     "switch_role": ("first: a decoder now; it listens at None",),
     "v1_prompt_decoder": (
         r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",
