@@ -22,7 +22,7 @@ from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist.cache_manager import CacheManager
 from tests.support.linking import free_port
-from tests.support.source import ROOT, SOURCE, modules
+from tests.support.source import ROOT, SOURCE, modules, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,8 +163,7 @@ def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run what a reader pastes into a shell, in the environment of this test."""
     programs = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     environment = os.environ | {"PATH": programs, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    command = ["bash", "-euxc", commands]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return run("bash", "-euxc", commands, cwd=folder, env=environment, timeout=None)
 
 
 def _start(script: Path) -> subprocess.Popen[str]:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -26,7 +25,7 @@ from llm_datadist.data_type import DataType
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.enums import LLMRole, Memtype, Placement, PushType, RegisterMemStatus
 from llm_datadist.types.grant import Grant
-from tests.support.source import ROOT, SOURCE
+from tests.support.source import ROOT, SOURCE, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,14 +178,8 @@ print(json.dumps(wrong))
 
 def _run(script: str, **environment: str) -> Any:
     """Run a script in a fresh interpreter that complains of nothing; return the JSON it prints last."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)} | environment,
-    )
+    paths = {"PYTHONPATH": str(SOURCE.parent)}
+    done = run(sys.executable, "-W", "error", "-c", textwrap.dedent(script), env=os.environ | paths | environment)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -30,7 +29,7 @@ from tests.support.ends import Call, ChildEnd, Family, freeze, frozen, one_famil
 from tests.support.grants import at_owner, grant
 from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 from tests.support.users import USER, become
 from tests.support.world import World, make_config, residue_of, small_pool
 
@@ -527,8 +526,7 @@ def _(stage: Stage) -> None:
 @scene("llm-datadist needs")
 def _(stage: Stage) -> None:
     code = "import sys; sys.modules['typer'] = None; from llm_datadist.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    stage.printed += done.stderr.splitlines()
+    stage.printed += run(sys.executable, "-c", code).stderr.splitlines()
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

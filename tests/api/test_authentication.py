@@ -10,7 +10,6 @@ import mmap
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, linked, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import pair_of
+from tests.support.source import run
 from tests.support.users import USER, become
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     command = [sys.executable, "-Bc", _LOADED, str(tmp_path / "secrets")]
     if not proc:
         command = [*needs("unshare", "-Urm"), "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", *command]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    done = run(*command)
     said = "[]\n" if proc else "llm.AuthSecretFile: a certificate needs memfd_create and /proc: "
     assert done.stdout.startswith(said), done.stderr
 

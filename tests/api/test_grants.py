@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import secrets
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -28,6 +27,7 @@ from tests.support.ends import Call, Family, frozen, one_family
 from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
 from tests.support.linking import SUCCESS, explain, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
+from tests.support.source import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,8 +186,8 @@ print([code.co_qualname for code in ran if "llm_datadist" not in code.co_filenam
 def test_the_first_grants_of_a_process_may_be_read_by_two_threads(local_pair: Pair) -> None:
     """A decoder that msgspec puts together then, in Python, ends the process while another thread uses it."""
     both(local_pair)
-    command = [sys.executable, "-c", _READS, local_pair.prompt.do(grant, [1]).hex()]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = run(sys.executable, "-c", _READS, local_pair.prompt.do(grant, [1]).hex())
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_are_refused(local_pair: Pair) -> None:

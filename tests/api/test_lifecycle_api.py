@@ -4,11 +4,9 @@ an earlier init; finalizers of the user: the collector calls them at any line of
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -46,7 +44,7 @@ from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link
 from tests.support.memory import cpu_cache
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, picture, same_bytes, show, wait_until
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 from tests.support.v1 import POOL, desc, kv_make
 from tests.support.world import World, baseline, make_config, residue, settled, small_pool
 
@@ -317,15 +315,7 @@ print("over")
 
 
 def test_a_forked_child_has_nothing_of_its_parents_and_an_end_without_finalize_is_clean() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", FORKING],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, "-W", "error", "-X", "dev", "-c", FORKING, cwd=ROOT)
     # Of asyncio's in dev mode only the time that a step took, which is the machine's.
     usual = re.compile(r"link to cluster|Executing <.* took [0-9.]+ seconds")
     noise = [line for line in done.stderr.splitlines() if not usual.match(line)]

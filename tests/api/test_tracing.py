@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -32,6 +31,7 @@ from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
 from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
+from tests.support.source import run
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ else:
 )
 def test_the_package_is_loaded_only_when_asked_for_and_named_if_missing(hide: str, value: str, printed: str) -> None:
     script = _OFF.format(hide=hide, value=value)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = run(sys.executable, "-c", script)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, "")
 
 

@@ -20,7 +20,7 @@ from llm_datadist.cli.app import app
 from tests.bench.test_results import shows
 from tests.support.ends import has_ended
 from tests.support.moves import wait_until
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 from tests.support.tables import tables
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ _BAR: Final = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 4
 
 
 def on_pipes(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run(sys.executable, *arguments, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -27,6 +27,7 @@ from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.metrics import quantile
 from tests.doctor.hosts import needs
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.source import run
 from tests.support.tables import WIDTHS, printed, tables
 
 if TYPE_CHECKING:
@@ -74,8 +75,7 @@ def _child(code: str, *arguments: str, inside: tuple[str, ...] = ()) -> Iterator
 
 
 def _top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llm_datadist.cli", "top", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return run(sys.executable, "-m", "llm_datadist.cli", "top", *arguments)
 
 
 def _json(*arguments: str) -> dict[int, Any]:
@@ -269,7 +269,7 @@ try:
 except PermissionError:
     print("refused")
 """
-    return subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout.strip()
+    return run(sys.executable, "-c", look).stdout.strip()
 
 
 def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
