@@ -88,9 +88,8 @@ def _exists(span: str) -> bool:
     cls = _classes().get(member[1]) if (member := _MEMBER.match(span)) else None
     if member is None or cls is None:
         return True
-    return hasattr(cls, member[2]) or bool(
-        re.search(rf"(self\.|^ +){member[2]}: ", inspect.getsource(cls), re.MULTILINE)
-    )
+    annotated = rf"(?m)(self\.|^ +){member[2]}: "
+    return hasattr(cls, member[2]) or bool(re.search(annotated, inspect.getsource(cls)))
 
 
 @cache
@@ -219,9 +218,8 @@ def test_the_transition_tables_are_those_of_the_code(
 ) -> None:
     text = _text(DOCS / page).partition(f"| {head} |")[2].partition("\n\n")[0]
     shown = {(state, event): set(targets.split(", ")) for state, event, targets in _rows(text, 3) if event != "event"}
-    assert shown == {
-        (state.name, event.name): {target.name for target in targets} for (state, event), targets in table.items()
-    }
+    names = {(state.name, event.name): {each.name for each in targets} for (state, event), targets in table.items()}
+    assert shown == names
 
 
 # --- options, errors, dependencies, the reference ---------------------------------------------------------------------

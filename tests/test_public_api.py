@@ -298,9 +298,8 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
     from llm_datadist_wrapper import kFailed, kKvCacheNotExist, kSuccess
 
     assert (kSuccess, kFailed, kKvCacheNotExist) == (0, 0xFFFFFFFF, 0x5010B002)
-    assert {getattr(llm_datadist_wrapper, name) for name in llm_datadist_wrapper.__all__} == set(
-        map(int, LLMStatusCode)
-    )
+    constants = {getattr(llm_datadist_wrapper, name) for name in llm_datadist_wrapper.__all__}
+    assert constants == set(map(int, LLMStatusCode))
     assert len(llm_datadist_wrapper.__all__) == len(LLMStatusCode)
     assert {"kSuccess", "kFailed"} <= set(dir(llm_datadist_wrapper))
     with pytest.raises(AttributeError, match="has no attribute 'kNothing'"):

@@ -88,9 +88,8 @@ def _pull_all(world: World, peer: int) -> None:
     def work(thread: int) -> None:
         start.wait(30)
         for turn in range(THREADS):
-            call(
-                world, "pull_blocks", BlocksCacheKey(peer, 0), Use(f"blocks {thread}"), [thread, turn, 3], [turn, 1, 1]
-            )
+            mine = Use(f"blocks {thread}")
+            call(world, "pull_blocks", BlocksCacheKey(peer, 0), mine, [thread, turn, 3], [turn, 1, 1])
             call(world, "pull_cache", CacheKey(peer, thread * THREADS + turn), Use(f"row {thread}"), turn)
 
     for each in [Call(work, thread) for thread in range(THREADS)]:

@@ -174,17 +174,15 @@ def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("family", "same_address"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"]
-)
-def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_address: bool) -> None:
+@pytest.mark.parametrize(("family", "same_port"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"])
+def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_port: bool) -> None:
     extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
     prompt, decoder = two(family, extra, extra=extra)
     _, target = caches(prompt, decoder)
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 7], [2, 3])  # its answer is kept
     target[1] = decoder.do(show, "kv")
     family.kill(prompt)
-    prompt = family.born("PROMPT", 1, port=prompt.port if same_address else 0, extra=extra)
+    prompt = family.born("PROMPT", 1, port=prompt.port if same_port else 0, extra=extra)
     alone(decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     for method, *args in (("pull_cache", KEY, Use("rows"), 5), ("pull_blocks", BLOCKS, Use("kv"), [0], [1])):

@@ -158,9 +158,8 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
 def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_side_and_the_memory_are_there(
     told: Told,
 ) -> None:
-    case = replace(
-        GOOD, limit=side("CannotStart"), peers=(side("NotForThis"), "nowhere:Side", side("Good"), side("Missing"))
-    )
+    peers = side("NotForThis"), "nowhere:Side", side("Good"), side("Missing")
+    case = replace(GOOD, limit=side("CannotStart"), peers=peers)
     left = prepare([case, case], told, LONG_S)
     assert [each.sides for each in left] == [(side("Good"), side("Good"))] * 2
     assert sum("never for pull" in line for line in told.lines) == 1, "each thing is said once"

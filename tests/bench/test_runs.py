@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGINT, SIGKILL, Signals
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -120,16 +120,17 @@ def _children(pid: int) -> list[int]:
     return [int(child) for each in tasks for child in each.read_text().split()]
 
 
-@pytest.mark.parametrize(
-    ("number", "to"), [(signal.SIGINT, os.kill), (signal.SIGKILL, os.kill), (signal.SIGINT, os.killpg)]
-)
-def test_a_signal_ends_the_workers_too(number: signal.Signals, to: Callable[[int, int], None]) -> None:
+@pytest.mark.parametrize(("number", "to"), [(SIGINT, os.kill), (SIGKILL, os.kill), (SIGINT, os.killpg)])
+def test_a_signal_ends_the_workers_too(number: Signals, to: Callable[[int, int], None]) -> None:
     """A terminal interrupts the workers as well."""
-    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", "--blocks", "200", "--passes", "1000"]
+    command = [
+        sys.executable,
+        "-m",
+        "llm_datadist.cli",
+        *["bench", "pull", "--blocks", "200", "--passes", "1000", "--against", ","],
+    ]
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--against", ","], stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as driver:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as driver:
         assert driver.stderr is not None
         # Nothing is said after this line before the first pass, for which the workers are there.
         while not driver.stderr.readline().startswith("1 of 1"):
@@ -138,7 +139,7 @@ def test_a_signal_ends_the_workers_too(number: signal.Signals, to: Callable[[int
         assert len(workers) == 2
         to(driver.pid, number)
         said = driver.communicate(timeout=60)
-        if number is signal.SIGINT:
+        if number is SIGINT:
             assert (driver.returncode, said) == (130, ("", "llm-datadist: interrupted\n"))
         wait_until(lambda: all(has_ended(pid) for pid in workers), 60)
 
@@ -230,9 +231,8 @@ def on_terminal(*arguments: str) -> tuple[int, str]:
     """Run with a terminal for all three streams; return the status and what it would have shown."""
     ours, theirs = os.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen(
-        [sys.executable, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
-    ) as process:
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment) as process:
         os.close(theirs)
         shown = b""
         while part := _read(ours):

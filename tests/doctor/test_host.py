@@ -49,9 +49,7 @@ def test_a_finding_says_what_is_so_and_how_to_mend_it(
 def test_yama_setting_as_another_user() -> None:
     if os.geteuid():
         pytest.skip("only root mounts another /proc/sys/kernel, and becomes another user")
-    shell = (
-        "mount -t tmpfs none /proc/sys/kernel; mkdir /proc/sys/kernel/yama; echo 1 > /proc/sys/kernel/yama/ptrace_scope"
-    )
+    shell = "cd /proc/sys; mount -t tmpfs none kernel; mkdir kernel/yama; echo 1 > kernel/yama/ptrace_scope"
     finding = found("yama", "os.setresuid(65534, 65534, 65534)", inside=needs("unshare", "-m"), shell=shell)
     is_(finding, State.WARNING, "ptrace_scope 1", "sysctl -w kernel.yama.ptrace_scope=0")
 

@@ -221,7 +221,7 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "mend"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
+    ("answer", "mend"), [(b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
 )
 def test_port_of_something_else(answer: bytes, mend: str) -> None:
     class Other(socketserver.BaseRequestHandler):
