@@ -21,7 +21,7 @@ from tests.bench.test_results import shows
 from tests.support.ends import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT, run
-from tests.support.tables import tables
+from tests.support.tables import on_terminal, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,12 +123,8 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.parametrize(("number", "to"), [(SIGINT, os.kill), (SIGKILL, os.kill), (SIGINT, os.killpg)])
 def test_a_signal_ends_the_workers_too(number: Signals, to: Callable[[int, int], None]) -> None:
     """A terminal interrupts the workers as well."""
-    command = [
-        sys.executable,
-        "-m",
-        "llm_datadist.cli",
-        *["bench", "pull", "--blocks", "200", "--passes", "1000", "--against", ","],
-    ]
+    options = ["--blocks", "200", "--passes", "1000", "--against", ","]
+    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", *options]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as driver:
         assert driver.stderr is not None
@@ -227,31 +223,10 @@ def on_pipes(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def on_terminal(*arguments: str) -> tuple[int, str]:
-    """Run with a terminal for all three streams; return the status and what it would have shown."""
-    ours, theirs = os.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment) as process:
-        os.close(theirs)
-        shown = b""
-        while part := _read(ours):
-            shown += part
-    os.close(ours)
-    return process.returncode, shown.decode()
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # EIO: the other end is closed
-        return b""
-
-
 def test_on_pipes_a_line_for_each_step_apart_from_results_on_a_terminal_a_bar_that_no_thread_draws() -> None:
     lines = ["1 of 3: step a", "2 of 3: step b", "3 of 3: step c", "line 1 :x: [red]", "line 2 :x: [red]", ""]
     assert on_pipes("-c", _STEPS) == (1, "did a\ndid b\ndid c\n", "\n".join(lines))
-    status, shown = on_terminal("-c", _STEPS)
+    status, shown = on_terminal([sys.executable, "-c", _STEPS], 120)
     assert status == 1, shown  # the main thread is the only one
     assert _BAR in shown
     for text in ("did a", "did b", "did c", "3/3", "line 1 :x: [red]", "line 2 :x: [red]", "2/2", "frames"):
@@ -276,6 +251,6 @@ def test_bench_and_faults_have_a_bar_on_a_terminal_and_only_lines_on_pipes(
     assert line in out + err
     assert _BAR not in err
     assert "\x1b" not in out + err
-    status, shown = on_terminal(*arguments)
+    status, shown = on_terminal([sys.executable, *arguments], 120)
     assert status == 0, shown
     assert re.search(rf"{_BAR}.* \d+/\d+ {unit}", re.sub(r"\x1b\[[\d;?]*\w", "", shown)), shown
