@@ -12,7 +12,6 @@ No time is asserted: a call that hangs is one whose end gives no answer at all (
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
 from tests.support import linking, moves
 from tests.support.ends import frozen
+from tests.support.grants import in_child
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 
@@ -293,24 +293,18 @@ def test_a_call_that_was_made_before_a_fork_is_refused_in_the_child(four: list[C
     forker = four.pop()
     forker.start("MIX", 1)
     forker.do(make, "kv", PAGED, 1)
-    assert forker.do(_await_in_a_fork) == 0
+    kind, text = forker.do(_await_in_a_fork)
+    assert (kind, "fork" in text) == ("StateError", True), text
     forker.kill()  # a fork ends threads of other libraries, too
 
 
-def _await_in_a_fork(world: World) -> int:
-    """Return 0 if a forked child may not await a call that was made before, and its parent may."""
+def _await_in_a_fork(world: World) -> tuple[str, str]:
+    """Return what a forked child gets that awaits a call that was made before; its parent may."""
     awaited(world, "copy_blocks_async", Use("kv"), {0: [1]})  # there is a worker thread by now
     ahead = asyncio.wait_for(call(world, "copy_blocks_async", Use("kv"), {0: [2]}), BOUND_S)
-    child = os.fork()
-    if child == 0:
-        try:
-            asyncio.run(ahead)
-        except StateError as error:
-            os._exit("fork" not in str(error))
-        finally:
-            os._exit(3)
+    outcome = in_child(world, lambda _: asyncio.run(ahead))
     asyncio.run(ahead)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return outcome
 
 
 TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK

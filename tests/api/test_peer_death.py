@@ -16,9 +16,10 @@ import pytest
 
 from faults.strangers import silent_port
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost, StateError
+from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
+from tests.support.grants import in_child
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, lose, redials
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
@@ -492,14 +493,8 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def fork_and_look(world: World) -> int:
-    """Return the exit status of a forked child: 0 if nothing is initialised there."""
-    child = os.fork()
-    if child == 0:
-        with suppress(StateError):
-            os._exit(world.probe.engine is not None)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
+def fork_and_look(world: World) -> tuple[str, str]:
+    return in_child(world, lambda world: world.probe)
 
 
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
@@ -507,7 +502,7 @@ def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -
     with frozen(prompt):
         forker.do(linking.lose, 1)
         wait_until(lambda: redialling(forker))
-        assert forker.do(fork_and_look) == 0
+        assert forker.do(fork_and_look)[0] == "StateError", "something is initialised there"
     wait_until(lambda: linking.linked(prompt, forker))
     bytes_move_both_ways(prompt, forker)
     family.kill(forker)  # a fork ends threads of other libraries, too
