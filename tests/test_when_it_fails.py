@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
 PLAIN: Final = Spec(blocks=True)
+PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
 ACCESSIBLE, INPROC = {"llm.EnableRemoteCacheAccessible": "1"}, {"llm.Transport": "inproc"}
 KINDS: Final = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
 
@@ -308,7 +309,6 @@ def _(stage: Stage) -> None:
 
 
 # --- pulling and pushing ----------------------------------------------------------------------------------------------
-PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
 ROWS: Final = Spec(keys=(CacheKey(1, 10),))
 BY_KEY: Final = ("pull_cache", CacheKey(1, 10), Use("kv"))
 TOKEN: Final = b"a grant's token."

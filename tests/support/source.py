@@ -17,7 +17,7 @@ PATHS: Final = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, whatever that is, with this tree's code; return what it printed."""
-    usual = {"capture_output": True, "text": True, "timeout": 100, "env": os.environ | PATHS}
+    usual: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100, "env": os.environ | PATHS}
     return subprocess.run(command, check=False, **(usual | options))
 
 
