@@ -27,7 +27,7 @@ from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
 from tests.support.ends import Call, ChildEnd, Family, freeze, frozen, one_family
 from tests.support.grants import at_owner, grant
-from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
+from tests.support.linking import explain, finalize, free_port, info, link, links_of, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
 from tests.support.source import ROOT, run
 from tests.support.users import USER, become
@@ -411,10 +411,6 @@ def _(stage: Stage) -> None:
     stage.fails(stage.end.do, make, "kv", Spec(stride=1 << 30), 1)
 
 
-def quarantined(world: World) -> int:
-    return world.dd.statistics().quarantined_bytes
-
-
 @scene("quarantined_bytes")
 def _(stage: Stage) -> None:
     owner, pusher = stage.end, stage.family("shm").child("decoder")
@@ -426,11 +422,11 @@ def _(stage: Stage) -> None:
     with stopped(pusher, "before write", stage.folder, "push_blocks", BLOCKS, Use("kv"), [0], [1]) as push:
         with frozen(pusher):
             owner.do(forget, "kv")
-            stage.printed.append(f"quarantined_bytes={owner.do(quarantined)}")
-            assert owner.do(quarantined) > 0
+            stage.printed.append(f"quarantined_bytes={owner.do(statistics).quarantined_bytes}")
+            assert owner.do(statistics).quarantined_bytes > 0
         with pytest.raises(errors.TransferFailed):
             push.finish()
-    wait_until(lambda: owner.do(quarantined) == 0)
+    wait_until(lambda: owner.do(statistics).quarantined_bytes == 0)
 
 
 @scene("is bound to cache")

@@ -29,7 +29,7 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
-from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, unlink
+from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
 from tests.support.source import run
 from tests.support.world import make_config
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from prometheus_client.registry import RestrictedRegistry
 
-    from llm_datadist.metrics import OperationStatistics
     from tests.support.kinds import ChildEnd, End, Pair, World
 
 
@@ -379,13 +378,9 @@ def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_i
     third.finalize()
 
 
-def _operations(world: World) -> tuple[OperationStatistics, ...]:
-    return world.dd.statistics().operations
-
-
 def _histograms_and_failures_equal_what_was_done(decoder: End, nbytes: int) -> None:
     """Five pulls of so many bytes, one that failed, and a copy."""
-    found = {each.name: each for each in decoder.do(_operations)}
+    found = {each.name: each for each in decoder.do(statistics).operations}
     pulls = found["pull_blocks"]
     assert (pulls.count, pulls.errors, pulls.failures) == (6, 1, {"CacheNotFound": 1})
     by = {each.transport: (each.count, each.nbytes) for each in pulls.transports}

@@ -24,7 +24,7 @@ from llm_datadist.testing import StagedDevice
 from tests.support import cpp, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
 from tests.support.ends import frozen
-from tests.support.linking import SUCCESS, alone, info
+from tests.support.linking import SUCCESS, alone, info, statistics
 from tests.support.linking import link as link_v2
 from tests.support.memory import FIXED_ADDRS, BrokenDevice
 from tests.support.moves import Spec as CacheSpec
@@ -395,16 +395,12 @@ def test_one_cache_serves_as_rows_and_as_blocks(shm_pair: Pair, memory: str, tra
         theirs = moved(theirs, mine, [(5 + at, 2), (3 + at, 6)])
     same_bytes(decoder.do(show, "kv"), mine)
     same_bytes(prompt.do(show, "kv"), theirs)
-    found = decoder.do(_statistics)
+    found = decoder.do(statistics)
     assert found.links[0].resolved == 4  # once for each direction, of rows and of blocks
     assert found.links[0].verified_bytes == checksum * 4 * 2 * 4 * 64
     assert prompt.do(picture).pins == 0
     totals = {each.name: (each.count, each.errors, each.nbytes) for each in found.operations if each.name[0] == "P"}
     assert totals == dict.fromkeys(["PullKvBlocks", "PullKvCache", "PushKvBlocks", "PushKvCache"], (2, 0, 2 * 4 * 64))
-
-
-def _statistics(world: World) -> Any:
-    return world.dd.statistics()
 
 
 def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:

@@ -26,6 +26,7 @@ from llm_datadist.cli.top_screen import Top
 from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.metrics import quantile
 from tests.doctor.hosts import needs
+from tests.support.linking import statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.source import run
 from tests.support.tables import WIDTHS, printed, tables
@@ -403,13 +404,9 @@ def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyP
         assert remote.read(30) is not None
 
 
-def _statistics(world: World) -> Any:
-    return world.dd.statistics()
-
-
 def test_a_page_that_is_too_long_is_cut(shm_pair: Pair) -> None:
     shm_pair.start()
-    now = shm_pair.decoder.do(_statistics)
+    now = shm_pair.decoder.do(statistics)
     with closing(StatisticsPage(5, lambda: ("DECODER", replace(now, links=now.links * 10_000)))) as page:
         page.write()
         found = read_page(page.fd)
