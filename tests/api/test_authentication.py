@@ -249,20 +249,16 @@ class Rotated:
         first = new_secret(folder / "first", "0").read_text()
         self._lines = [first]
         for number in range(len(self.files)):
-            self._write(number, [first])
+            self.write(number, [first])
 
     def steps(self, number: int) -> list[tuple[int, list[str]]]:
         """Return what is written into which file: a new secret, then that one first, then it alone."""
         old = self._lines[-1]
-        scratch = self.files[0].with_name(f"new{number}")
-        new = new_secret(scratch, str(number)).read_text()
+        new = new_secret(self.files[0].with_name(f"new{number}"), str(number)).read_text()
         self._lines.append(new)
         return [(end, lines) for lines in ([old, new], [new, old], [new]) for end in range(2)]
 
-    def do(self, step: tuple[int, list[str]]) -> None:
-        self._write(*step)
-
-    def _write(self, number: int, lines: list[str]) -> None:
+    def write(self, number: int, lines: list[str]) -> None:
         replacement = self.files[number].with_suffix(".new")
         replacement.touch(mode=0o600)
         replacement.write_text("".join(lines))
@@ -277,7 +273,7 @@ def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) 
     before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
     for number in range(1, ROTATIONS + 1):
         for step in rotated.steps(number):
-            rotated.do(step)
+            rotated.write(*step)
             pair.decoder.do(call, "pull_blocks", BLOCKS, Use("into"), [0], [1])
             same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
             relink(pair)
@@ -358,7 +354,7 @@ def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Pa
     pair.decoder.do(linking.begin_there, "pulls", pull_until_told)
     for rotation in range(1, rotations + 1):
         for step in rotated.steps(rotation):
-            rotated.do(step)
+            rotated.write(*step)
             time.sleep(0.1)
         pair.prompt.do(wait_for_renewal)
     pair.prompt.do(wait_for_renewal)

@@ -73,12 +73,6 @@ pytestmark = pytest.mark.covers(
 PAGE = 4096
 
 
-def totals(world: World) -> tuple[int, int]:
-    """Bytes used of the device pool, and caches with memory."""
-    caches = world.dd.statistics().caches
-    return pool(world).used_bytes, caches.live + caches.deferred + caches.draining
-
-
 # --- allocate and deallocate ------------------------------------------------------------------------------------------
 def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_their_placement(world: World) -> None:
     for placement, name in ((Placement.DEVICE, "device"), (Placement.HOST, "host")):
@@ -103,7 +97,9 @@ def test_r27_deallocate_gives_memory_and_blocks_key_back_empties_the_handle_and_
         deallocate(cache)
         assert state(world) == once
     world.cm.deallocate_cache(other)
-    assert (totals(world), world.dd.statistics().keys) == ((0, 0), ())
+    now = world.dd.statistics()
+    assert (pool(world).used_bytes, now.caches.live, now.caches.deferred, now.caches.draining) == (0, 0, 0, 0)
+    assert now.keys == ()
     assert world.cm.allocate_blocks_cache(shared, key).cache_id == 4
     cpu = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
     world.cm.deallocate_blocks_cache(cpu)
