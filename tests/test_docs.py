@@ -22,7 +22,7 @@ from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist.cache_manager import CacheManager
 from tests.support.linking import free_port
-from tests.support.source import ROOT, SOURCE, modules
+from tests.support.source import ROOT, SOURCE, modules, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,8 +78,6 @@ def _name(page: Path) -> str:
 
 
 # --- names, links, commands ------------------------------------------------------------------------------------------
-
-
 def _exists(span: str) -> bool:
     """Return False for a code span that names a file, or a member of a public class, that is not there."""
     if (file := _FILE.match(span)) is not None:
@@ -90,9 +88,8 @@ def _exists(span: str) -> bool:
     cls = _classes().get(member[1]) if (member := _MEMBER.match(span)) else None
     if member is None or cls is None:
         return True
-    return hasattr(cls, member[2]) or bool(
-        re.search(rf"(self\.|^ +){member[2]}: ", inspect.getsource(cls), re.MULTILINE)
-    )
+    annotated = rf"(?m)(self\.|^ +){member[2]}: "
+    return hasattr(cls, member[2]) or bool(re.search(annotated, inspect.getsource(cls)))
 
 
 @cache
@@ -165,8 +162,7 @@ def _typed(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run what a reader pastes into a shell, in the environment of this test."""
     programs = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     environment = os.environ | {"PATH": programs, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    command = ["bash", "-euxc", commands]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return run("bash", "-euxc", commands, cwd=folder, env=environment, timeout=None)
 
 
 def _start(script: Path) -> subprocess.Popen[str]:
@@ -210,8 +206,6 @@ def test_the_commands_of_the_page_about_security_run_pasted(tmp_path: Path) -> N
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("page", "head", "table"),
     [
@@ -224,14 +218,11 @@ def test_the_transition_tables_are_those_of_the_code(
 ) -> None:
     text = _text(DOCS / page).partition(f"| {head} |")[2].partition("\n\n")[0]
     shown = {(state, event): set(targets.split(", ")) for state, event, targets in _rows(text, 3) if event != "event"}
-    assert shown == {
-        (state.name, event.name): {target.name for target in targets} for (state, event), targets in table.items()
-    }
+    names = {(state.name, event.name): {each.name for each in targets} for (state, event), targets in table.items()}
+    assert shown == names
 
 
 # --- options, errors, dependencies, the reference ---------------------------------------------------------------------
-
-
 def test_every_option_is_documented_and_extensions_lists_ours_those_without_effect_and_the_refused_ones() -> None:
     def options(text: str) -> set[str]:
         return set(re.findall(r"[\"`](llm\.[A-Za-z]+)", text))

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -26,7 +25,7 @@ from llm_datadist.data_type import DataType
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.enums import LLMRole, Memtype, Placement, PushType, RegisterMemStatus
 from llm_datadist.types.grant import Grant
-from tests.support.source import ROOT, SOURCE
+from tests.support.source import ROOT, SOURCE, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,14 +178,8 @@ print(json.dumps(wrong))
 
 def _run(script: str, **environment: str) -> Any:
     """Run a script in a fresh interpreter that complains of nothing; return the JSON it prints last."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)} | environment,
-    )
+    paths = {"PYTHONPATH": str(SOURCE.parent)}
+    done = run(sys.executable, "-W", "error", "-c", textwrap.dedent(script), env=os.environ | paths | environment)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -206,8 +199,6 @@ def _own(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 # --- interface R23 ----------------------------------------------------------------------------------------------------
-
-
 def test_r23_star_import_works_with_nothing_else_installed() -> None:
     script = """
     import json
@@ -288,8 +279,6 @@ def test_r23_every_package_is_in_the_wheel() -> None:
 
 
 # --- older module paths ----------------------------------------------------------------------------------------------
-
-
 def test_r23_a_documented_path_has_the_very_same_object_and_can_be_imported_first() -> None:
     wrong = [
         f"{path}.{name}"
@@ -309,9 +298,8 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
     from llm_datadist_wrapper import kFailed, kKvCacheNotExist, kSuccess
 
     assert (kSuccess, kFailed, kKvCacheNotExist) == (0, 0xFFFFFFFF, 0x5010B002)
-    assert {getattr(llm_datadist_wrapper, name) for name in llm_datadist_wrapper.__all__} == set(
-        map(int, LLMStatusCode)
-    )
+    constants = {getattr(llm_datadist_wrapper, name) for name in llm_datadist_wrapper.__all__}
+    assert constants == set(map(int, LLMStatusCode))
     assert len(llm_datadist_wrapper.__all__) == len(LLMStatusCode)
     assert {"kSuccess", "kFailed"} <= set(dir(llm_datadist_wrapper))
     with pytest.raises(AttributeError, match="has no attribute 'kNothing'"):
@@ -319,8 +307,6 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
 
 
 # --- signatures ------------------------------------------------------------------------------------------------------
-
-
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
     assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
         f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
@@ -390,8 +376,6 @@ def test_enumerations_have_the_documented_values() -> None:
 
 
 # --- documented and annotated ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cls", [*(getattr(llm_datadist, name) for name in llm_datadist.__all__), CacheManager])
 def test_every_public_name_is_documented_and_annotated(cls: type) -> None:
     assert (cls.__doc__ or "").strip(), f"{cls.__name__} has no docstring"

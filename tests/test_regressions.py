@@ -28,9 +28,8 @@ def test_every_test_of_a_regression_is_collected_and_not_skipped() -> None:
     named = sorted(set(re.findall(r"`((?:tests|faults)/[\w/]+\.py(?:::\w+(?:::\w+)?(?:\[[^`]+\])?)?)`", text)))
     assert len(named) > 50
     files = sorted({each.partition("::")[0] for each in named})
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECT, *files], cwd=ROOT, check=False, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", _COLLECT, *files]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     ids = set(done.stdout.split("\n"))
     known = ids | {each.partition("[")[0] for each in ids} | {each.partition("::")[0] for each in ids}

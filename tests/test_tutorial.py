@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from tests.support.linking import free_port
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,9 +38,8 @@ class Terminal:
         mode = termios.tcgetattr(keyboard)
         mode[3] &= ~termios.ECHO
         termios.tcsetattr(keyboard, termios.TCSANOW, mode)
-        self._shell = subprocess.Popen(
-            ["bash"], stdin=keyboard, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        out, error = subprocess.PIPE, subprocess.STDOUT
+        self._shell = subprocess.Popen(["bash"], stdin=keyboard, stdout=out, stderr=error, text=True)
         os.close(keyboard)
         self.send(f"cd {ROOT} && . .venv/bin/activate && cd {folder}")
 
@@ -129,7 +128,7 @@ def test_a_host_without_a_compiler_is_told_so_before_anything_is_made(tmp_path: 
     (programs / "python3").symlink_to(f"{sys.base_prefix}/bin/python3")
     before = sorted(tmp_path.iterdir())
     make = [shutil.which("make") or "make", "demo"]
-    done = subprocess.run(make, cwd=tmp_path, check=False, capture_output=True, text=True, env={"PATH": str(programs)})
+    done = run(*make, cwd=tmp_path, env={"PATH": str(programs)})
     assert done.returncode != 0
     for part in ("a C++ compiler: no c++ or g++ or clang++ on the path", "apt-get install g++ ", "`make wheels`"):
         assert part in done.stderr

@@ -7,12 +7,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from mmap import PAGESIZE, mmap
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -28,9 +27,9 @@ from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
 from tests.support.ends import Call, ChildEnd, Family, freeze, frozen, one_family
 from tests.support.grants import at_owner, grant
-from tests.support.linking import explain, finalize, free_port, info, link, links_of, unlink
+from tests.support.linking import explain, finalize, free_port, info, link, links_of, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 from tests.support.users import USER, become
 from tests.support.world import World, make_config, residue_of, small_pool
 
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
 PLAIN: Final = Spec(blocks=True)
+PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
+ACCESSIBLE, INPROC = {"llm.EnableRemoteCacheAccessible": "1"}, {"llm.Transport": "inproc"}
 KINDS: Final = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
 
 
@@ -87,6 +88,10 @@ SYMPTOMS: Final = [
 ]
 
 
+def secrets(stage: Stage, name: str) -> dict[str, str]:
+    return secret_file(stage.folder / name, a=name.encode() * 32)
+
+
 class Stage:
     """Where a symptom is made: ends that are gone afterwards, and what was printed. A context manager."""
 
@@ -119,14 +124,11 @@ class Stage:
         end: LocalEnd = self._request.getfixturevalue("end")
         return end
 
-    def pair(
-        self,
-        transport: str = "inproc",
-        *,
-        source: Spec = PAGED,
-        target: Spec = PLAIN,
-        **settings: Any,
-    ) -> Pair:
+    def call_fails(self, *args: Any, **settings: Any) -> None:
+        """The decoder of a :meth:`pair` calls; what it raises is printed."""
+        self.fails(self.pair(**settings).decoder.do, call, *args)
+
+    def pair(self, transport: str = "inproc", *, source: Spec = PAGED, target: Spec = PLAIN, **settings: Any) -> Pair:
         """Two linked ends; each has a cache "kv"."""
         name = {"inproc": "local_pair", "shm": "shm_pair", "tcp": "tcp_pair"}[transport]
         pair: Pair = self._request.getfixturevalue(name)
@@ -141,6 +143,10 @@ class Stage:
         world = World("prompt")
         self.leaving.callback(world.stop)
         return world.start("PROMPT", 1, make_config(listen_ip_info="127.0.0.1:0", extra=extra, **small_pool()))
+
+    def believes(self, name: str) -> int | None:
+        """Start one more end, with secrets of its own; return its port."""
+        return self.listens(**secrets(self, name))
 
     def family(self, transport: str = "shm") -> Family:
         """Processes that may be killed and frozen."""
@@ -158,7 +164,29 @@ class Stage:
         end.do(link, [info(cluster_id, port, ip=ip)], 500)
 
 
-SCENES: Final[dict[str, Callable[[Stage], None]]] = {}
+#: Those of one call; :func:`scene` has the others. By a part of the cell of the page.
+SCENES: Final[dict[str, Callable[[Stage], None]]] = {
+    "not initialized": lambda stage: stage.fails(getattr, LLMDataDist(LLMRole.PROMPT, 1), "cache_manager"),
+    "no JSON": lambda stage: init(stage, mem_pool_cfg='{"memory_size": 1048576'),
+    "cannot listen there": lambda stage: init(stage, listen_ip_info=f"127.0.0.1:{stage.listens()}"),
+    "memory_size is": lambda stage: init(stage, mem_pool_cfg=f'{{"memory_size": {1 << 46}}}'),
+    "unknown to this version": lambda stage: stage.end.start("PROMPT", 1, extra={"llm.Tranport": "shm"}),
+    "Connection refused": lambda stage: stage.links(free_port()),
+    "link to ...: no answer": lambda stage: stage.links(stage.enter(silent_port())),
+    "the listener at": lambda stage: stage.links(stage.listens(), 3),
+    "RemoteCacheAccessible differs": lambda stage: stage.links(stage.listens(**ACCESSIBLE)),
+    "cannot reach the peer": lambda stage: stage.links(stage.family("auto").born("PROMPT", 1).port, **INPROC),
+    "secrets of the two ends differ": lambda stage: stage.links(stage.believes("theirs"), **secrets(stage, "ours")),
+    "this listener asks": lambda stage: stage.links(stage.believes("theirs")),
+    "does not believe this end": lambda stage: stage.links(stage.listens(), **secrets(stage, "ours")),
+    "block sizes differ": lambda stage: stage.call_fails(*PULL, target=Spec(blocks=True, stride=96)),
+    "num_tensors differ": lambda stage: stage.call_fails(*PULL, target=Spec(tensors=2, blocks=True)),
+    "push_blocks needs": lambda stage: stage.call_fails("push_blocks", BLOCKS, Use("kv"), [0], [1]),
+    "but got None": lambda stage: stage.call_fails("pull_blocks", None, Use("kv"), [0], [1]),
+    "outside its pools": lambda stage: stage.call_fails(
+        *PULL, transport="shm", source=replace(PAGED, memory="private")
+    ),
+}
 
 
 def scene(part: str) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
@@ -172,20 +200,8 @@ def scene(part: str) -> Callable[[Callable[[Stage], None]], Callable[[Stage], No
 
 
 # --- at the start -----------------------------------------------------------------------------------------------------
-
-
 def init(stage: Stage, /, **settings: Any) -> None:
     stage.fails(stage.end.start, "PROMPT", 1, **settings)
-
-
-@scene("not initialized")
-def _(stage: Stage) -> None:
-    stage.fails(getattr, LLMDataDist(LLMRole.PROMPT, 1), "cache_manager")
-
-
-@scene("no JSON")
-def _(stage: Stage) -> None:
-    init(stage, mem_pool_cfg='{"memory_size": 1048576')
 
 
 @scene("beyond this host")
@@ -201,16 +217,6 @@ def _(stage: Stage) -> None:
     init(stage, extra=secrets)
 
 
-@scene("cannot listen there")
-def _(stage: Stage) -> None:
-    init(stage, listen_ip_info=f"127.0.0.1:{stage.listens()}")
-
-
-@scene("memory_size is")
-def _(stage: Stage) -> None:
-    init(stage, mem_pool_cfg=f'{{"memory_size": {1 << 46}}}')
-
-
 @scene("package cryptography")
 def _(stage: Stage) -> None:
     for name in [each for each in sys.modules if each.partition(".")[0] == "cryptography"]:
@@ -219,19 +225,7 @@ def _(stage: Stage) -> None:
     init(stage, extra=secret_file(stage.folder / "secrets", a=b"s" * 32))
 
 
-@scene("unknown to this version")
-def _(stage: Stage) -> None:
-    stage.end.start("PROMPT", 1, extra={"llm.Tranport": "shm"})
-
-
 # --- linking ----------------------------------------------------------------------------------------------------------
-
-
-@scene("Connection refused")
-def _(stage: Stage) -> None:
-    stage.links(free_port())
-
-
 @scene("cannot resolve")
 def _(stage: Stage) -> None:
     def unknown(*_: object, **__: object) -> None:
@@ -247,26 +241,6 @@ def _(stage: Stage) -> None:
     stage.leaving.callback(over.set)
     stage.patch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
     stage.links(26000, ip="prefill.test")
-
-
-@scene("link to ...: no answer")
-def _(stage: Stage) -> None:
-    stage.links(stage.enter(silent_port()))
-
-
-@scene("the listener at")
-def _(stage: Stage) -> None:
-    stage.links(stage.listens(), 3)
-
-
-@scene("RemoteCacheAccessible differs")
-def _(stage: Stage) -> None:
-    stage.links(stage.listens(**{"llm.EnableRemoteCacheAccessible": "1"}))
-
-
-@scene("cannot reach the peer")
-def _(stage: Stage) -> None:
-    stage.links(stage.family("auto").born("PROMPT", 1).port, **{"llm.Transport": "inproc"})
 
 
 @scene("there are")
@@ -308,25 +282,6 @@ def _(stage: Stage) -> None:
             scanner.recv(1)
 
 
-def secrets(stage: Stage, name: str) -> dict[str, str]:
-    return secret_file(stage.folder / name, a=name.encode() * 32)
-
-
-@scene("secrets of the two ends differ")
-def _(stage: Stage) -> None:
-    stage.links(stage.listens(**secrets(stage, "theirs")), **secrets(stage, "ours"))
-
-
-@scene("this listener asks")
-def _(stage: Stage) -> None:
-    stage.links(stage.listens(**secrets(stage, "theirs")))
-
-
-@scene("does not believe this end")
-def _(stage: Stage) -> None:
-    stage.links(stage.listens(), **secrets(stage, "ours"))
-
-
 @scene("already linked to")
 def _(stage: Stage) -> None:
     pair = stage.pair()
@@ -354,8 +309,6 @@ def _(stage: Stage) -> None:
 
 
 # --- pulling and pushing ----------------------------------------------------------------------------------------------
-
-PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
 ROWS: Final = Spec(keys=(CacheKey(1, 10),))
 BY_KEY: Final = ("pull_cache", CacheKey(1, 10), Use("kv"))
 TOKEN: Final = b"a grant's token."
@@ -391,26 +344,6 @@ def _(stage: Stage) -> None:
 @scene("no such grant")
 def _(stage: Stage) -> None:
     stage.fails(stage.pair().decoder.do, partial(call, wait=False), "claim_grant", 1, TOKEN)
-
-
-@scene("block sizes differ")
-def _(stage: Stage) -> None:
-    stage.fails(stage.pair(target=Spec(blocks=True, stride=96)).decoder.do, call, *PULL)
-
-
-@scene("num_tensors differ")
-def _(stage: Stage) -> None:
-    stage.fails(stage.pair(target=Spec(tensors=2, blocks=True)).decoder.do, call, *PULL)
-
-
-@scene("push_blocks needs")
-def _(stage: Stage) -> None:
-    stage.fails(stage.pair().decoder.do, call, "push_blocks", BLOCKS, Use("kv"), [0], [1])
-
-
-@scene("but got None")
-def _(stage: Stage) -> None:
-    stage.fails(stage.pair().decoder.do, call, "pull_blocks", None, Use("kv"), [0], [1])
 
 
 @scene("link again to recover")
@@ -459,12 +392,6 @@ def _(stage: Stage) -> None:
         stage.fails(pull.finish)
 
 
-@scene("outside its pools")
-def _(stage: Stage) -> None:
-    private = Spec(blocks=True, blocks_key=BLOCKS, memory="private")
-    stage.fails(stage.pair("shm", source=private).decoder.do, call, *PULL)
-
-
 @scene("rows or blocks are")
 def _(stage: Stage) -> None:
     halves = Spec(blocks=True, data_type=DataType.DT_FLOAT16)
@@ -478,16 +405,10 @@ def _(stage: Stage) -> None:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
 @scene("cannot hold")
 def _(stage: Stage) -> None:
     stage.end.start("PROMPT", 1)
     stage.fails(stage.end.do, make, "kv", Spec(stride=1 << 30), 1)
-
-
-def quarantined(world: World) -> int:
-    return world.dd.statistics().quarantined_bytes
 
 
 @scene("quarantined_bytes")
@@ -501,11 +422,11 @@ def _(stage: Stage) -> None:
     with stopped(pusher, "before write", stage.folder, "push_blocks", BLOCKS, Use("kv"), [0], [1]) as push:
         with frozen(pusher):
             owner.do(forget, "kv")
-            stage.printed.append(f"quarantined_bytes={owner.do(quarantined)}")
-            assert owner.do(quarantined) > 0
+            stage.printed.append(f"quarantined_bytes={owner.do(statistics).quarantined_bytes}")
+            assert owner.do(statistics).quarantined_bytes > 0
         with pytest.raises(errors.TransferFailed):
             push.finish()
-    wait_until(lambda: owner.do(quarantined) == 0)
+    wait_until(lambda: owner.do(statistics).quarantined_bytes == 0)
 
 
 @scene("is bound to cache")
@@ -559,8 +480,6 @@ def _(stage: Stage) -> None:
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
-
-
 @scene("belongs to a finalized")
 def _(stage: Stage) -> None:
     stage.end.start("PROMPT", 1)
@@ -603,13 +522,10 @@ def _(stage: Stage) -> None:
 @scene("llm-datadist needs")
 def _(stage: Stage) -> None:
     code = "import sys; sys.modules['typer'] = None; from llm_datadist.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    stage.printed += done.stderr.splitlines()
+    stage.printed += run(sys.executable, "-c", code).stderr.splitlines()
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda each: each.cell[:60])
 def test_a_symptom_of_the_page_happens_and_is_printed_as_the_page_says(
     symptom: Symptom,

@@ -12,7 +12,6 @@ No time is asserted: a call that hangs is one whose end gives no answer at all (
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
 from tests.support import linking, moves
 from tests.support.ends import frozen
+from tests.support.grants import in_child
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 
@@ -293,24 +293,18 @@ def test_a_call_that_was_made_before_a_fork_is_refused_in_the_child(four: list[C
     forker = four.pop()
     forker.start("MIX", 1)
     forker.do(make, "kv", PAGED, 1)
-    assert forker.do(_await_in_a_fork) == 0
+    kind, text = forker.do(_await_in_a_fork)
+    assert (kind, "fork" in text) == ("StateError", True), text
     forker.kill()  # a fork ends threads of other libraries, too
 
 
-def _await_in_a_fork(world: World) -> int:
-    """Return 0 if a forked child may not await a call that was made before, and its parent may."""
+def _await_in_a_fork(world: World) -> tuple[str, str]:
+    """Return what a forked child gets that awaits a call that was made before; its parent may."""
     awaited(world, "copy_blocks_async", Use("kv"), {0: [1]})  # there is a worker thread by now
     ahead = asyncio.wait_for(call(world, "copy_blocks_async", Use("kv"), {0: [2]}), BOUND_S)
-    child = os.fork()
-    if child == 0:
-        try:
-            asyncio.run(ahead)
-        except StateError as error:
-            os._exit("fork" not in str(error))
-        finally:
-            os._exit(3)
+    outcome = in_child(world, lambda _: asyncio.run(ahead))
     asyncio.run(ahead)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return outcome
 
 
 TIMEOUT, ALREADY = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_ALREADY_LINK
@@ -327,7 +321,12 @@ TRANSFERS: Final[dict[str, tuple[tuple[Any, ...], list[tuple[int, int]]]]] = {
 }
 
 
-STALLS = pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
+def carried(method: str, theirs: Bytes, ours: Bytes) -> tuple[Bytes, Bytes]:
+    """Return what the peer and the caller hold after a transfer."""
+    pairs = TRANSFERS[method][1]
+    if method.startswith("pull"):
+        return theirs, moved(ours, theirs, pairs)
+    return moved(theirs, ours, pairs), ours
 
 
 @contextmanager
@@ -392,7 +391,7 @@ def every_local_call(world: World) -> None:
         del world.caches[name]
 
 
-@STALLS
+@pytest.mark.parametrize("what", ["stopped process", "deaf control thread", "full socket"])
 def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm_pair: Pair, what: str) -> None:
     prompt, decoder = shm_pair.start(rca=True, sync_kv_timeout=BUDGET_MS, extra=PATIENT)
     source = {"rows": prompt.do(make, "rows", ROWS, 0), "paged": prompt.do(make, "paged", KEYED, 1)}
@@ -415,13 +414,10 @@ def test_r06_r07_i12_every_call_ends_in_time_and_the_link_is_good_afterwards(shm
     # The peer answers late: the pins of those answers, of rows, are given back.
     wait_until(lambda: (prompt.do(resolves), prompt.do(releases)) == (4, 2))
     assert (prompt.do(picture).pins, prompt.do(picture).keys) == (0, keys)
-    for method, (args, pairs) in TRANSFERS.items():
+    for method, (args, _) in TRANSFERS.items():
         name = args[1].name
         wait_until(partial(in_time, decoder, call, method, *args))
-        if method.startswith("pull"):
-            target[name] = moved(target[name], source[name], pairs)
-        else:
-            source[name] = moved(source[name], target[name], pairs)
+        source[name], target[name] = carried(method, source[name], target[name])
         same_bytes(decoder.do(show, name), target[name])
         same_bytes(prompt.do(show, name), source[name])
     wait_until(lambda: prompt.do(picture).pins == 0)
@@ -444,7 +440,7 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pa
     keys = prompt.do(picture).keys
     for step, method in (("deadline", "pull_cache"), ("write deadline", "push_cache")):
         (folder := tmp_path / method).mkdir()
-        args, pairs = TRANSFERS[method]
+        args, _ = TRANSFERS[method]
         with stopped(decoder, step, folder, method, *args) as move, pytest.raises(DeadlineExceeded) as caught:
             move.finish()
         assert (caught.value.status_code, caught.value.phase) == (TIMEOUT, "copy")
@@ -453,10 +449,7 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pa
         same_bytes(prompt.do(show, "rows"), theirs)
         same_bytes(decoder.do(show, "rows"), ours)
         decoder.do(call, method, *args)
-        if method == "pull_cache":
-            ours = moved(ours, theirs, pairs)
-        else:
-            theirs = moved(theirs, ours, pairs)
+        theirs, ours = carried(method, theirs, ours)
     same_bytes(prompt.do(show, "rows"), theirs)
     same_bytes(decoder.do(show, "rows"), ours)
 

@@ -10,7 +10,6 @@ import mmap
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -39,10 +38,11 @@ from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, linked, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import pair_of
+from tests.support.source import run
 from tests.support.users import USER, become
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from llm_datadist._memory.exports import Exports
@@ -53,16 +53,21 @@ FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
-def dial(world: World, cluster_id: int, port: int) -> None:
+def dial(world: World, cluster_id: int | None, port: int) -> None:
     """Link as ``link_clusters`` does, which turns what is raised here into a status."""
     linking.links_of(world).link(cluster_id, ("127.0.0.1", port), Deadline(10_000))
 
 
-def start(pair: Pair, there: dict[str, str], here: dict[str, str]) -> None:
+def start(pair: Pair, there: dict[str, str], here: dict[str, str], **settings: Any) -> None:
     """Start both ends, not linked, with these options."""
     extra = {"llm.Transport": pair.transport}
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | there)
-    pair.decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0", extra=extra | here)
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | there, **settings)
+    pair.decoder.start("DECODER", 2, listen_ip_info="127.0.0.1:0", extra=extra | here, **settings)
+
+
+def relink(pair: Pair) -> None:
+    assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
+    pair.link()
 
 
 @pytest.mark.parametrize("here", ["plain", "secret", "certificate"])
@@ -218,7 +223,7 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     command = [sys.executable, "-Bc", _LOADED, str(tmp_path / "secrets")]
     if not proc:
         command = [*needs("unshare", "-Urm"), "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", *command]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    done = run(*command)
     said = "[]\n" if proc else "llm.AuthSecretFile: a certificate needs memfd_create and /proc: "
     assert done.stdout.startswith(said), done.stderr
 
@@ -244,20 +249,16 @@ class Rotated:
         first = new_secret(folder / "first", "0").read_text()
         self._lines = [first]
         for number in range(len(self.files)):
-            self._write(number, [first])
+            self.write(number, [first])
 
     def steps(self, number: int) -> list[tuple[int, list[str]]]:
         """Return what is written into which file: a new secret, then that one first, then it alone."""
         old = self._lines[-1]
-        scratch = self.files[0].with_name(f"new{number}")
-        new = new_secret(scratch, str(number)).read_text()
+        new = new_secret(self.files[0].with_name(f"new{number}"), str(number)).read_text()
         self._lines.append(new)
         return [(end, lines) for lines in ([old, new], [new, old], [new]) for end in range(2)]
 
-    def do(self, step: tuple[int, list[str]]) -> None:
-        self._write(*step)
-
-    def _write(self, number: int, lines: list[str]) -> None:
+    def write(self, number: int, lines: list[str]) -> None:
         replacement = self.files[number].with_suffix(".new")
         replacement.touch(mode=0o600)
         replacement.write_text("".join(lines))
@@ -272,11 +273,10 @@ def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) 
     before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
     for number in range(1, ROTATIONS + 1):
         for step in rotated.steps(number):
-            rotated.do(step)
+            rotated.write(*step)
             pair.decoder.do(call, "pull_blocks", BLOCKS, Use("into"), [0], [1])
             same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
-            assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-            assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == SUCCESS
+            relink(pair)
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
@@ -287,14 +287,11 @@ def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_p
     shm_pair.start(extra=extra)
     for bad in ("", "words that are no secret\n", good + good):
         file.write_text(bad)
-        assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
-        shm_pair.link()
+        relink(shm_pair)
     file.unlink()
-    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
-    shm_pair.link()
+    relink(shm_pair)
     new_secret(file, "other")  # both ends read it: still the same at both
-    assert shm_pair.decoder.do(unlink, [info(1, shm_pair.prompt.port)]) == SUCCESS
-    shm_pair.link()
+    relink(shm_pair)
 
 
 def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -342,43 +339,32 @@ def tell_to_stop(world: World) -> None:
     world.memory["stop"].set()
 
 
-def renewed_while_it_is_used(pair: Pair, until: Callable[[], None]) -> None:
-    """Pull all the time, until that returns: no pull fails, and the link is the same one."""
+@pytest.mark.parametrize(
+    ("pair", "rotations"), [("inproc", 0), ("shm", 0), ("tcp", 0), ("tcp", ROTATIONS)], indirect=["pair"]
+)
+def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Path, rotations: int) -> None:
+    """No pull fails meanwhile, and the link is the same one."""
+    rotated = Rotated(tmp_path)
+    prompt, decoder = ({"llm.AuthSecretFile": str(file)} for file in rotated.files)
+    start(pair, prompt | (AGED if rotations else {}), decoder | AGED)
+    pair.link()
     source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
     number = pair.decoder.do(linking.link_number, 1)
     pair.decoder.do(linking.begin_there, "pulls", pull_until_told)
-    until()
+    for rotation in range(1, rotations + 1):
+        for step in rotated.steps(rotation):
+            rotated.write(*step)
+            time.sleep(0.1)
+        pair.prompt.do(wait_for_renewal)
+    pair.prompt.do(wait_for_renewal)
+    pair.decoder.do(wait_for_renewal)
     pair.decoder.do(tell_to_stop)
     pulls = pair.decoder.do(linking.result_there, "pulls")
     assert isinstance(pulls, int), pulls
     assert pulls > 0
     assert pair.decoder.do(linking.link_number, 1) == number
     same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
-
-
-def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Path) -> None:
-    secrets = secret_file(tmp_path / "secrets", a=SECRET)
-    start(pair, secrets, secrets | AGED)
-    pair.link()
-    renewed_while_it_is_used(pair, lambda: pair.prompt.do(wait_for_renewal))
-    pair.decoder.do(wait_for_renewal)
-
-
-def test_ten_rotations_cost_no_pull_of_a_link_that_is_authenticated_again(tcp_pair: Pair, tmp_path: Path) -> None:
-    rotated = Rotated(tmp_path)
-    prompt, decoder = ({"llm.AuthSecretFile": str(file)} | AGED for file in rotated.files)
-    start(tcp_pair, prompt, decoder)
-    tcp_pair.link()
-
-    def rotate() -> None:
-        for number in range(1, ROTATIONS + 1):
-            for step in rotated.steps(number):
-                rotated.do(step)
-                time.sleep(0.1)
-            tcp_pair.prompt.do(wait_for_renewal)
-
-    renewed_while_it_is_used(tcp_pair, rotate)
 
 
 def test_a_peer_whose_secret_was_taken_back_is_unlinked_until_it_has_a_new_one(pair: Pair, tmp_path: Path) -> None:
@@ -389,8 +375,7 @@ def test_a_peer_whose_secret_was_taken_back_is_unlinked_until_it_has_a_new_one(p
     secret_file(files[0], b=OTHER)
     linking.alone(pair.prompt, pair.decoder)
     linking.not_linked(pair.decoder, 1, "the link was lost", "is being dialled again")
-    failed = LLMStatusCode.LLM_LINK_FAILED
-    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (failed, [failed])
+    assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
     secret_file(files[1], b=OTHER)
     wait_until(lambda: linked(pair.prompt, pair.decoder), 30)
     bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -454,12 +439,10 @@ def rules(*verbs: str, **more: Any) -> dict[str, Any]:
 
 def with_policy(pair: Pair, folder: Path, policy: dict[str, Any], *, by: str = "prompt", rca: bool = False) -> None:
     """Start both ends with a shared secret, not linked; one of them has the policy."""
-    extra = {"llm.Transport": pair.transport} | secret_file(folder / "secrets", a=SECRET)
-    theirs = extra | {"llm.PeerPolicy": json.dumps(policy)}
-    settings: dict[str, Any] = {"enable_remote_cache_accessible": True} if rca else {}
-    prompt, decoder = (theirs, extra) if by == "prompt" else (extra, theirs)
-    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=prompt, **settings)
-    pair.decoder.start("DECODER", 2, extra=decoder, **settings)
+    secrets = secret_file(folder / "secrets", a=SECRET)
+    theirs = secrets | {"llm.PeerPolicy": json.dumps(policy)}
+    prompt, decoder = (theirs, secrets) if by == "prompt" else (secrets, theirs)
+    start(pair, prompt, decoder, **({"enable_remote_cache_accessible": True} if rca else {}))
 
 
 @pytest.fixture(params=ROUTES)
@@ -568,7 +551,7 @@ def test_clusters_that_are_not_named_or_may_not_link_are_not_linked(pair: Pair, 
             pair.link()
         else:
             with pytest.raises(AuthFailed) as caught:
-                pair.decoder.do(dial_any, pair.prompt.port)
+                pair.decoder.do(dial, None, pair.prompt.port)
             assert caught.value.status_code is FAILED
             if by == "prompt":
                 assert "asks for authentication" in str(caught.value)
@@ -595,7 +578,7 @@ def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
     shm_pair.transport = transport
     with_policy(shm_pair, tmp_path, {"*": verbs}, by=by)
     with pytest.raises(LinkRefused) as caught:
-        shm_pair.decoder.do(dial_any, shm_pair.prompt.port)
+        shm_pair.decoder.do(dial, None, shm_pair.prompt.port)
     text = str(caught.value)
     assert reason.format(2 if by == "prompt" else 1) in text or ("chose differently" in text and verbs == rules())
     assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
@@ -605,9 +588,8 @@ def test_both_ends_may_have_a_policy(shm_pair: Pair, tmp_path: Path) -> None:
     """Each end gives its own reason for tcp, and decides for itself."""
     shm_pair.transport = "auto"
     secrets = secret_file(tmp_path / "secrets", a=SECRET)
-    for end, cluster_id, may in ((shm_pair.prompt, 1, rules("pull", models=[0])), (shm_pair.decoder, 2, rules("push"))):
-        extra = secrets | {"llm.PeerPolicy": json.dumps({str(3 - cluster_id): may})}
-        end.start("PROMPT", cluster_id, listen_ip_info="127.0.0.1:0", extra=extra)
+    policies = {"2": rules("pull", models=[0])}, {"1": rules("push")}
+    start(shm_pair, *(secrets | {"llm.PeerPolicy": json.dumps(policy)} for policy in policies))
     shm_pair.link()
     there, here = shm_pair.prompt.do(explain, 2), shm_pair.decoder.do(explain, 1)
     assert (there.transport, here.transport) == ("tcp", "tcp")
@@ -620,11 +602,6 @@ def test_both_ends_may_have_a_policy(shm_pair: Pair, tmp_path: Path) -> None:
     refused((shm_pair.prompt, shm_pair.decoder), ["kv"], CacheMismatch, [text], *back)
     shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
     same_bytes(shm_pair.decoder.do(show, "kv"), moved(target, source, PAIRS))
-
-
-def dial_any(world: World, port: int) -> None:
-    """Link to whoever listens there."""
-    linking.links_of(world).link(None, ("127.0.0.1", port), Deadline(10_000))
 
 
 @pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])

@@ -553,7 +553,10 @@ BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
     ("llm.MaxLinkAge", ["60"], "are not authenticated"),
     *((pool, ["", "{", "[]"], "") for pool in POOLS),
 ]
-BAD_LISTEN: Final = ("", "26000", "1.2.3.4:1:2", "a:", "a:port", "a:-1", "a:65536", "::1:5", ":5", "1:2;3:4", "1:²")
+BAD_LISTEN: Final = (
+    *("", "26000", "1.2.3.4:1:2", "a:", "a:port", "a:-1", "a:65536", "::1:5", ":5", "1:2;3:4", "1:²"),
+    *("[::1]", "[::1]26051", "[1.2.3.4]:26051", "[::g]:26051", "[]:26051", "[::1]:65536"),  # IPv6
+)
 #: Pools: what is written, and the field that the error names; a page is the least, 20 GiB the most of host memory.
 BAD_POOLS: Final = [
     ("{}", "memory_size"),

@@ -18,7 +18,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStat
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support import moves
 from tests.support.ends import ChildEnd, LocalEnd, ended, freeze, in_background
-from tests.support.linking import SUCCESS, finalize, info, link, unlink
+from tests.support.linking import SUCCESS, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, residue, settled
 
@@ -460,21 +460,6 @@ def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_pat
             with pytest.raises(EOFError):
                 push.finish()
     same_bytes(owner.do(show, "kv"), after)
-
-
-@pytest.mark.parametrize("pushed", ["cma"], indirect=True)
-def test_finalize_names_the_writer_of_memory(pushed: Pushed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    owner, pusher, _ = pushed
-    pushed.start(8, "private", sync_kv_timeout=SHORT)
-    with stopped(pusher, "before write", tmp_path, *PUSH_ROWS) as push:
-        freeze(pusher)
-        owner.do(finalize)
-        pusher.signal(signal.SIGCONT)
-        with pytest.raises((PeerLost, TransferFailed)):
-            push.finish()
-    (text,) = [record.getMessage() for record in caplog.records if "finalize" in record.getMessage()]
-    assert f"cluster 2 (pid {pusher.pid} on " in text
-    assert "\n" not in text
 
 
 @pytest.mark.parametrize("push", [False, True])

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.covers("CacheManager: pull_blocks pull_cache")
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
-OWN = BlocksCacheKey(2, 0)
 CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
 
 
@@ -85,20 +84,18 @@ def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[Ch
         assert (there.transport, there.private_transport) == ("shm", "tcp")
         into, out = "the kernel does not let us into pid", "the kernel does not let the peer into this process"
         assert into in there.reason or out in there.reason
-    for spec in (PAGED, replace(PAGED, memory="private")):
-        src, dst = prompt.do(make, "kv", spec, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
-        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
-        same_bytes(decoder.do(show, "kv"), dst := moved(dst, src, [(6, 1), (0, 2)]))
-        decoder.do(call, "push_blocks", BLOCKS, Use("kv"), [3], [5])
-        same_bytes(prompt.do(show, "kv"), src := moved(src, dst, [(5, 3)]))
-        decoder.do(make, "own", replace(spec, blocks_key=OWN), 3)
-        own = decoder.do(show, "own")
-        prompt.do(call, "pull_blocks", OWN, Use("kv"), [4, 1], [2, 7])
-        same_bytes(prompt.do(show, "kv"), src := moved(src, own, [(2, 4), (7, 1)]))
-        prompt.do(call, "push_blocks", OWN, Use("kv"), [6], [0])
-        same_bytes(decoder.do(show, "own"), moved(own, src, [(0, 6)]))
-        prompt.do(forget, "kv")
-        decoder.do(forget, "own")
+    for spec, (here, there) in itertools.product(
+        (PAGED, replace(PAGED, memory="private")), (strangers, strangers[::-1])
+    ):
+        key = BlocksCacheKey(there.cluster_id, 0)
+        src = there.do(make, "kv", replace(spec, blocks_key=key), 1)
+        dst = here.do(make, "own", replace(spec, blocks_key=None), 2)
+        here.do(call, "pull_blocks", key, Use("own"), [1, 2], [6, 0])
+        same_bytes(here.do(show, "own"), dst := moved(dst, src, [(6, 1), (0, 2)]))
+        here.do(call, "push_blocks", key, Use("own"), [3], [5])
+        same_bytes(there.do(show, "kv"), moved(src, dst, [(5, 3)]))
+        there.do(forget, "kv")
+        here.do(forget, "own")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +127,7 @@ def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
             assert (explained.transport, explained.private_transport) == used
             # Ends that map each other have no lanes.
             assert (end.do(_lane_threads) > 0) == ("tcp" in used)
-        src, dst = prompt.do(make, "kv", PAGED, 1), decoder.do(make, "kv", Spec(blocks=True), 2)
-        decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [6])
-        same_bytes(decoder.do(show, "kv"), moved(dst, src, [(6, 1)]))
+        bytes_move_both_ways(prompt, decoder)
     finally:
         decoder.stop()
         prompt.stop()

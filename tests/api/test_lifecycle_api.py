@@ -4,11 +4,9 @@ an earlier init; finalizers of the user: the collector calls them at any line of
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -46,7 +44,7 @@ from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link
 from tests.support.memory import cpu_cache
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, picture, same_bytes, show, wait_until
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 from tests.support.v1 import POOL, desc, kv_make
 from tests.support.world import World, baseline, make_config, residue, settled, small_pool
 
@@ -201,23 +199,12 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
             stranger.result()
 
 
-class _BrokenDevice(StagedDevice):
-    """A device whose memory is used up, until it is mended."""
-
-    broken = True
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        if self.broken:
-            raise OutOfMemory("this device has nothing left")
-        return super().allocate(*args, **kwargs)
-
-
 TWO_LISTENERS: Final = {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"}
 #: The device, settings, the error, and a part of its text.
 FAILURES: Final[dict[str, tuple[StagedDevice | None, dict[str, Any], type[LLMException], str]]] = {
     "pool too large": (None, {"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
     "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "/no/where"),
-    "a device that fails": (_BrokenDevice(), {}, OutOfMemory, "nothing left"),
+    "a device that fails": (StagedDevice(refuse_after_bytes=0), {}, OutOfMemory, "device staged refuses 33554432"),
     "v1 with two listeners": (None, TWO_LISTENERS, ParamError, "2 addresses"),
     "a busy address": (None, {}, LinkError, ""),
     "another host": (None, {"listen_ip_info": "192.0.2.1:26000"}, LinkError, "192.0.2.1:26000"),
@@ -225,9 +212,7 @@ FAILURES: Final[dict[str, tuple[StagedDevice | None, dict[str, Any], type[LLMExc
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str) -> None:
     device, settings, kind, part = FAILURES[name]
     status = LLMStatusCode.LLM_FAILED if kind is LinkError else kind.default_status
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -246,7 +231,8 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(
             assert "\n" not in str(caught.value)
             assert LLMDataDist.llm_engine_instance is None
             assert settled(before) == before
-    monkeypatch.setattr(_BrokenDevice, "broken", False)
+    if device is not None:
+        device.refuse_after(None)
     datadist.init(make_config(listen_ip_info=listen))
     assert f"127.0.0.1:{datadist.listen_port}" == listen
     datadist.finalize()
@@ -329,15 +315,7 @@ print("over")
 
 
 def test_a_forked_child_has_nothing_of_its_parents_and_an_end_without_finalize_is_clean() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", FORKING],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, "-W", "error", "-X", "dev", "-c", FORKING, cwd=ROOT)
     # Of asyncio's in dev mode only the time that a step took, which is the machine's.
     usual = re.compile(r"link to cluster|Executing <.* took [0-9.]+ seconds")
     noise = [line for line in done.stderr.splitlines() if not usual.match(line)]
@@ -640,12 +618,13 @@ def _forget(world: World, cache: Any) -> None:
 
 @pytest.fixture
 def ends(children: tuple[ChildEnd, ChildEnd]) -> Iterator[tuple[LocalEnd, ChildEnd]]:
+    """Two linked ends with caches; new threads of this process have the trace that was set before they start."""
     here, there = LocalEnd("here"), children[0]
     try:
         for end, role, cluster_id in ((there, "PROMPT", 1), (here, "DECODER", 2)):
             end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
         there.do(make, "served", Spec(tensors=2, blocks=True, blocks_key=_SERVED), 3)
-        here.do(make, "kv", Spec(tensors=2, blocks=True), 5)
+        here.do(make, "kv", Spec(tensors=2, blocks=True, blocks_key=BlocksCacheKey(2, 0)), 5)
         assert here.do(link, [info(1, there.port)]) == SUCCESS
         yield here, there
     finally:
@@ -657,14 +636,13 @@ def ends(children: tuple[ChildEnd, ChildEnd]) -> Iterator[tuple[LocalEnd, ChildE
 def test_what_a_finalizer_gives_back_at_any_line_is_gone_after_it(ends: tuple[LocalEnd, ChildEnd], name: str) -> None:
     (here, there), verb = ends, VERBS[name]
     world = here.world
-    counted = AtLine(0, lambda: None)
 
     def once(at: AtLine) -> None:
         results: list[Any] = []
         at(lambda: results.append(verb.call(world, there)))
         verb.after(world, there, results[0])
 
-    once(counted)
+    once(AtLine(0, lambda: None))
     once(counted := AtLine(0, lambda: None))  # the second time: more is kept
     used = [pool.used_bytes for pool in world.dd.statistics().pools]
     for point in range(1, counted.seen + 1):
@@ -751,39 +729,38 @@ class InControlThread:
         return self
 
 
-def test_what_a_finalizer_gives_back_in_the_control_thread_is_gone_soon(children: tuple[ChildEnd, ChildEnd]) -> None:
-    trace, errors = InControlThread(), []
+@pytest.fixture
+def trace() -> Iterator[InControlThread]:
+    """The trace of threads that start from now on."""
+    trace = InControlThread()
     threading.settrace(trace)
-    here, there = LocalEnd("here"), children[0]
-    try:
-        for end, role, cluster_id in ((there, "PROMPT", 1), (here, "DECODER", 2)):
-            end.start(role, cluster_id, listen_ip_info="127.0.0.1:0", enable_remote_cache_accessible=True)
-        threading.settrace(None)
-        there.do(make, "served", Spec(tensors=2, blocks=True, blocks_key=_SERVED), 3)
-        here.do(make, "kv", Spec(tensors=2, blocks=True, blocks_key=BlocksCacheKey(2, 0)), 5)
-        assert here.do(link, [info(1, there.port)]) == SUCCESS
+    yield trace
+    threading.settrace(None)
+    trace.functions = []
 
-        def finalize() -> None:
-            with pytest.raises(StateError, match="control thread") as caught:
-                here.world.dd.finalize()
-            errors.append(caught.value)
 
-        for _ in range(ROUNDS):
-            things = Things(here.world, there)
-            trace.functions = [finalize, things.give_back]
-            while trace.functions:
-                token = here.world.caches["kv"].grant([1], LONG).token
-                there.do(_claim_and_release, token)
-            wait_until(lambda things=things: not things.grant.active)  # type: ignore[misc]
-            wait_until(lambda things=things: not things.keyed.tensor_addrs)  # type: ignore[misc]
-            things.check_gone()
-        assert len(errors) == ROUNDS
-        here.world.dd.check_integrity()
-    finally:
-        threading.settrace(None)
-        trace.functions = []
-        here.stop()
-        there.stop()
+def test_what_a_finalizer_gives_back_in_the_control_thread_is_gone_soon(
+    trace: InControlThread, ends: tuple[LocalEnd, ChildEnd]
+) -> None:
+    (here, there), errors = ends, []
+    threading.settrace(None)
+
+    def finalize() -> None:
+        with pytest.raises(StateError, match="control thread") as caught:
+            here.world.dd.finalize()
+        errors.append(caught.value)
+
+    for _ in range(ROUNDS):
+        things = Things(here.world, there)
+        trace.functions = [finalize, things.give_back]
+        while trace.functions:
+            token = here.world.caches["kv"].grant([1], LONG).token
+            there.do(_claim_and_release, token)
+        wait_until(lambda things=things: not things.grant.active)  # type: ignore[misc]
+        wait_until(lambda things=things: not things.keyed.tensor_addrs)  # type: ignore[misc]
+        things.check_gone()
+    assert len(errors) == ROUNDS
+    here.world.dd.check_integrity()
 
 
 def _claim_and_release(world: World, token: bytes) -> None:

@@ -15,7 +15,6 @@ from faults.gated import gated_call
 from faults.gates import Gate
 from faults.strangers import Stranger, silent_port
 from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
-from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
 from tests.support import linking, ranks
@@ -218,17 +217,6 @@ def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pai
     wait_until(lambda: prompt.do(links) == {2: "ready"})
 
 
-@pytest.mark.parametrize(("pair", "memory"), [("shm", "private"), ("tcp", "inside")], indirect=["pair"])
-def test_r19_more_than_240_addresses_are_registered_and_pulled(pair: Pair, memory: str) -> None:
-    pair.start(extra={"llm.Transport": "auto"} if pair.transport == "shm" else {})  # cma for private memory
-    source = pair.prompt.do(make, "kv", Spec(300, 4, 32, blocks=True, blocks_key=BLOCKS, memory=memory), 1)
-    target = pair.decoder.do(make, "kv", Spec(300, 4, 32, blocks=True, memory=memory), 2)
-    pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 3], [2, 1])
-    same_bytes(pair.decoder.do(show, "kv"), moved(target, source, [(2, 0), (1, 3)]))
-    same_bytes(pair.prompt.do(show, "kv"), source)
-    assert pair.prompt.do(picture).caches.registered == 1
-
-
 def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[LLMStatusCode]:
     """Let both ends link to each other at the same moment; return what they were told."""
     ends = (pair.prompt, pair.decoder)
@@ -399,11 +387,6 @@ def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
     same_bytes(pair.prompt.do(show, "kv"), source)
 
 
-def explain(world: World, cluster_id: int) -> tuple[str, str | None]:
-    found = world.dd.explain(cluster_id)
-    return found.transport, found.private_transport
-
-
 @pytest.mark.skipif(not linking.has_ipv6(), reason="this machine has no IPv6 loopback")
 @pytest.mark.parametrize("dialled", ["::1", "[::1]"])
 @pytest.mark.parametrize("transport", ["inproc", "shm", "auto", "tcp"])
@@ -423,11 +406,8 @@ def test_two_ends_link_and_move_bytes_over_ipv6(request: pytest.FixtureRequest, 
     assert pair.decoder.do(links) == {1: "ready"}
     bytes_move_both_ways(pair.prompt, pair.decoder)
     if transport == "auto":  # shm for pools, cma beside it for memory of the process's own
-        assert pair.decoder.do(explain, 1) == ("shm", "cma")
-        theirs = pair.prompt.do(make, "private", Spec(blocks=True, blocks_key=BLOCKS, memory="private"), 1)
-        pair.decoder.do(make, "mine", Spec(blocks=True), 2)
-        pair.decoder.do(call, "pull_blocks", BLOCKS, Use("mine"), list(range(8)), list(range(8)))
-        same_bytes(pair.decoder.do(show, "mine"), theirs)
+        told = pair.decoder.do(linking.explain, 1)
+        assert (told.transport, told.private_transport) == ("shm", "cma")
 
 
 @pytest.mark.skipif(not linking.has_ipv6(), reason="this machine has no IPv6 loopback")
@@ -453,13 +433,6 @@ def test_the_cpp_shaped_interface_and_cluster_info_take_ipv6_addresses(local_pai
     (cluster,) = cpp_arguments.cluster_infos([cpp_api.ClusterInfo(1, 0, [cpp_api.IpInfo("[::1]")], [there])])
     assert local_pair.decoder.do(link, [cluster]) == SUCCESS
     bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
-
-
-def test_an_ipv6_address_to_listen_at_stands_in_brackets() -> None:
-    assert parse_listen_ip_info("[fe80::1]:26051") == ("fe80::1", 26051)
-    for text in ("::1:26051", "[::1]", "[::1]26051", "[1.2.3.4]:26051", "[::g]:26051", "[]:26051", "[::1]:65536"):
-        with pytest.raises(ParamError, match="listen_ip_info"):
-            parse_listen_ip_info(text)
 
 
 LISTEN = "llm.listenIpInfo"

@@ -73,12 +73,6 @@ pytestmark = pytest.mark.covers(
 PAGE = 4096
 
 
-def totals(world: World) -> tuple[int, int]:
-    """Bytes used of the device pool, and caches with memory."""
-    caches = world.dd.statistics().caches
-    return pool(world).used_bytes, caches.live + caches.deferred + caches.draining
-
-
 # --- allocate and deallocate ------------------------------------------------------------------------------------------
 def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_their_placement(world: World) -> None:
     for placement, name in ((Placement.DEVICE, "device"), (Placement.HOST, "host")):
@@ -103,7 +97,9 @@ def test_r27_deallocate_gives_memory_and_blocks_key_back_empties_the_handle_and_
         deallocate(cache)
         assert state(world) == once
     world.cm.deallocate_cache(other)
-    assert (totals(world), world.dd.statistics().keys) == ((0, 0), ())
+    now = world.dd.statistics()
+    assert (pool(world).used_bytes, now.caches.live, now.caches.deferred, now.caches.draining) == (0, 0, 0, 0)
+    assert now.keys == ()
     assert world.cm.allocate_blocks_cache(shared, key).cache_id == 4
     cpu = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
     world.cm.deallocate_blocks_cache(cpu)
@@ -377,27 +373,19 @@ def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_pla
     # None means accessible for both placements.
     for accessible, placement in itertools.product((None, True), Placement):
         there = Spec(memory="inside", accessible=accessible, placement=placement)
-        exchange(pair, there, Spec(memory="private"), push=rca)
+        exchange(pair, there, Spec(memory="private", accessible=False), push=rca)  # what is used here need not be
     if pair.transport == "inproc":
         exchange(pair, Spec(memory="private"), Spec(memory="private"), push=rca)
     src = pair.prompt.do(_shifted)
-    dst = pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    dst = pair.decoder.do(make, "kv", Spec(blocks=True, memory="inside", accessible=False), 2)
+    pair.decoder.do(call, "copy_blocks", Use("kv"), {0: [7]})
+    dst = moved(dst, dst, [(7, 0)])
     pair.decoder.do(blocks, "pull_blocks")
     wanted = moved(dst, src, BLOCK_PAIRS)
     same_bytes(pair.decoder.do(show, "kv"), wanted)
     if rca:
         pair.decoder.do(blocks, "push_blocks")
         same_bytes(pair.prompt.do(show, "kv"), moved(src, wanted, BLOCK_PAIRS))
-
-
-def test_r16_remote_accessible_false_refuses_nothing_that_is_done_here(tcp_pair: Pair) -> None:
-    """What it refuses: test_bad_input_calls.py and tests/unit/test_access_matrix.py."""
-    pair = tcp_pair
-    pair.start(rca=True)
-    exchange(pair, Spec(), Spec(memory="inside", accessible=False), push=True)
-    wanted = pair.decoder.do(make, "kv", Spec(blocks=True, memory="inside", accessible=False), 1)
-    pair.decoder.do(call, "copy_blocks", Use("kv"), {0: [7]})
-    same_bytes(pair.decoder.do(show, "kv"), moved(wanted, wanted, [(7, 0)]))
 
 
 # --- registered memory ------------------------------------------------------------------------------------------------

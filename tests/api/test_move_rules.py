@@ -7,6 +7,7 @@ import logging
 import threading
 from dataclasses import replace
 from functools import partial
+from logging.handlers import BufferingHandler
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -87,9 +88,8 @@ def _pull_all(world: World, peer: int) -> None:
     def work(thread: int) -> None:
         start.wait(30)
         for turn in range(THREADS):
-            call(
-                world, "pull_blocks", BlocksCacheKey(peer, 0), Use(f"blocks {thread}"), [thread, turn, 3], [turn, 1, 1]
-            )
+            mine = Use(f"blocks {thread}")
+            call(world, "pull_blocks", BlocksCacheKey(peer, 0), mine, [thread, turn, 3], [turn, 1, 1])
             call(world, "pull_cache", CacheKey(peer, thread * THREADS + turn), Use(f"row {thread}"), turn)
 
     for each in [Call(work, thread) for thread in range(THREADS)]:
@@ -133,28 +133,17 @@ TARGETS: Final = {
 UNLIKE: Final = tuple(name for name, (_, words) in TARGETS.items() if words)
 
 
-class Kept(logging.Handler):
-    """Keeps the warnings about elements."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "llm.StrictTypes" in record.getMessage():
-            self.said.append(record.getMessage())
-
-
 def hear(world: World) -> None:
-    world.memory["log"] = kept = Kept()
+    world.memory["log"] = kept = BufferingHandler(1000)
+    kept.setLevel(logging.WARNING)
     logging.getLogger("LLM_DATADIST").addHandler(kept)
 
 
 def heard(world: World) -> list[str]:
+    """Return the warnings about elements since then."""
     kept = world.memory.pop("log")
     logging.getLogger("LLM_DATADIST").removeHandler(kept)
-    said: list[str] = kept.said
-    return said
+    return [text for text in (record.getMessage() for record in kept.buffer) if "llm.StrictTypes" in text]
 
 
 def populate(pair: Pair, *, blocks: bool) -> tuple[dict[str, Any], dict[str, Any]]:

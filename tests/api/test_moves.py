@@ -102,7 +102,9 @@ def layers(src: range | None, dst: range | None, per_layer: int = 2) -> dict[str
     return {"src_layer_range": src, "dst_layer_range": dst, "tensor_num_per_layer": per_layer}
 
 
+AT_2: Final = CacheKey(2, 7)
 ONE_BY_ONE: Final = layers(range(4, 6), range(1, 3), 1)
+SHIFTED: Final[Pairs] = [(1, 4), (2, 5)]
 SCATTERED: Final[Pairs] = [(4, 1), (5, 2), (0, 5)]
 PIECES: Final[Pairs] = [(4, 0), (5, 1), (0, 2), (2, 3), (1, 4)]
 
@@ -116,18 +118,14 @@ def move_layers(method: str, ranges: dict[str, Any], tensors: Pairs) -> Move:
 EVERYWHERE: Final = {
     "pull a row by request id": pull_row(REQUEST, (4, 0)),
     "pull part of a row": pull_row(1, (1, 1), 17, nbytes=17),
-    "i1 the linked end pulls a row": pull_row(
-        CacheKey(2, 7), (5, 0), there=Spec(keys=(CacheKey(2, 7),)), by_prompt=True
-    ),
-    "r14 pull layers of a row": pull_row(
-        2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]
-    ),
+    "i1 the linked end pulls a row": pull_row(AT_2, (5, 0), there=Spec(keys=(AT_2,)), by_prompt=True),
+    "r14 pull layers of a row": pull_row(2, (3, 2), there=Spec(6), here=Spec(3), ranges=ONE_BY_ONE, tensors=SHIFTED),
     "r14 pull layers of blocks": move_layers("pull_blocks", layers(range(3, 4), None), [(0, 6), (1, 7)]),
     "i8 a row goes into blocks": Move("pull_blocks", PREFIX, PIECES, there=LONG_ROWS, cut=1),
     "i8 a row goes into blocks by cache id": Move("pull_blocks", 2, PIECES, there=LONG_ROWS, cut=2),
     "push a row": push_row((3, 5)),
     "i11 the linked end pushes a row": push_row((2, 4), by_prompt=True),
-    "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=[(1, 4), (2, 5)]),
+    "r14 push layers of a row": push_row((3, 2), Spec(3), here=Spec(6), ranges=ONE_BY_ONE, tensors=SHIFTED),
     "r14 push layers of blocks": move_layers("push_blocks", layers(None, range(3, 4)), [(6, 0), (7, 1)]),
 }
 #: Over one transport.
@@ -241,8 +239,6 @@ def _random_blocks(pair: Pair, method: str, tensors: int, rows: tuple[int, int],
     run(pair, Move(method, BLOCKS, pairs, there=theirs, here=Spec(tensors, here, stride, blocks=True)))
 
 
-@pytest.mark.parametrize(
-    "scene", [(transport, True) for transport in TRANSPORTS], indirect=True, scope="module", ids=TRANSPORTS
-)
+@pytest.mark.parametrize("scene", [(each, True) for each in TRANSPORTS], indirect=True, scope="module", ids=TRANSPORTS)
 def test_r26_random_blocks_of_random_shapes(scene: Pair) -> None:
     _random_blocks(scene)

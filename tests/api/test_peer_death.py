@@ -17,9 +17,10 @@ import pytest
 
 from faults.strangers import silent_port
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost, StateError
+from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
+from tests.support.grants import in_child
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, lose, redials
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
@@ -46,6 +47,13 @@ BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=Tru
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     with one_family(getattr(request, "param", "shm")) as family:
         yield family
+
+
+def two(family: Family, there: dict[str, str] | None = None, **settings: Any) -> tuple[ChildEnd, ChildEnd]:
+    """Start a prompt with these options, and a decoder with its own, which links to it."""
+    prompt, decoder = family.born("PROMPT", 1, extra=there or {}), family.born("DECODER", 2, **settings)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    return prompt, decoder
 
 
 def caches(prompt: End, decoder: End) -> tuple[list[Bytes], list[Bytes]]:
@@ -150,8 +158,7 @@ def forked(world: World, properly: bool) -> int:
 )
 def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family, properly: bool, timeout: str) -> None:
     """The child holds the link, the lanes and the listener: over tcp only missed beats tell."""
-    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra={"llm.PeerTimeout": timeout})
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt, decoder = two(family, extra={"llm.PeerTimeout": timeout})
     child = prompt.do(forked, properly)
     try:
         bytes_move_both_ways(prompt, decoder)  # the child disturbs nothing
@@ -169,19 +176,15 @@ def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("family", "same_address"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"]
-)
-def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_address: bool) -> None:
+@pytest.mark.parametrize(("family", "same_port"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"])
+def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_port: bool) -> None:
     extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
-    prompt = family.born("PROMPT", 1, extra=extra)
-    decoder = family.born("DECODER", 2, extra=extra)
+    prompt, decoder = two(family, extra, extra=extra)
     _, target = caches(prompt, decoder)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 7], [2, 3])  # its answer is kept
     target[1] = decoder.do(show, "kv")
     family.kill(prompt)
-    prompt = family.born("PROMPT", 1, port=prompt.port if same_address else 0, extra=extra)
+    prompt = family.born("PROMPT", 1, port=prompt.port if same_port else 0, extra=extra)
     alone(decoder)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     for method, *args in (("pull_cache", KEY, Use("rows"), 5), ("pull_blocks", BLOCKS, Use("kv"), [0], [1])):
@@ -198,9 +201,8 @@ def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, fami
 @BOTH_TRANSPORTS
 def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_seen(family: Family) -> None:
     """The old process is only stopped: no end of stream, no pidfd tells anything."""
-    prompt, old = family.born("PROMPT", 1, extra=PATIENT), family.born("DECODER", 2, extra=PATIENT)
+    prompt, old = two(family, PATIENT, extra=PATIENT)
     caches(prompt, old)
-    assert old.do(link, [info(1, prompt.port)]) == SUCCESS
     with frozen(old):
         decoder = family.born("DECODER", 2, extra=PATIENT)
         assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
@@ -254,8 +256,7 @@ def kill_and_link_again(world: World, pid: int, port: int) -> Any:
 
 
 def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family) -> None:
-    decoder, first = family.born("DECODER", 2, extra=PATIENT), family.born("PROMPT", 1)
-    assert decoder.do(link, [info(1, first.port)]) == SUCCESS
+    first, decoder = two(family, extra=PATIENT)
     for _ in range(4):
         second = family.born("PROMPT", 1)
         assert decoder.do(kill_and_link_again, first.pid, second.port) == SUCCESS
@@ -283,8 +284,7 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
 
 @pytest.mark.parametrize("cluster_id", [1, 9])
 def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: Family, cluster_id: int) -> None:
-    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, extra=PATIENT)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt, decoder = two(family, extra=PATIENT)
     prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
@@ -298,10 +298,8 @@ def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: 
 
 
 def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
-    prompt = family.born("PROMPT", 1)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
+    prompt, decoder = two(family, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
     source, target = caches(prompt, decoder)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [1], [0])
     freeze(prompt)
     wait_until(lambda: decoder.do(links) == {1: "suspect"}, 20)
@@ -320,10 +318,8 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
 
 @BOTH_TRANSPORTS
 def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
-    prompt = family.born("PROMPT", 1)
-    decoder = family.born("DECODER", 2, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
+    prompt, decoder = two(family, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
     source, target = caches(prompt, decoder)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
     pull_in_vain(decoder, prompt)
     both_pulls_lost(decoder, prompt, "silent for")
     unlinked(decoder)
@@ -342,9 +338,7 @@ def beats(world: World) -> int:
 
 
 def test_a_small_peer_timeout_at_one_end_invents_no_death(family: Family) -> None:
-    prompt = family.born("PROMPT", 1, extra=PATIENT)
-    decoder = family.born("DECODER", 2, extra={"llm.PeerTimeout": "0.6"})
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    _, decoder = two(family, PATIENT, extra={"llm.PeerTimeout": "0.6"})
     # A peer that is not heard in time for want of a processor is one such: not every time.
     for _ in range(5):
         wait_until(lambda: decoder.do(links) == {1: "ready"})
@@ -521,23 +515,16 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def fork_and_look(world: World) -> int:
-    """Return the exit status of a forked child: 0 if nothing is initialised there."""
-    child = os.fork()
-    if child == 0:
-        with suppress(StateError):
-            os._exit(world.probe.engine is not None)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
+def fork_and_look(world: World) -> tuple[str, str]:
+    return in_child(world, lambda world: world.probe)
 
 
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
-    prompt, forker = family.born("PROMPT", 1), family.born("DECODER", 2)
-    assert forker.do(link, [info(1, prompt.port)]) == SUCCESS
+    prompt, forker = two(family)
     with frozen(prompt):
         forker.do(linking.lose, 1)
         wait_until(lambda: redialling(forker))
-        assert forker.do(fork_and_look) == 0
+        assert forker.do(fork_and_look)[0] == "StateError", "something is initialised there"
     wait_until(lambda: linking.linked(prompt, forker))
     bytes_move_both_ways(prompt, forker)
     family.kill(forker)  # a fork ends threads of other libraries, too

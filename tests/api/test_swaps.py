@@ -77,7 +77,7 @@ def world(request: pytest.FixtureRequest, end: LocalEnd) -> World:
     return end.world
 
 
-def start(end: LocalEnd, device: StagedDevice | None) -> Scene:
+def start(end: LocalEnd, device: StagedDevice) -> Scene:
     end.start("DECODER", 1, device=device)
     return Scene(end.world)
 
@@ -170,12 +170,6 @@ def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> 
             near = moved(near, far, [(blocks, 9 + blocks), (2 + blocks, 8 - blocks)])
         same_bytes(show(world, scene.name), near)
         same_bytes(scene.around, far)
-
-
-def test_r10_a_host_device_needs_no_staging_buffers(end: LocalEnd) -> None:
-    scene = start(end, None)
-    scene.swap(EVERY_OTHER, out=False)
-    assert end.world.dd.statistics().swap.staging_bytes == 0
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -30,8 +29,9 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
-from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, unlink
+from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
+from tests.support.source import run
 from tests.support.world import make_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from prometheus_client.registry import RestrictedRegistry
 
-    from llm_datadist.metrics import OperationStatistics
     from tests.support.kinds import ChildEnd, End, Pair, World
 
 
@@ -111,6 +110,7 @@ def test_each_call_has_one_span_that_says_what_moved_and_how(spans: InMemorySpan
     cm.push_cache(row, rows, 1)
     cm.copy_blocks(kv, {0: [1, 2]})
     cm.copy_cache(rows, rows, 0, 1)
+    prompt.cm.copy_cache(prompt.caches["rows"], prompt.caches["rows"], 0, 1)  # without the option there is no span
     cm.transfer_cache_async(rows, Ready(), [TransferWithCacheKeyConfig(row, range(2), range(2))]).synchronize()
     wait_until(lambda: len(spans.get_finished_spans()) == 7)
     there: dict[str, Any] = {"peer": "1", "transport": "inproc"}
@@ -248,15 +248,6 @@ def _raise(*args: object) -> None:
     raise RuntimeError("set_attribute fails")
 
 
-def test_without_the_option_there_is_no_span(spans: InMemorySpanExporter, local_pair: Pair) -> None:
-    local_pair.start()
-    local_pair.prompt.do(make, "kv", replace(PAGED, blocks_key=BLOCKS), 1)
-    local_pair.decoder.do(make, "kv", PAGED, 3)
-    with trace.get_tracer("engine").start_as_current_span("step"):
-        local_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])
-    assert [span.name for span in spans.get_finished_spans()] == ["step"]
-
-
 _OFF: Final = """
 import sys
 import weakref
@@ -291,7 +282,7 @@ else:
 )
 def test_the_package_is_loaded_only_when_asked_for_and_named_if_missing(hide: str, value: str, printed: str) -> None:
     script = _OFF.format(hide=hide, value=value)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = run(sys.executable, "-c", script)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, "")
 
 
@@ -316,6 +307,7 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     shm_pair.decoder.do(make, "kv", replace(spec, blocks=True), 3)
     shm_pair.decoder.do(make, "rows", spec, 4)
     shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
+    shm_pair.decoder.do(call, "copy_blocks", Use("kv"), {1: [3]})
     decoder, prompt = _numbers(shm_pair.decoder), _numbers(shm_pair.prompt)
     moved = 3 * 1024 * 2
     assert decoder['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 1
@@ -332,6 +324,11 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     assert prompt['llm_datadist_pool_used_bytes{cluster="1",pool="device"}'] == 4 * 4096
     shm_pair.decoder.do(call, "pull_cache", CacheKey(1, 7), Use("rows"), 0)
     wait_until(lambda: [_numbers(shm_pair.prompt)[each] for each in waits] == [0, 0])  # no pull consumes the blocks key
+    for _ in range(4):
+        shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
+    with pytest.raises(CacheNotFound):
+        shm_pair.decoder.do(call, "pull_blocks", BlocksCacheKey(1, 99), Use("kv"), [0], [1])
+    _histograms_and_failures_equal_what_was_done(shm_pair.decoder, moved)
     redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
     assert redials not in decoder
     shm_pair.prompt.do(finalize)  # its process lives, so there is hope
@@ -381,34 +378,21 @@ def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_i
     third.finalize()
 
 
-def _operations(world: World) -> tuple[OperationStatistics, ...]:
-    return world.dd.statistics().operations
-
-
-def test_histograms_and_failures_equal_what_was_done(shm_pair: Pair) -> None:
-    shm_pair.start()
-    spec = Spec(tensors=2, rows=4, stride=1024, blocks=True)
-    shm_pair.prompt.do(make, "blocks", replace(spec, blocks_key=BLOCKS), 1)
-    shm_pair.decoder.do(make, "kv", spec, 2)
-    for _ in range(5):
-        shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1], [1, 2])
-    shm_pair.decoder.do(call, "copy_blocks", Use("kv"), {1: [3]})
-    with pytest.raises(CacheNotFound):
-        shm_pair.decoder.do(call, "pull_blocks", BlocksCacheKey(1, 99), Use("kv"), [0], [1])
-    found = {each.name: each for each in shm_pair.decoder.do(_operations)}
+def _histograms_and_failures_equal_what_was_done(decoder: End, nbytes: int) -> None:
+    """Five pulls of so many bytes, one that failed, and a copy."""
+    found = {each.name: each for each in decoder.do(statistics).operations}
     pulls = found["pull_blocks"]
     assert (pulls.count, pulls.errors, pulls.failures) == (6, 1, {"CacheNotFound": 1})
     by = {each.transport: (each.count, each.nbytes) for each in pulls.transports}
-    assert by == {"shm": (5, 5 * 2 * 2 * 1024), "": (1, 0)}
+    assert by == {"shm": (5, 5 * nbytes), "": (1, 0)}
     assert [each.transport for each in found["copy_blocks"].transports] == [""]
     for each in found.values():
         assert sum(sum(by.buckets) for by in each.transports) == each.count
         assert sum(by.nbytes for by in each.transports) == each.nbytes
         assert sum(by.seconds for by in each.transports) == pytest.approx(each.seconds)
-    numbers = _numbers(shm_pair.decoder)
-    pulled = 'cluster="2",operation="pull_blocks"'
+    numbers = _numbers(decoder)
     failed = 'llm_datadist_operation_failures_total{cluster="2",kind="CacheNotFound",operation="pull_blocks"}'
     assert numbers[failed] == 1
     bucket = '{cluster="2",le="+Inf",operation="pull_blocks",transport="shm"}'
     assert numbers[f"llm_datadist_operation_duration_seconds_bucket{bucket}"] == 5
-    assert numbers[f"llm_datadist_operations_total{{{pulled}}}"] == 6
+    assert numbers['llm_datadist_operations_total{cluster="2",operation="pull_blocks"}'] == 6

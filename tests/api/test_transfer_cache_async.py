@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from functools import partial
@@ -57,7 +55,7 @@ from tests.support.moves import Spec, Use, cache_id, forget, make, nothing_happe
 from tests.support.pairs import pair_of
 from tests.support.refusals import NONE, RULE, TYPE, Row, Table, bad, integer, refuse, refuse_each
 from tests.support.refusals import Spec as Kind
-from tests.support.source import ROOT
+from tests.support.source import run
 from tests.support.world import fill, nixl_stands_in
 
 if TYPE_CHECKING:
@@ -656,9 +654,7 @@ def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp
 
 def test_an_interpreter_that_ends_lets_a_moving_transfer_come_to_its_end() -> None:
     """As a thread that is no daemon would: a script that starts a transfer last and ends has sent it."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = [sys.executable, "-W", "error", "-c", _SENDS_LAST]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    done = run(sys.executable, "-W", "error", "-c", _SENDS_LAST)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[<LLMStatusCode.LLM_SUCCESS:", "0>]"], (done.stdout, done.stderr)
 

@@ -218,7 +218,6 @@ def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cach
         assert (view == index).all()
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
 # --- copies and swaps ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) -> None:
@@ -353,7 +352,9 @@ def test_memory_under_a_writer_stays_mapped(
     address, before = decoder.world.caches["kv"].tensor_addrs[0], decoder.do(show, "kv")
     with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
         decoder.stop()
-    assert "registered memory is still in use by cluster 1" in caplog.text
+    (text,) = [each for each in caplog.messages if "finalize" in each]
+    assert f"registered memory is still in use by cluster 1 (pid {sending[0].pid} on " in text
+    assert "\n" not in text
     assert "stay mapped" in caplog.text
     assert [view.ctypes.data for view in pool.kept_mapped] == [address]
     assert np.array_equal(pool.kept_mapped[0][:48], before[0][0])
@@ -787,10 +788,7 @@ def pull(world: World, key: CacheKey, row: int, size: int, keywords: dict[str, A
     kv_call(world, "pull_cache", key, Use("kv"), row, size, **keywords)
 
 
-MEMORY = pytest.mark.parametrize("memory", [POOL, DIRECT], ids=["pool", "direct"])
-
-
-@MEMORY
+@pytest.mark.parametrize("memory", [POOL, DIRECT], ids=["pool", "direct"])
 def test_r12_r26_a_row_consumes_its_key_blocks_do_not_both_go_to_addresses(pair: Pair, memory: dict[str, Any]) -> None:
     src, dst = both(pair, **memory)
     prompt, decoder = pair.prompt, pair.decoder

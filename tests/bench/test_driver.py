@@ -53,8 +53,7 @@ def told() -> Told:
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "transport"),
-    [(side("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")],
+    ("name", "op", "transport"), [(side("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")]
 )
 def test_a_good_side_gives_a_row_and_two_processes_read_and_write_at_the_right_ends(
     told: Told, name: str, op: Op, transport: str
@@ -104,13 +103,7 @@ def test_a_side_that_hangs_ends_with_its_processes(told: Told) -> None:
     assert len(results.rows) + len(results.failures) == 2
 
 
-def test_processes_are_gone_at_the_end() -> None:
-    with RunningSide("cma", LONG_S) as running:
-        running.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
-        pids = running.pids
-        assert len(set(pids)) == 2
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+def test_a_side_that_cannot_start_leaves_no_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(SideFailed, match="no such adapter"), RunningSide(side("CannotStart"), LONG_S) as running:
         running.start(WORK)
@@ -146,6 +139,9 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
                 running.run("timed", 1)
                 running.verify(number)
             wait_until(lambda: {state(pid) for pid in running.pids} == {"T"})
+        pids = running.pids
+        assert len(set(pids)) == 2
+    assert {state(pid) for pid in pids} == {""}, "they are gone at the end"
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with driver:
         assert driver.stdout is not None
@@ -159,9 +155,8 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
 def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_side_and_the_memory_are_there(
     told: Told,
 ) -> None:
-    case = replace(
-        GOOD, limit=side("CannotStart"), peers=(side("NotForThis"), "nowhere:Side", side("Good"), side("Missing"))
-    )
+    peers = side("NotForThis"), "nowhere:Side", side("Good"), side("Missing")
+    case = replace(GOOD, limit=side("CannotStart"), peers=peers)
     left = prepare([case, case], told, LONG_S)
     assert [each.sides for each in left] == [(side("Good"), side("Good"))] * 2
     assert sum("never for pull" in line for line in told.lines) == 1, "each thing is said once"

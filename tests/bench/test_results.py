@@ -65,14 +65,13 @@ def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> 
     assert (peer.measured, peer.wanted, peer.met, peer.limit) == (10.0, 10.0, True, 20.0)
     assert found["planning 122 tensors x 1000 blocks"].met is None
     work = Workload(op=Op.LATENCY, block_bytes=65536, blocks=10)
-    latency = make_rows(
-        replace(CASE, workload=work, samples=10, limit=None), "shm", measured(1, 3), None, {"nixl": measured(1, 1)}
-    )
+    case = replace(CASE, workload=work, samples=10, limit=None)
+    latency = make_rows(case, "shm", measured(1, 3), None, {"nixl": measured(1, 1)})
     found = {floor.what: floor for floor in floors(latency)}
     single = found["pull of one 64 KiB block over shm, p50, in that of nixl"]
     assert single.measured == pytest.approx(3.0)
     assert (single.wanted, single.met) == (1.0, False)
-    slow = replace(CASE, workload=work, samples=10, limit=None, call="pull_cache by key")
+    slow = replace(case, call="pull_cache by key")
     beside = [
         *make_rows(slow, "shm", measured(1, 1), None, {}),
         *make_rows(replace(slow, busy=Role.SOURCE), "shm", measured(1, 2), None, {}),
@@ -138,14 +137,11 @@ def test_tables_of_every_width_have_the_figures_of_the_rows(width: int | None, m
     show_floors(asked, stream)
     shown = tables(uncoloured(stream.getvalue()), width)["floors"]
     for cells, floor in zip(shown, asked, strict=True):
-        for value, cell in (
-            (floor.measured, cells["measured"]),
-            (floor.wanted, cells["floor"]),
-            (floor.limit, cells.get("the limit itself")),
-        ):
+        values = {"measured": floor.measured, "floor": floor.wanted, "the limit itself": floor.limit}
+        for name, value in values.items():
             if value is not None:
-                assert cell is not None
-                assert float(re.search(r"[\d.]+", cell)[0]) == pytest.approx(value, rel=0.05)  # type: ignore[index]
+                number = re.findall(r"[\d.]+", cells[name])[0]
+                assert float(number) == pytest.approx(value, rel=0.05)
 
 
 def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_is_asked_for() -> None:
@@ -214,8 +210,6 @@ def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_fo
 
 
 # --- two builds compared: the arithmetic of the verdict, and one run --------------------------------------------------
-
-
 def test_the_interval_is_that_of_the_tables_and_needs_six_ratios() -> None:
     """Of the order statistics of the 95 % interval of a median, from 1."""
     table = {6: (1, 6), 8: (1, 8), 9: (2, 8), 10: (2, 9), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGINT, SIGKILL, Signals
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -20,8 +20,8 @@ from llm_datadist.cli.app import app
 from tests.bench.test_results import shows
 from tests.support.ends import has_ended
 from tests.support.moves import wait_until
-from tests.support.source import ROOT
-from tests.support.tables import tables
+from tests.support.source import ROOT, run
+from tests.support.tables import on_terminal, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,16 +120,13 @@ def _children(pid: int) -> list[int]:
     return [int(child) for each in tasks for child in each.read_text().split()]
 
 
-@pytest.mark.parametrize(
-    ("number", "to"), [(signal.SIGINT, os.kill), (signal.SIGKILL, os.kill), (signal.SIGINT, os.killpg)]
-)
-def test_a_signal_ends_the_workers_too(number: signal.Signals, to: Callable[[int, int], None]) -> None:
+@pytest.mark.parametrize(("number", "to"), [(SIGINT, os.kill), (SIGKILL, os.kill), (SIGINT, os.killpg)])
+def test_a_signal_ends_the_workers_too(number: Signals, to: Callable[[int, int], None]) -> None:
     """A terminal interrupts the workers as well."""
-    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", "--blocks", "200", "--passes", "1000"]
+    options = ["--blocks", "200", "--passes", "1000", "--against", ","]
+    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", *options]
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--against", ","], stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as driver:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as driver:
         assert driver.stderr is not None
         # Nothing is said after this line before the first pass, for which the workers are there.
         while not driver.stderr.readline().startswith("1 of 1"):
@@ -138,14 +135,12 @@ def test_a_signal_ends_the_workers_too(number: signal.Signals, to: Callable[[int
         assert len(workers) == 2
         to(driver.pid, number)
         said = driver.communicate(timeout=60)
-        if number is signal.SIGINT:
+        if number is SIGINT:
             assert (driver.returncode, said) == (130, ("", "llm-datadist: interrupted\n"))
         wait_until(lambda: all(has_ended(pid) for pid in workers), 60)
 
 
 # --- bad input: refused by naming the option, the value and the range, before anything has happened -------------------
-
-
 def bench(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["bench", *arguments])
     # Words may be cut into lines and framed.
@@ -204,8 +199,6 @@ def test_what_does_not_fit_leaves_nothing_to_run() -> None:
 
 
 # --- progress: a bar on a terminal, which no thread draws, and plain lines elsewhere ----------------------------------
-
-
 #: Three steps, each with a line of its own; the number of threads meanwhile is the exit status.
 _STEPS: Final = """
 import sys, threading
@@ -226,36 +219,14 @@ _BAR: Final = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 4
 
 
 def on_pipes(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run(sys.executable, *arguments, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
-
-
-def on_terminal(*arguments: str) -> tuple[int, str]:
-    """Run with a terminal for all three streams; return the status and what it would have shown."""
-    ours, theirs = os.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen(
-        [sys.executable, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while part := _read(ours):
-            shown += part
-    os.close(ours)
-    return process.returncode, shown.decode()
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # EIO: the other end is closed
-        return b""
 
 
 def test_on_pipes_a_line_for_each_step_apart_from_results_on_a_terminal_a_bar_that_no_thread_draws() -> None:
     lines = ["1 of 3: step a", "2 of 3: step b", "3 of 3: step c", "line 1 :x: [red]", "line 2 :x: [red]", ""]
     assert on_pipes("-c", _STEPS) == (1, "did a\ndid b\ndid c\n", "\n".join(lines))
-    status, shown = on_terminal("-c", _STEPS)
+    status, shown = on_terminal([sys.executable, "-c", _STEPS], 120)
     assert status == 1, shown  # the main thread is the only one
     assert _BAR in shown
     for text in ("did a", "did b", "did c", "3/3", "line 1 :x: [red]", "line 2 :x: [red]", "2/2", "frames"):
@@ -280,6 +251,6 @@ def test_bench_and_faults_have_a_bar_on_a_terminal_and_only_lines_on_pipes(
     assert line in out + err
     assert _BAR not in err
     assert "\x1b" not in out + err
-    status, shown = on_terminal(*arguments)
+    status, shown = on_terminal([sys.executable, *arguments], 120)
     assert status == 0, shown
     assert re.search(rf"{_BAR}.* \d+/\d+ {unit}", re.sub(r"\x1b\[[\d;?]*\w", "", shown)), shown

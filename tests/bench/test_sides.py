@@ -76,8 +76,6 @@ STREAMING = [False, pytest.param(True, marks=pytest.mark.skipif(not streaming_bi
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def blocks_to_pull(block_bytes: int, blocks: int, tensors: int = 2) -> Workload:
     return Workload(op=Op.PULL, block_bytes=block_bytes, blocks=blocks, tensors=tensors)
 
@@ -155,8 +153,6 @@ def test_blocks_larger_than_a_part_are_compared_whole() -> None:
 
 
 # --- raw limits -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("threads", [1, 3, 64])
 @pytest.mark.parametrize("streaming", STREAMING)
 @pytest.mark.parametrize("size", SIZES)
@@ -331,8 +327,6 @@ def test_what_it_refuses(call: Callable[[], object], said: str) -> None:
 
 
 # --- sides ------------------------------------------------------------------------------------------------------------
-
-
 def work(op: Op, block_bytes: int = 5000, memory: Memory = Memory.POOL) -> Workload:
     return Workload(op=op, block_bytes=block_bytes, blocks=70, tensors=3, memory=memory, threads=2)
 

@@ -86,9 +86,8 @@ def test_twelve_threads_push_over_the_links_that_the_decoders_opened(processes: 
         everyone.append(end := processes.child(f"{'prompt' if prompt else 'decoder'} {device}"))
         devices = [("127.0.0.1", {"device_id": f"{device}", "device_ip": f"10.0.0.{device + 1}"})]
         listen = {"listen_ip_info": "127.0.0.1:0"} if prompt else {}
-        given = options(
-            device_id=device, local_comm_res=rank_table(devices, "1.2", ["0"]), sync_kv_timeout=20000, **listen
-        )
+        table = rank_table(devices, "1.2", ["0"])
+        given = options(device_id=device, local_comm_res=table, sync_kv_timeout=20000, **listen)
         port = play((end, "start", "PROMPT" if prompt else "DECODER", own, given, kinds, 1000 * own, True))
         if prompt:
             ports.append(port)

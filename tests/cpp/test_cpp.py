@@ -11,6 +11,7 @@ import socket
 import threading
 from dataclasses import asdict, replace
 from inspect import signature
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from llm_datadist.testing import StagedDevice
 from tests.support import cpp, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
 from tests.support.ends import frozen
-from tests.support.linking import SUCCESS, alone, info
+from tests.support.linking import SUCCESS, alone, info, statistics
 from tests.support.linking import link as link_v2
 from tests.support.memory import FIXED_ADDRS, BrokenDevice
 from tests.support.moves import Spec as CacheSpec
@@ -383,9 +384,8 @@ def test_one_cache_serves_as_rows_and_as_blocks(shm_pair: Pair, memory: str, tra
     start_pair(shm_pair, transport=transport, options={"llm.Checksum": str(checksum)})
     mine, theirs = (end.do(made, "kv", Shape(memory=memory), at) for at, end in enumerate((decoder, prompt)))
     there = prompt.do(cpp.index, "kv")
-    only_id = Cache(
-        decoder.do(cpp.index, "kv").cache_id, [1, 2, 3], cpp_api.CacheDesc(HOST, 77)
-    )  # nothing else is read
+    # Of the struct nothing else is read.
+    only_id = Cache(decoder.do(cpp.index, "kv").cache_id, [1, 2, 3], cpp_api.CacheDesc(HOST, 77))
     for at in range(2):
         assert decoder.do(run, "PullKvBlocks", there, KV, np.array([1]), np.array([2 + at], np.uint64)) is OK
         assert decoder.do(run, "PullKvCache", there, only_id) is OK
@@ -395,16 +395,12 @@ def test_one_cache_serves_as_rows_and_as_blocks(shm_pair: Pair, memory: str, tra
         theirs = moved(theirs, mine, [(5 + at, 2), (3 + at, 6)])
     same_bytes(decoder.do(show, "kv"), mine)
     same_bytes(prompt.do(show, "kv"), theirs)
-    found = decoder.do(_statistics)
+    found = decoder.do(statistics)
     assert found.links[0].resolved == 4  # once for each direction, of rows and of blocks
     assert found.links[0].verified_bytes == checksum * 4 * 2 * 4 * 64
     assert prompt.do(picture).pins == 0
     totals = {each.name: (each.count, each.errors, each.nbytes) for each in found.operations if each.name[0] == "P"}
     assert totals == dict.fromkeys(["PullKvBlocks", "PullKvCache", "PushKvBlocks", "PushKvCache"], (2, 0, 2 * 4 * 64))
-
-
-def _statistics(world: World) -> Any:
-    return world.dd.statistics()
 
 
 def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
@@ -718,11 +714,7 @@ TABLES: Final = (
         *(bad(RULE, "dst_blocks_list[0][0]", dst_blocks_list=[[block]]) for block in (-2, 2**64)),
         bad(MISMATCH, "block sizes", "64", "68", dst_cache=Use("wide")),
         bad(MISMATCH, "num_tensors", "4", "3", dst_cache=Use("few")),
-        *(
-            bad(RULE, "HOST", src_cache=Use(src), dst_cache=Use(dst))
-            for src in ("host", "cpu")
-            for dst in ("host", "cpu")
-        ),
+        *(bad(RULE, "HOST", src_cache=src, dst_cache=dst) for src, dst in product((Use("host"), Use("cpu")), repeat=2)),
     ),
     Table("cpp.LinkLlmClusters", {"clusters": infos(9), "timeout": 1000}, CLUSTER_CALL),
     Table(

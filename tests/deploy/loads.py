@@ -119,8 +119,6 @@ class Pair:
 
 
 # --- healthy loads ----------------------------------------------------------------------------------------------------
-
-
 def paged(pair: Pair) -> Rounds:
     """Blocks pulled by their key, and pushed."""
     pair.start(enable_remote_cache_accessible=True)
@@ -175,8 +173,6 @@ def _pull_rows(world: World, cluster_id: int, first: int, last: int) -> None:
 
 
 # --- faults: healthy until the second step ----------------------------------------------------------------------------
-
-
 def killed(pair: Pair) -> Rounds:
     """The prompt's process is killed."""
     pair = pair.with_process("prompt")

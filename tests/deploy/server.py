@@ -18,7 +18,7 @@ import pytest
 from tests.support import debian
 from tests.support.linking import free_port
 from tests.support.moves import wait_until
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,8 +53,7 @@ needs_prometheus: Final = pytest.mark.skipif(
 
 
 def promtool(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [str(each) for each in (tool("promtool"), *args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run(*(str(each) for each in (tool("promtool"), *args)))
 
 
 @dataclass(frozen=True)

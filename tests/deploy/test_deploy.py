@@ -12,6 +12,7 @@ import shutil
 import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -67,8 +68,6 @@ def _alerts() -> dict[str, str]:
 
 
 # --- processes that work and fail -------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _process(name: str) -> Iterator[ChildEnd]:
     """A process of many instances, which ends as it should unless the test has failed."""
@@ -160,8 +159,6 @@ def test_healthy_loads_fire_no_alert_each_fault_exactly_its_own_and_each_query_o
 
 
 # --- promtool ---------------------------------------------------------------------------------------------------------
-
-
 @needs_prometheus
 def test_promtool_accepts_configuration_rules_and_their_tests() -> None:
     for command in (["check", "config", CONFIG], ["check", "rules", RULES], ["test", "rules", RULE_TESTS]):
@@ -184,23 +181,19 @@ def test_each_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(na
 
 
 # --- the files alone --------------------------------------------------------------------------------------------------
-
-
 def test_the_dashboard_asks_one_data_source_that_is_a_variable_and_has_a_place_for_each_panel() -> None:
     names = [variable["name"] for variable in _dashboard()["templating"]["list"]]
     assert names == ["datasource", "job", "cluster"]
     source = {"type": "prometheus", "uid": "${datasource}"}
     asked = [each for panel in _panels() for each in (panel, *panel["targets"])]
     assert all(each["datasource"] == source for each in asked)
-    assert all(
-        '{job=~"$job",cluster=~"$cluster"' in target["expr"] for panel in _panels() for target in panel["targets"]
-    )
+    queries = [target["expr"] for panel in _panels() for target in panel["targets"]]
+    assert all('{job=~"$job",cluster=~"$cluster"' in query for query in queries)
     ids = [panel["id"] for panel in _dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
     places = [panel["gridPos"] for panel in _dashboard()["panels"]]
-    cells = [
-        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
-    ]
+    spans = [(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])) for at in places]
+    cells = [cell for span in spans for cell in product(*span)]
     assert len(set(cells)) == len(cells), "panels overlap"
     assert max(x for x, _ in cells) < 24
     titles = [panel["title"] for panel in _dashboard()["panels"] if panel["type"] == "row"]
@@ -240,23 +233,15 @@ def test_the_page_has_exactly_the_metrics_with_kind_and_labels(exported: Exporte
     assert len(rows) == len(exported)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "docs/metrics.md",
-        "deploy/grafana/llm-datadist.json",
-        "deploy/prometheus/alerts.yml",
-        "deploy/prometheus/alerts_test.yml",
-    ],
-)
-def test_page_dashboard_and_rules_ask_for_samples_that_are_exported(exported: Exported, path: str) -> None:
+@pytest.mark.parametrize("path", [PAGE, DASHBOARD, RULES, RULE_TESTS], ids=lambda path: path.name)
+def test_page_dashboard_and_rules_ask_for_samples_that_are_exported(exported: Exported, path: Path) -> None:
     samples = {
         name if kind == "counter" else name + suffix
         for name, (kind, _) in exported.items()
         for suffix in _SUFFIXES[kind]
     }
-    named = set(exported) if path == str(PAGE.relative_to(ROOT)) else set()  # its table has histograms by their name
-    asked = set(re.findall(r"\bllm_datadist_\w+", (ROOT / path).read_text()))
+    named = set(exported) if path == PAGE else set()  # its table has histograms by their name
+    asked = set(re.findall(r"\bllm_datadist_\w+", path.read_text()))
     assert asked - samples - named == set() != asked
 
 

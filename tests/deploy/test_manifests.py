@@ -16,7 +16,7 @@ from llm_datadist.config import AUTH_SECRET, SHM_SOCKET_DIR
 from tests.deploy.server import DEPLOY
 from tests.support.authority import secret_file
 from tests.support.isolation import isolations
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 for _module in ("yaml", "check_jsonschema", "kubernetes_validate"):
     pytest.importorskip(_module, reason="`make test-deploy` installs what reads and checks the manifests")
@@ -75,7 +75,7 @@ def test_a_manifest_is_valid_and_one_with_a_wrong_word_is_not(path: Path, tmp_pa
     wrong = tmp_path / path.name
     wrong.write_text(path.read_text().replace("image:", "picture:"))
     for file, outcome in ((path, True), (wrong, False)):
-        done = subprocess.run([*check, file], capture_output=True, text=True, check=False)
+        done = run(*check, file)
         assert (done.returncode == 0) is outcome, done.stdout + done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +12,7 @@ import pytest
 
 from llm_datadist.doctor.finding import Finding, State
 from tests.support.seccomp import known
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,10 +47,8 @@ def found(
     if shell:
         command = ["sh", "-ec", f'{shell}\nexec "$@"', "sh", *command]
     paths = os.pathsep.join(filter(None, [path, str(ROOT / "src"), str(ROOT)]))
-    done = subprocess.run(
-        [*inside, *command], capture_output=True, env=os.environ | {"PYTHONPATH": paths}, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    done = run(*inside, *command, env=os.environ | {"PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
     (finding,) = msgspec.json.decode(done.stdout, type=list[Finding])
     assert finding.name == name
     return finding
@@ -66,9 +63,9 @@ def is_(finding: Finding, state: State, value: str, mend: str) -> None:
 
 def needs(*command: str) -> tuple[str, ...]:
     """Return a command that wraps another one; skip the test where this host does not let us run it."""
-    done = subprocess.run([*command, "true"], capture_output=True, check=False)
+    done = run(*command, "true")
     if done.returncode:
-        pytest.skip(f"{' '.join(command)} is not permitted here: {done.stderr.decode().strip()}")
+        pytest.skip(f"{' '.join(command)} is not permitted here: {done.stderr.strip()}")
     return command
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,58 +14,49 @@ from tests.doctor.hosts import distribution, forbid, found, is_, needs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PRCTL = "import ctypes; assert ctypes.CDLL(None).prctl({}, 1, 0, 0, 0) == 0"
+PROBLEM, WARNING = State.PROBLEM, State.WARNING
+DENIED = "Operation not permitted"
+_PRCTL = "import ctypes; assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0"  # PR_SET_THP_DISABLE
+_AFFINITY = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+#: The check, what surrounds it, and its finding.
+FINDINGS = [
+    ("kernel", "inside", "setarch --uname-2.6", PROBLEM, "2.6.", "boot Linux 6.5"),
+    ("memfd", "forbidden", "memfd_create", PROBLEM, DENIED, "seccomp=PROFILE.json"),
+    ("pidfd", "forbidden", "pidfd_open", PROBLEM, DENIED, "seccomp=PROFILE.json"),
+    ("process_vm_readv", "forbidden", "process_vm_readv", WARNING, DENIED, "--cap-add SYS_PTRACE"),
+    ("user_namespace", "inside", "unshare -Ur", WARNING, "one of its own", "--userns=host"),
+    ("huge_pages", "preparation", _PRCTL, WARNING, "huge_pages is true, but", "shmem_enabled"),
+    ("descriptors", "shell", "ulimit -n 200", PROBLEM, "RLIMIT_NOFILE 200", "ulimit -n 65536"),
+    ("descriptors", "shell", "ulimit -n 1024", WARNING, "RLIMIT_NOFILE 1024", "ulimit -n 65536"),
+    ("address_space", "shell", "ulimit -v 16000000", WARNING, "16384000000", "ulimit -v unlimited"),
+    ("cpus", "preparation", _AFFINITY, WARNING, "1 usable, 1 by affinity", "taskset -pc"),
+    ("loopback", "inside", "unshare -n", PROBLEM, "Network is unreachable", "ip link set lo up"),
+]
 
 
-def test_old_kernel() -> None:
-    is_(found("kernel", inside=needs("setarch", "--uname-2.6")), State.PROBLEM, "2.6.", "boot Linux 6.5")
-
-
-def test_memfd_forbidden_by_seccomp() -> None:
-    is_(found("memfd", forbid("memfd_create")), State.PROBLEM, "Operation not permitted", "seccomp=PROFILE.json")
-
-
-def test_pidfd_forbidden_by_seccomp() -> None:
-    is_(found("pidfd", forbid("pidfd_open")), State.PROBLEM, "Operation not permitted", "seccomp=PROFILE.json")
-
-
-def test_process_vm_readv_forbidden_by_seccomp() -> None:
-    finding = found("process_vm_readv", forbid("process_vm_readv"))
-    is_(finding, State.WARNING, "Operation not permitted", "--cap-add SYS_PTRACE")
+@pytest.mark.parametrize(("name", "how", "what", "state", "value", "mend"), FINDINGS, ids=[row[0] for row in FINDINGS])
+def test_a_finding_says_what_is_so_and_how_to_mend_it(
+    name: str, how: str, what: str, state: State, value: str, mend: str
+) -> None:
+    settings: dict[str, Any] = {how: what}
+    if how == "inside":
+        settings = {"inside": needs(*what.split())}
+    elif how == "forbidden":
+        settings = {"preparation": forbid(what)}
+    is_(found(name, **settings), state, value, mend)
 
 
 def test_yama_setting_as_another_user() -> None:
     if os.geteuid():
         pytest.skip("only root mounts another /proc/sys/kernel, and becomes another user")
-    shell = (
-        "mount -t tmpfs none /proc/sys/kernel; mkdir /proc/sys/kernel/yama; echo 1 > /proc/sys/kernel/yama/ptrace_scope"
-    )
+    shell = "cd /proc/sys; mount -t tmpfs none kernel; mkdir kernel/yama; echo 1 > kernel/yama/ptrace_scope"
     finding = found("yama", "os.setresuid(65534, 65534, 65534)", inside=needs("unshare", "-m"), shell=shell)
     is_(finding, State.WARNING, "ptrace_scope 1", "sysctl -w kernel.yama.ptrace_scope=0")
-
-
-def test_user_namespace() -> None:
-    finding = found("user_namespace", inside=needs("unshare", "-Ur"))
-    is_(finding, State.WARNING, "one of its own", "--userns=host")
-
-
-def test_huge_pages_disabled_for_the_process() -> None:
-    is_(found("huge_pages", _PRCTL.format(41)), State.WARNING, "huge_pages is true, but", "shmem_enabled")
-
-
-@pytest.mark.parametrize(("limit", "state"), [(200, State.PROBLEM), (1024, State.WARNING)])
-def test_few_descriptors(limit: int, state: State) -> None:
-    is_(found("descriptors", shell=f"ulimit -n {limit}"), state, f"RLIMIT_NOFILE {limit}", "ulimit -n 65536")
 
 
 def test_little_memory_to_lock_where_nixl_is_installed(tmp_path: Path) -> None:
     shell, path = "ulimit -l 64", distribution(tmp_path, "nixl", "1.0")
     is_(found("memlock", shell=shell, path=path), State.WARNING, "65536 bytes", "ulimit -l unlimited")
-
-
-def test_limit_of_the_address_space() -> None:
-    finding = found("address_space", shell="ulimit -v 16000000")
-    is_(finding, State.WARNING, "16384000000", "ulimit -v unlimited")
 
 
 def test_strict_overcommit(tmp_path: Path) -> None:
@@ -96,11 +87,6 @@ def test_small_cgroup(small_cgroup: Path) -> None:
     is_(finding, State.WARNING, "512 MiB", "docker update --memory")
 
 
-def test_one_processor() -> None:
-    finding = found("cpus", "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})")
-    is_(finding, State.WARNING, "1 usable, 1 by affinity", "taskset -pc")
-
-
 def test_two_numa_nodes() -> None:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
@@ -116,11 +102,6 @@ def test_small_tcp_buffers() -> None:
     shell = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
     finding = found("tcp_buffers", inside=needs("unshare", "-n"), shell=shell)
     is_(finding, State.WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem=")
-
-
-def test_no_loopback() -> None:
-    finding = found("loopback", inside=needs("unshare", "-n"))
-    is_(finding, State.PROBLEM, "Network is unreachable", "ip link set lo up")
 
 
 def test_two_versions_of_the_library(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.doctor.hosts import forbid, is_, needs
 from tests.support.authority import Authority
 from tests.support.ends import LocalEnd
 from tests.support.linking import free_port, has_ipv6
-from tests.support.source import ROOT
+from tests.support.source import PATHS, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
 Found = dict[str, Finding]
-_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def _two_ports() -> int:
@@ -53,7 +52,7 @@ def _served(*options: str, host: str = "127.0.0.1") -> Iterator[int]:
     port = _two_ports()
     command = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", str(port), *options]
     command += ["--host", host]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_ENVIRONMENT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | PATHS) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline().startswith(f"serving at {show_address((host, port))}")
@@ -70,7 +69,7 @@ def _doctor(
     """Run the command; return its exit status and its findings by name."""
     code = f"{preparation}\nimport sys\nfrom llm_datadist.cli import main\nsys.exit(main())"
     command = [*inside, sys.executable, "-c", code, "doctor", "--peer", f"{host}:{port}", "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=_ENVIRONMENT, timeout=60, check=False)
+    done = run(*command)
     assert "Traceback" not in done.stderr, done.stderr
     shown = json.loads(done.stdout)
     assert shown["exit_code"] == done.returncode, done.stderr
@@ -118,9 +117,8 @@ def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) 
     from llm_datadist.cli.doctor import _show
 
     _show([Finding("peer_link", State.OK, "linked to pid 7 of a\x1b[2J\nok      peer_authentication: proved", "")])
-    assert (
-        capsys.readouterr().out == "ok      peer_link: linked to pid 7 of a?[2J?ok      peer_authentication: proved\n"
-    )
+    shown = "ok      peer_link: linked to pid 7 of a?[2J?ok      peer_authentication: proved\n"
+    assert capsys.readouterr().out == shown
 
 
 def test_certificates_of_one_authority_and_of_another(tmp_path: Path) -> None:
@@ -208,8 +206,7 @@ def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
 
 
 def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
-    alone = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--json"]
-    host = subprocess.run(alone, capture_output=True, env=_ENVIRONMENT, timeout=60, check=False).returncode
+    host = run(sys.executable, "-m", "llm_datadist.cli", "doctor", "--json").returncode
     secrets = str(new_secret(tmp_path / "secrets", "one"))
     end = LocalEnd("service")
     end.start("PROMPT", 7, listen_ip_info="127.0.0.1:0", extra={"llm.AuthSecretFile": secrets})
@@ -224,7 +221,7 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "mend"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
+    ("answer", "mend"), [(b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
 )
 def test_port_of_something_else(answer: bytes, mend: str) -> None:
     class Other(socketserver.BaseRequestHandler):
@@ -289,8 +286,7 @@ def test_finding_of_pulls_that_took_for_ever() -> None:
 def test_port_that_is_taken_ends_serve_with_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, env=_ENVIRONMENT, timeout=60, check=False)
+        done = run(sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("llm-datadist doctor: ")
     assert done.stderr.count("\n") == 1

@@ -54,13 +54,7 @@ class Namespace:
 
     def run(self, *command: str, text: str = "") -> str:
         """Run a program in the namespace and return what it printed."""
-        done = subprocess.run(
-            [*self.enter, *command],
-            input=text,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run([*self.enter, *command], input=text, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 

@@ -20,6 +20,7 @@ typer = pytest.importorskip("typer")
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
 from llm_datadist.cli.app import app  # noqa: E402
 from llm_datadist.demo.workload import Workload  # noqa: E402
+from tests.support import source  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
 
@@ -34,9 +35,7 @@ STARTED = re.compile(r" (\w+) +process (\d+) started")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], check=False, capture_output=True, text=True, timeout=100, env=os.environ | environment
-    )
+    return source.run(*COMMAND, *arguments, env=os.environ | environment)
 
 
 def commands(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
@@ -81,8 +80,9 @@ def test_no_line_of_a_help_is_cut_and_its_examples_are_what_the_command_would_ta
 
 def test_version_is_that_of_the_distribution() -> None:
     for module in ("llm_datadist.cli", "llm_datadist"):
-        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
-        assert (done.stdout, done.stderr) == (f"llm-datadist {version('open-datadist')}\n", "")
+        done = source.run(sys.executable, "-m", module, "--version")
+        printed = f"llm-datadist {version('open-datadist')}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,7 @@ def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path
 )
 def test_without_a_package_one_line_says_what_to_install(missing: str, line: str, extra: str, tmp_path: Path) -> None:
     script = f"import sys; sys.modules[{missing!r}] = None; from llm_datadist.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", script, *line.format(folder=tmp_path).split()]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = source.run(sys.executable, "-c", script, *line.format(folder=tmp_path).split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f"pip install 'open-datadist[{extra}]'\n")
     assert len(done.stderr.splitlines()) == 1
@@ -177,8 +176,6 @@ def test_a_reader_that_has_ended_is_no_traceback() -> None:
 
 
 # --- the demo ---------------------------------------------------------------------------------------------------------
-
-
 def processes(text: str) -> dict[str, int]:
     """Role -> process id, as the progress lines tell."""
     return {role: int(pid) for role, pid in STARTED.findall(text)}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 EXAMPLE: Final = ROOT / "examples/transformers/prefill_decode.py"
@@ -20,9 +20,7 @@ ENVIRONMENT: Final = ROOT / ".venv-full"
 def _is_set_up() -> bool:
     """Ask make, which also knows whether the native code has changed since."""
     stamp = (ENVIRONMENT / ".installed").relative_to(ROOT)
-    return (
-        subprocess.run(["make", "--question", str(stamp)], cwd=ROOT, capture_output=True, check=False).returncode == 0
-    )
+    return run("make", "--question", stamp, cwd=ROOT).returncode == 0
 
 
 pytestmark = [
@@ -32,8 +30,7 @@ pytestmark = [
 
 
 def _run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(ENVIRONMENT / "bin/python"), str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return run(ENVIRONMENT / "bin/python", script, *arguments)
 
 
 def test_two_processes_make_the_tokens_of_one_over_both_transports() -> None:

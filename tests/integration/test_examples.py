@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,10 +42,7 @@ PRINTED: Final = {
         "decoder: GrantEnded: revoked",
     ),
     "pull_blocks": (r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",),
-    "pull_cache": (
-        "decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST",
-        "prompt: 0 bytes of caches are left",
-    ),
+    "pull_cache": ("decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST", "prompt: 0 bytes of caches are left"),
     "switch_role": ("first: a decoder now; it listens at None",),
     "v1_prompt_decoder": (
         r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",
@@ -53,11 +50,8 @@ PRINTED: Final = {
     ),
     "xpyd": (r"decoder-1: pulled from clusters \d+, \d+", r"decoder-2: pulled from clusters \d+, \d+"),
 }
+_ENVIRONMENT: Final = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
 SEEN_TO_GO = r"link to cluster \d+ .* ended: the peer closed the connection"
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
 
 
 def _complaints(error: str) -> list[str]:
@@ -66,8 +60,7 @@ def _complaints(error: str) -> list[str]:
 
 
 def _run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=_environment(), check=False)
+    return run(sys.executable, "-W", "error", script, *arguments, env=_ENVIRONMENT)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
@@ -93,10 +86,9 @@ def test_the_roles_start_one_by_one_as_on_two_machines() -> None:
         meet = f"127.0.0.1:{picked.getsockname()[1]}"
     command = [sys.executable, "-W", "error", str(ROOT / "examples/push_blocks.py"), "--meet", meet, "--role"]
     # The decoder first: it has to wait for the prompt.
+    pipe = subprocess.PIPE
     ends = [
-        subprocess.Popen(
-            [*command, role], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
-        )
+        subprocess.Popen([*command, role], stdout=pipe, stderr=pipe, text=True, env=_ENVIRONMENT)
         for role in ("decoder", "prompt")
     ]
     try:

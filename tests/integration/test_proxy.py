@@ -282,13 +282,7 @@ Row = tuple[list[Answer], list[Answer], list[Any], list[tuple[int, str]], list[l
 A = {"prompt": "a"}
 RIGHT = (200, "right")
 SCENES: dict[str, Row] = {
-    "in turn": (
-        [prefilled] * 2,
-        [decoded] * 3,
-        [A] * 6,
-        [RIGHT] * 6,
-        [[0, 2, 4], [1, 3, 5], [0, 3], [1, 4], [2, 5]],
-    ),
+    "in turn": ([prefilled] * 2, [decoded] * 3, [A] * 6, [RIGHT] * 6, [[0, 2, 4], [1, 3, 5], [0, 3], [1, 4], [2, 5]]),
     "a prefill dies": three(without_answer),
     "a prefill fails with 500": three(refused(500)),
     "a prefill fails with 503": three(refused(503)),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.moves import wait_until
 from tests.support.nursery import Forked, Nursery
-from tests.support.source import ROOT
+from tests.support.source import PATHS, ROOT
 from tests.support.world import World, make_config, residue_of, settled_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ChildEnd(End):
     """
 
     def __init__(self, name: str, *, fresh: bool = False, inside: Sequence[str] = ()) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        environment = os.environ | PATHS
         ours, theirs = socket.socketpair()
         with theirs:
             forked = None if fresh or inside else NURSERY.fork(name, theirs, environment)

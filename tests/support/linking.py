@@ -67,6 +67,10 @@ def redials(world: World) -> tuple[Any, ...]:
     return world.dd.statistics().redials
 
 
+def statistics(world: World) -> Any:
+    return world.dd.statistics()
+
+
 def explain(world: World, cluster_id: int) -> Any:
     return world.dd.explain(cluster_id)
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = "llm_datadist"
 SOURCE: Final = ROOT / "src" / PACKAGE
+#: For the environment of child processes that import the library and the tests from here.
+PATHS: Final = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever that is, with this tree's code; return what it printed."""
+    usual: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100, "env": os.environ | PATHS}
+    return subprocess.run(command, check=False, **(usual | options))
 
 
 @cache

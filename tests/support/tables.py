@@ -12,10 +12,12 @@ import termios
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from tests.support.source import ROOT, run
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["WIDTHS", "printed", "tables", "uncoloured"]
+__all__ = ["WIDTHS", "on_terminal", "printed", "tables", "uncoloured"]
 
 WIDTHS = (80, 200, None)
 """Of terminals; None for a pipe."""
@@ -24,20 +26,27 @@ WIDTHS = (80, 200, None)
 def printed(command: list[str], width: int | None, env: Mapping[str, str] = os.environ) -> str:
     """Return what a command prints, without colours, on a terminal of so many columns; None: in a pipe."""
     if width is None:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env).stdout
+        return run(*command, env=env).stdout
+    return uncoloured(on_terminal(command, width, env, subprocess.DEVNULL)[1]).replace("\r\n", "\n")
+
+
+def on_terminal(
+    command: list[str], width: int, env: Mapping[str, str] = os.environ, stderr: int | None = None
+) -> tuple[int, str]:
+    """Run a command with a terminal for all its streams; return its status and what it would have shown."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     env = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    said, errors = b"", there if stderr is None else stderr
     with (
-        subprocess.Popen(command, stdin=there, stdout=there, stderr=subprocess.DEVNULL, env=env),
+        subprocess.Popen(command, stdin=there, stdout=there, stderr=errors, cwd=ROOT, env=env) as process,
         open(here, "rb", 0) as out,
+        suppress(OSError),  # the terminal's end
     ):
         os.close(there)
-        said = b""
-        with suppress(OSError):  # the terminal's end
-            while data := out.read(1 << 16):
-                said += data
-    return uncoloured(said.decode()).replace("\r\n", "\n")
+        while data := out.read(1 << 16):
+            said += data
+    return process.returncode, said.decode()
 
 
 def uncoloured(text: str) -> str:

@@ -159,7 +159,7 @@ def settled(before: dict[str, Any]) -> dict[str, Any]:
     return scene.settled(before, residue)
 
 
-def residue() -> dict[str, Any]:
+def residue(_: World | None = None) -> dict[str, Any]:
     """Return what a process holds that a finished test must not add to: threads, descriptors, memfd mappings."""
     gc.collect()
     targets = [each.split(" ", 1)[1] for each in scene.descriptors()]
@@ -174,9 +174,7 @@ def residue() -> dict[str, Any]:
     }
 
 
-def residue_of(world: World) -> dict[str, Any]:
-    """:func:`residue` as an end calls it: ``end.do(residue_of)``."""
-    return residue()
+residue_of = residue  # as an end calls it
 
 
 def settled_of(world: World, before: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,9 @@ from llm_datadist.cli.top_screen import Top
 from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.metrics import quantile
 from tests.doctor.hosts import needs
+from tests.support.linking import statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.source import run
 from tests.support.tables import WIDTHS, printed, tables
 
 if TYPE_CHECKING:
@@ -74,8 +76,7 @@ def _child(code: str, *arguments: str, inside: tuple[str, ...] = ()) -> Iterator
 
 
 def _top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llm_datadist.cli", "top", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return run(sys.executable, "-m", "llm_datadist.cli", "top", *arguments)
 
 
 def _json(*arguments: str) -> dict[int, Any]:
@@ -161,11 +162,8 @@ def test_once_as_tables_of_every_width_has_the_figures_of_the_json(
         assert moved == pytest.approx((link["read_bytes"], link["written_bytes"]))
     done = [(each, one, by) for each in found for one in each["statistics"]["operations"] for by in one["transports"]]
     for cells, (each, one, by) in zip(shown["operations"], done, strict=True):
-        assert (cells["of"], cells["operation"], cells["calls"]) == (
-            f"{each['cluster_id']}",
-            one["name"],
-            f"{by['count']}",
-        )
+        told = f"{each['cluster_id']}", one["name"], f"{by['count']}"
+        assert (cells["of"], cells["operation"], cells["calls"]) == told
         assert cells.get("over", "") == by["transport"]
         assert _bytes(cells["moved"]) == pytest.approx(by["nbytes"])
         for share, cell in ((0.5, cells["p50 µs"]), (0.99, cells["p99 µs"])):
@@ -269,7 +267,7 @@ try:
 except PermissionError:
     print("refused")
 """
-    return subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout.strip()
+    return run(sys.executable, "-c", look).stdout.strip()
 
 
 def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
@@ -295,9 +293,8 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
             assert rates.items() <= _shown(app, "#links")[0].items()
             assert _shown(app, "#operations")[0]["calls/s"] == "20.0"
             await pilot.pause()
-            assert {
-                table.id: table.virtual_size.width for table in app.query(DataTable) if table.virtual_size.width > 80
-            } == {}
+            widths = {table.id: table.virtual_size.width for table in app.query(DataTable)}
+            assert max(widths.values()) <= 80, widths
             await pilot.resize_terminal(50, 30)
             links.scroll_to(x=20, animate=False)
             await pilot.pause()
@@ -327,15 +324,8 @@ def _reading(when: float, calls: int) -> Any:
         "grants": {"active": 0},
         "quarantined_bytes": 0,
     }
-    about = {
-        "pid": 12345,
-        "cluster_id": 2,
-        "role": "DECODER",
-        "published_at": when,
-        "age_seconds": 0.1,
-        "truncated": False,
-    }
-    return about | {"statistics": now}
+    about = {"pid": 12345, "cluster_id": 2, "role": "DECODER", "published_at": when}
+    return about | {"age_seconds": 0.1, "truncated": False, "statistics": now}
 
 
 _WRITER = """
@@ -414,13 +404,9 @@ def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyP
         assert remote.read(30) is not None
 
 
-def _statistics(world: World) -> Any:
-    return world.dd.statistics()
-
-
 def test_a_page_that_is_too_long_is_cut(shm_pair: Pair) -> None:
     shm_pair.start()
-    now = shm_pair.decoder.do(_statistics)
+    now = shm_pair.decoder.do(statistics)
     with closing(StatisticsPage(5, lambda: ("DECODER", replace(now, links=now.links * 10_000)))) as page:
         page.write()
         found = read_page(page.fd)
