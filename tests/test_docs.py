@@ -11,8 +11,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -23,11 +26,6 @@ from llm_datadist._links import link
 from llm_datadist.cache_manager import CacheManager
 from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from enum import Enum
-    from pathlib import Path
 
 DOCS: Final = ROOT / "docs"
 README: Final = ROOT / "README.md"

@@ -11,9 +11,11 @@ import re
 import sys
 import textwrap
 import tomllib
+from collections.abc import Callable, Iterator
+from enum import Enum
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
@@ -26,10 +28,6 @@ from llm_datadist.errors import LLMStatusCode
 from llm_datadist.types.enums import LLMRole, Memtype, Placement, PushType, RegisterMemStatus
 from llm_datadist.types.grant import Grant
 from tests.support.source import ROOT, SOURCE, run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from enum import Enum
 
 pytestmark = pytest.mark.covers(
     "__all__", "v2_list", "llm_datadist.*", "llm_datadist_*", "LLMDataDist.kv_cache_manager", "compat.check_positive*"

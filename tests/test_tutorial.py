@@ -8,17 +8,14 @@ import shutil
 import subprocess
 import sys
 import termios
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
 
 import pytest
 
 from tests.support.linking import free_port
 from tests.support.source import ROOT, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-    from typing import Self
 
 TEXT: Final = (ROOT / "docs" / "tutorial.md").read_text()
 #: A file, a session, a key that the reader presses, a line that appears meanwhile: in the page's order.

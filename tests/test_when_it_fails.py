@@ -10,11 +10,14 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from mmap import PAGESIZE, mmap
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import pytest
@@ -25,21 +28,14 @@ from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRol
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
-from tests.support.ends import Call, ChildEnd, Family, freeze, frozen, one_family
+from tests.support.ends import Call, ChildEnd, Family, LocalEnd, freeze, frozen, one_family
 from tests.support.grants import at_owner, grant
 from tests.support.linking import explain, finalize, free_port, info, link, links_of, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, wait_until
+from tests.support.pairs import Pair
 from tests.support.source import ROOT, run
 from tests.support.users import USER, become
 from tests.support.world import World, make_config, residue_of, small_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from types import TracebackType
-
-    from tests.support.ends import LocalEnd
-    from tests.support.pairs import Pair
 
 T = TypeVar("T")
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -30,15 +32,9 @@ from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, P
 from tests.support import linking, moves
 from tests.support.ends import frozen
 from tests.support.grants import in_child
+from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
-
 
 pytestmark = pytest.mark.covers(
     "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",

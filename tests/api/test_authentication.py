@@ -13,8 +13,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStat
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.credentials import Credentials, Secret, new_secret
+from llm_datadist._memory.exports import Exports
 from llm_datadist._native import readable
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.cli import keys as cli_keys
@@ -34,20 +37,13 @@ from tests.doctor.hosts import needs
 from tests.support import linking, moves
 from tests.support.authority import DAY, NOW, Authority, secret_file
 from tests.support.grants import LONG, claim, grant, tell
+from tests.support.kinds import Bytes, ChildEnd, LocalEnd, Pair, World
 from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, linked, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import pair_of
 from tests.support.source import run
 from tests.support.users import USER, become
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from llm_datadist._memory.exports import Exports
-    from tests.support.kinds import Bytes, ChildEnd, LocalEnd, Pair, World
-
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET, OTHER = b"s" * 32, b"o" * 32

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import pytest
 
@@ -28,15 +29,9 @@ from tests.support.linking import free_port, info, link, unlink
 from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Spec as CacheSpec
 from tests.support.moves import Use, make
-from tests.support.pairs import pair_of
+from tests.support.pairs import Pair, pair_of
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op
 from tests.support.world import World, fill, residue, settled, small_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.pairs import Pair
-
 
 # --- the scene of the tables: two linked ends full of caches, made once per file: no row changes it ---
 #: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.

@@ -7,9 +7,10 @@ import contextlib
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -27,16 +28,11 @@ from tests.support import linking, ranks
 from tests.support.ends import Call, ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
 from tests.support.moves import Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
+from tests.support.pairs import Pair
 from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, UNLINKED, Row, Table, bad, refuse
 from tests.support.refusals import Spec as Argument
 from tests.support.world import World, make_config, residue_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.pairs import Pair
-
 
 pytestmark = pytest.mark.covers("LLMDataDist: link query_register_mem_status unlink explain_communicator")
 

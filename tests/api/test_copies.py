@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +17,10 @@ from hypothesis import strategies as st
 from faults.gated import stopped
 from llm_datadist import Cache, CacheKey, LLMException, LLMStatusCode, Placement
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
+from tests.support.kinds import LocalEnd
 from tests.support.memory import desc, refused, user_memory
 from tests.support.moves import Use, moved, same_bytes
-from tests.support.world import fill, read
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.kinds import LocalEnd
-    from tests.support.world import World
+from tests.support.world import World, fill, read
 
 pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
 

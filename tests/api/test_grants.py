@@ -7,16 +7,18 @@ import pickle
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
 
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
-from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
+from llm_datadist._links.messages import Claim, Claimed, ClaimEnded, Message
 from llm_datadist._transfer import grants
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, GrantEnded, ParamError, StateError
 from llm_datadist.metrics import GrantStatistics
@@ -25,17 +27,10 @@ from llm_datadist.views import tensor_views
 from tests.support import moves
 from tests.support.ends import Call, Family, frozen, one_family
 from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
+from tests.support.kinds import Bytes, Pair, World
 from tests.support.linking import SUCCESS, explain, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 from tests.support.source import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from llm_datadist._links.messages import Message
-    from tests.support.kinds import Bytes, Pair, World
-
 
 pytestmark = pytest.mark.covers(
     "GrantStatistics",

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,16 +20,10 @@ from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStat
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, OutOfMemory, PeerLost, TransferFailed
 from tests.support import moves
 from tests.support.ends import ChildEnd, LocalEnd, ended, freeze, in_background
+from tests.support.kinds import Bytes, Pair
 from tests.support.linking import SUCCESS, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, Pair
-
 
 pytestmark = pytest.mark.covers("errors.TransferFailed")
 

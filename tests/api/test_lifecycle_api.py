@@ -9,10 +9,12 @@ import secrets
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -37,9 +39,11 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
 from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.testing import StagedDevice
+from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, LocalEnd
 from tests.support.grants import LONG, grant, tell
+from tests.support.kinds import ChildEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link
 from tests.support.memory import cpu_cache
@@ -47,14 +51,6 @@ from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, picture, same
 from tests.support.source import ROOT, run
 from tests.support.v1 import POOL, desc, kv_make
 from tests.support.world import World, baseline, make_config, residue, settled, small_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
-    from llm_datadist.types.grant import Grant
-    from tests.support.kinds import ChildEnd
-
 
 pytestmark = pytest.mark.covers(
     "CacheManager",

@@ -6,8 +6,10 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,19 +22,13 @@ from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked,
 from tests.support import linking, ranks
 from tests.support.authority import secret_file
 from tests.support.ends import Call, begin_there, result_there
+from tests.support.kinds import Bytes, End, LocalEnd, Pair
 from tests.support.linking import OK, SUCCESS, bytes_move_both_ways, info, link, links, reachable, switch, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.ranks import Meeting, drop, host, join, new_name, table
 from tests.support.refusals import RULE, TYPE, Table, refuse
 from tests.support.refusals import Spec as Argument
 from tests.support.world import World, fill, make_config, residue_of, small_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, End, LocalEnd, Pair
-
 
 pytestmark = pytest.mark.covers(
     "CacheKey.cluster_id",

@@ -11,10 +11,11 @@ import json
 import mmap
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from llm_datadist.errors import LLMException, NotLinked, OutOfMemory, ParamError
 from llm_datadist.types import LLMRole
 from tests.support.ends import ChildEnd
 from tests.support.huge import HUGE, given, mapped_huge, without_huge_pages
+from tests.support.kinds import Bytes, LocalEnd
 from tests.support.linking import explain
 from tests.support.memory import cpu_cache, desc, map_at, pool, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, same_bytes, show
@@ -50,12 +52,6 @@ from tests.support.moves import refused as refused_there
 from tests.support.pairs import Pair
 from tests.support.seccomp import fail, known
 from tests.support.world import World, fill, make_config, read
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.kinds import Bytes, LocalEnd
-
 
 pytestmark = pytest.mark.covers(
     "Registry",

@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from logging.handlers import BufferingHandler
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
@@ -16,13 +16,10 @@ from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndInd
 from llm_datadist.errors import CacheMismatch, ParamError
 from tests.support import moves
 from tests.support.ends import Call
+from tests.support.kinds import Bytes, End, LocalEnd, Pair, World
 from tests.support.layers import INVALID, keyed, send
 from tests.support.linking import SUCCESS, alone, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, picture, refused, same_bytes, show
-
-if TYPE_CHECKING:
-    from tests.support.kinds import Bytes, End, LocalEnd, Pair, World
-
 
 pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS")
 

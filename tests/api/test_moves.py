@@ -3,9 +3,10 @@ twin (interface §6.10 to §6.13). The arithmetic of ranges: tests/unit/test_lay
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from tests.support.kinds import Bytes, Pair, World
 from tests.support.moves import (
     BLOCKS,
     Spec,
@@ -29,11 +31,6 @@ from tests.support.moves import (
     wait_until,
 )
 from tests.support.pairs import TRANSPORTS, pair_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.kinds import Bytes, Pair, World
 
 pytestmark = pytest.mark.covers("LayerSelection", "CacheManager: pull_blocks pull_cache push_blocks push_cache")
 

@@ -8,9 +8,11 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,16 +23,11 @@ from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
 from tests.support.grants import in_child
+from tests.support.kinds import Bytes, ChildEnd, End, Pair
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, lose, redials
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
 from tests.support.world import World, make_config, residue_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, ChildEnd, End, Pair
 
 pytestmark = pytest.mark.covers("llm: ShmSocketDir PeerTimeout", "errors.NotLinked")
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -15,17 +16,12 @@ from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import OutOfMemory
 from llm_datadist.testing import StagedDevice
 from tests.support.ends import Call
+from tests.support.kinds import LocalEnd, World
 from tests.support.memory import BrokenDevice, cpu_cache, desc, pool, state, user_memory
 from tests.support.moves import Spec, Use, make, moved, same_bytes, show, wait_until
 from tests.support.refusals import MISMATCH, RULE, SWAP_PAIRS, Kind, Row, Table, attempt, bad, no_op, raises, refuse
 from tests.support.refusals import Spec as Argument
 from tests.support.world import fill, read
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.kinds import LocalEnd, World
-
 
 pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics")
 

@@ -7,16 +7,18 @@ import gc
 import re
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import RestrictedRegistry
 
 from llm_datadist import (
     BlocksCacheKey,
@@ -29,19 +31,11 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
+from tests.support.kinds import ChildEnd, End, Pair, World
 from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
 from tests.support.source import run
 from tests.support.world import make_config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opentelemetry.sdk.trace import ReadableSpan
-    from prometheus_client.registry import RestrictedRegistry
-
-    from tests.support.kinds import ChildEnd, End, Pair, World
-
 
 TRACED: Final = {"llm.Tracing": "1"}
 PAGED: Final = Spec(tensors=2, rows=4, stride=1024, blocks=True)

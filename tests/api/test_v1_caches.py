@@ -10,9 +10,11 @@ import logging
 import pickle
 import signal
 import threading
+from collections.abc import Iterator
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -43,6 +45,7 @@ from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 from tests.support import ranks, refusals
 from tests.support.ends import ChildEnd, LocalEnd, freeze, frozen
+from tests.support.kinds import Bytes, End, Pair, World
 from tests.support.layers import Always, Gated, addresses
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, redials, result_there, switch, unlink
 from tests.support.memory import user_memory
@@ -52,13 +55,6 @@ from tests.support.ranks import drop, host, join, status
 from tests.support.refusals import MISMATCH, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op, refuse
 from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
 from tests.support.world import fill, make_config, read, residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, End, Pair, World
-
 
 pytestmark = pytest.mark.covers(
     "KvCache",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ import pytest
 from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.views import tensor_views, torch_views
+from tests.support.kinds import LocalEnd, World
 from tests.support.world import read, residue
-
-if TYPE_CHECKING:
-    from tests.support.kinds import LocalEnd, World
 
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
 

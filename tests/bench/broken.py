@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist.bench.sides.base import Facts, Role, Side
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from llm_datadist.bench.workload import Workload
+from llm_datadist.bench.workload import Workload
 
 
 class Good(Side):

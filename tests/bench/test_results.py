@@ -6,9 +6,10 @@ import io
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,9 +24,6 @@ from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import MOVES, Op, Workload
 from tests.support.source import ROOT
 from tests.support.tables import WIDTHS, tables, uncoloured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OURS = "open-datadist"
 WORK = Workload(op=Op.PULL, block_bytes=4096, blocks=256)

@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import SIGINT, SIGKILL, Signals
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -22,9 +23,6 @@ from tests.support.ends import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT, run
 from tests.support.tables import on_terminal, tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def check(row: dict[str, Any]) -> None:

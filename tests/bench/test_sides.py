@@ -15,8 +15,10 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ import pytest
 from llm_datadist.bench import SideFailed, WrongBytes, sides
 from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
-from llm_datadist.bench.sides.base import Role
+from llm_datadist.bench.sides.base import Role, Side
 from llm_datadist.bench.sides.limits import (
     RawBlocks,
     TcpRaw,
@@ -39,12 +41,6 @@ from llm_datadist.bench.workload import POISON, Bytes, Memory, Op, Workload, fil
 from llm_datadist.errors import ParamError
 from tests.support.moves import wait_until
 from tests.unit.holder import Holder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from llm_datadist.bench.sides.base import Side
 
 _TIMEOUT_S: Final = 60.0
 _BETWEEN: Final = {Op.PULL, Op.PUSH, Op.LATENCY}

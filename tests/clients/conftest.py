@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ends import Processes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.ends import ChildEnd
+from tests.support.ends import ChildEnd, Processes
 
 
 @pytest.fixture

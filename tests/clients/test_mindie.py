@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import pytest
 
 from llm_datadist import DataType
 from llm_datadist import LLMStatusCode as Code
 from tests.clients.kv import Kind, holds, options, play, rank_table
+from tests.support.ends import ChildEnd
 from tests.support.linking import links
 from tests.support.moves import wait_until
 from tests.support.ranks import PREPARING, host
-
-if TYPE_CHECKING:
-    from tests.support.ends import ChildEnd
 
 pytestmark = pytest.mark.covers("MindIE-LLM")
 

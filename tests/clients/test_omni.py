@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from ipaddress import IPv4Address
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist import LLMStatusCode as Code
 from tests.clients.kv import Kind, holds, kv, options, play
+from tests.support.kinds import ChildEnd, Processes, World
 from tests.support.linking import info, links
 from tests.support.moves import moved, picture, same_bytes, wait_until
 from tests.support.ranks import host
-
-if TYPE_CHECKING:
-    from tests.support.kinds import ChildEnd, Processes, World
 
 #: K, V and rope of a manager: the position is the model id.
 KINDS: Final = (Kind(4, 40, (160,), DataType.DT_BF16),) * 3

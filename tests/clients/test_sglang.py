@@ -4,21 +4,18 @@ Here with processes instead of devices, smaller tensors, and a comparison of eve
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, DataType
 from tests.clients.kv import Kind, holds, kv, options, play, rank_table
+from tests.support.kinds import Processes, World
 from tests.support.linking import info, links
 from tests.support.moves import moved, same_bytes, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.kinds import Processes, World
 
 pytestmark = pytest.mark.covers("sglang", "LLMConfig.local_comm_res", "llm.LocalCommRes")
 

@@ -3,7 +3,7 @@ Here with processes instead of devices, smaller tensors, and a comparison of eve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +11,9 @@ import pytest
 from llm_datadist import cpp_api
 from llm_datadist.cpp_api import Cache, CacheIndex, ClusterInfo, IpInfo, LlmDataDist, LlmRole, LLMStatusCode
 from tests.support.cpp import dist, run
+from tests.support.kinds import Bytes, ChildEnd, Processes, World
 from tests.support.linking import alone
 from tests.support.moves import moved, same_bytes
-
-if TYPE_CHECKING:
-    from tests.support.kinds import Bytes, ChildEnd, Processes, World
 
 pytestmark = pytest.mark.covers("xllm")
 

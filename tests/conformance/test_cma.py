@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._transport.cma import CmaConnection
+from llm_datadist._transport.connection import Connection
+from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import ProtocolError, TransferFailed
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.conformance import ProcessConformance, one_row
 from llm_datadist.testing.scene import tensors_over
-
-if TYPE_CHECKING:
-    from llm_datadist._transport.connection import Connection
-    from llm_datadist._transport.peer_memory import PeerMemory
 
 
 def connect(memory: PeerMemory) -> CmaConnection:

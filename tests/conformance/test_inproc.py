@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
 from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkError, ParamError, PeerLost
-from llm_datadist.testing import LocalPeer, TransportConformance
+from llm_datadist.testing import LocalPeer, Peer, TransportConformance
 from llm_datadist.testing.scene import unchanged
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from llm_datadist.testing import Peer
 
 
 class TestInproc(TransportConformance):

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from faults.lanepeer import LanePeerProcess, RegionConnection
 from llm_datadist._deadline import Deadline
+from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.lanes import dial_lanes
 from llm_datadist.errors import CacheMismatch, LinkRefused, PeerLost, TransferFailed
+from llm_datadist.testing import Peer
 from llm_datadist.testing.conformance import ServedConformance, one_row
 from llm_datadist.testing.scene import BUDGET_MS, read_beginning, tensors_over
-
-if TYPE_CHECKING:
-    from llm_datadist._transport.connection import Connection
-    from llm_datadist.testing import Peer
 
 
 class TestTcp(ServedConformance):

@@ -9,10 +9,11 @@ import logging
 import pickle
 import socket
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from inspect import signature
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from llm_datadist.testing import StagedDevice
 from tests.support import cpp, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
 from tests.support.ends import frozen
+from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, alone, info, statistics
 from tests.support.linking import link as link_v2
 from tests.support.memory import FIXED_ADDRS, BrokenDevice
@@ -31,12 +33,6 @@ from tests.support.moves import Spec as CacheSpec
 from tests.support.moves import Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.probe import Probe
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table, bad, integer, refuse, refuse_each
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.support.kinds import LocalEnd, Pair, World
-
 
 pytestmark = pytest.mark.covers(
     "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined Cache",

@@ -8,9 +8,11 @@ import re
 import secrets
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import pytest
@@ -19,10 +21,6 @@ from tests.support import debian
 from tests.support.linking import free_port
 from tests.support.moves import wait_until
 from tests.support.source import ROOT, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 DEPLOY: Final = ROOT / "deploy"
 RULES: Final = DEPLOY / "prometheus" / "alerts.yml"

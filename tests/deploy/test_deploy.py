@@ -10,26 +10,31 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from llm_datadist.prometheus import StatisticsCollector
 from tests.deploy.loads import FAULTS, LOADS, Instance, Pair, end_serving, serve, stop_instances
-from tests.deploy.server import CONFIG, DEPLOY, RULE_TESTS, RULES, in_seconds, needs_prometheus, prometheus, promtool
-from tests.support.ends import ChildEnd
+from tests.deploy.server import (
+    CONFIG,
+    DEPLOY,
+    RULE_TESTS,
+    RULES,
+    Server,
+    in_seconds,
+    needs_prometheus,
+    prometheus,
+    promtool,
+)
+from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.deploy.server import Server
-    from tests.support.ends import LocalEnd
 
 DASHBOARD: Final = DEPLOY / "grafana" / "llm-datadist.json"
 #: What Grafana puts in for the variables: everything, and the last seconds.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import msgspec
 import pytest
@@ -13,9 +14,6 @@ import pytest
 from llm_datadist.doctor.finding import Finding, State
 from tests.support.seccomp import known
 from tests.support.source import ROOT, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _CHECK: Final = """
 import sys, os, msgspec

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
 from tests.doctor.hosts import distribution, forbid, found, is_, needs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROBLEM, WARNING = State.PROBLEM, State.WARNING
 DENIED = "Operation not permitted"

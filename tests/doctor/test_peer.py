@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,10 +31,6 @@ from tests.support.authority import Authority
 from tests.support.ends import LocalEnd
 from tests.support.linking import free_port, has_ipv6
 from tests.support.source import PATHS, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
 Found = dict[str, Finding]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -37,19 +38,13 @@ from llm_datadist._links.messages import (
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, encode_handle
-from llm_datadist._transport.lanes import MAX_LANES, LaneRequest, dial_lanes
+from llm_datadist._transport.lanes import MAX_LANES, LaneGrant, LaneRequest, dial_lanes
 from llm_datadist.errors import CacheNotFound, LinkRefused
+from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link, links
 from tests.support.moves import BLOCKS, Spec, make, picture, wait_until
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from llm_datadist._transport.lanes import LaneGrant
-    from tests.support.ends import LocalEnd
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.pairs import Pair
+from tests.support.world import World
 
 
 def _incarnation(world: World) -> bytes:

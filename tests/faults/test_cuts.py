@@ -6,18 +6,20 @@ both ends link again directly. What nobody can see without checksums, changed by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from faults.gated import stopped
-from faults.relay import BIG, DEADLINE_MS, HARM, KEY, Fault, Relay, Relayed
+from faults.relay import BIG, DEADLINE_MS, HARM, KEY, Direction, Fault, Kind, Relay, Relayed
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotLinked, PeerLost, TransferFailed
-from tests.support.ends import LocalEnd
+from tests.support.ends import End, LocalEnd
 from tests.support.linking import (
     SUCCESS,
     alone,
@@ -29,14 +31,7 @@ from tests.support.linking import (
     result_there,
 )
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from faults.relay import Direction, Kind
-    from tests.support.ends import End
-    from tests.support.pairs import Pair
+from tests.support.pairs import Pair
 
 OK, LINK_FAILED, TIMEOUT = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_TIMEOUT
 ENDS = ("truncate", "reset", "half_close")

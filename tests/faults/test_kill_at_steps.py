@@ -4,8 +4,10 @@ unlink."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -15,14 +17,21 @@ from llm_datadist import CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.errors import LLMException
 from tests.support.ends import ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, info, link, links, result_there
-from tests.support.moves import Spec, Use, cache_id, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import (
+    Bytes,
+    Spec,
+    Use,
+    cache_id,
+    call,
+    forget,
+    make,
+    moved,
+    picture,
+    same_bytes,
+    show,
+    wait_until,
+)
 from tests.support.world import residue, settled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.moves import Bytes
 
 KEY: Final = CacheKey(1, 10)
 PUSH_ONLY: Final = {"before write", "after write", "consumed", "target consumed"}

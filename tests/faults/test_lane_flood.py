@@ -4,12 +4,15 @@ the test."""
 
 from __future__ import annotations
 
+import socket
 import struct
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey
 from llm_datadist._deadline import Deadline
@@ -19,15 +22,8 @@ from llm_datadist._transport.tcp import TcpConnection
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, Use, call, make, picture, wait_until
+from tests.support.pairs import Pair
 from tests.support.world import anonymous_bytes, residue, settled
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from tests.support.pairs import Pair
 
 REQUESTS: Final = 10_000
 BOUND: Final = 64 << 20

@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,20 +28,14 @@ from llm_datadist import (
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist.errors import OutOfMemory, TransferFailed
 from llm_datadist.testing import StagedDevice
-from tests.support.ends import ChildEnd
+from tests.support.ends import ChildEnd, End, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
 from tests.support.memory import desc, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
+from tests.support.pairs import Pair
 from tests.support.source import ROOT
-from tests.support.world import baseline, make_config, residue_of, settled, settled_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.support.ends import End, LocalEnd
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.world import World, baseline, make_config, residue_of, settled, settled_of
 
 TRANSPORTS = pytest.mark.parametrize("linked", ["shm", "cma", "tcp"], indirect=True)
 SIDES = pytest.mark.parametrize("side", ["prompt", "decoder"])

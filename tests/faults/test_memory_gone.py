@@ -13,10 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +30,7 @@ from tests.support.ends import ChildEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links, start_both
 from tests.support.memory import map_at
 from tests.support.moves import Spec, Use, call, make, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.world import World
+from tests.support.world import World
 
 SPEC = Spec(tensors=4, rows=8, stride=mmap.PAGESIZE, blocks=True)
 KEY = BlocksCacheKey(1, 3)

@@ -3,9 +3,11 @@ lie."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -17,18 +19,12 @@ from llm_datadist._links.handshake import Dial, _BlockingFrames
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.messages import Linked, Locate
 from llm_datadist._transfer.addresses import Locator
-from tests.support.ends import ChildEnd
+from tests.support.ends import ChildEnd, End, LocalEnd
 from tests.support.layers import addresses, begin, finish, raw, ready, received, send
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, forget, make, picture, same_bytes, wait_until
 from tests.support.ranks import OK, PREPARING, drop, explained, host, join, new_name, settle, status, table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.ends import End, LocalEnd
-    from tests.support.world import World
+from tests.support.world import World
 
 #: An attempt takes 600 ms at most.
 SETTINGS: Final = {"link_total_time": 60, "link_retry_count": 100}

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llm_datadist._links.credentials import new_secret
-from tests.hosts.network import Impossible, Network
-from tests.support.ends import Processes
+from tests.hosts.network import Host, Impossible, Network
+from tests.support.ends import ChildEnd, Processes
 from tests.support.linking import SUCCESS, explain, info, link, links
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.hosts.network import Host
-    from tests.support.ends import ChildEnd
-    from tests.support.world import World
+from tests.support.world import World
 
 HOSTS = 4
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
-from tests.hosts.conftest import impossible
+from tests.hosts.conftest import Cluster, impossible
 from tests.hosts.network import Impossible, Network
+from tests.support.ends import ChildEnd
 from tests.support.linking import begin_there, explain, info, link, links, result_there
-from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from tests.hosts.conftest import Cluster
-    from tests.support.ends import ChildEnd
-    from tests.support.moves import Bytes
-    from tests.support.world import World
+from tests.support.moves import Bytes, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.world import World
 
 PROMPTS, DECODERS = (1, 2), (3, 4)
 STRIDE = 16 * 1024 + 64

@@ -4,18 +4,16 @@ R22)."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, LLMException, NotLinked, PeerLost
+from tests.hosts.conftest import Cluster
 from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from tests.hosts.conftest import Cluster
-    from tests.support.world import World
+from tests.support.world import World
 
 BULK, PAGES = CacheKey(1, 5), BlocksCacheKey(1, 0)
 BULKY = Spec(tensors=4, rows=1, stride=4 << 20)  # 16 MiB

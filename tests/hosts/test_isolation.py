@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from llm_datadist import BlocksCacheKey
 from tests.hosts.conftest import enter
+from tests.hosts.network import Host, Network
 from tests.support.ends import ChildEnd
 from tests.support.isolation import Isolation, isolations
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
 from tests.support.users import USER, become, become_root_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.hosts.network import Host, Network
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can set processes apart")
 

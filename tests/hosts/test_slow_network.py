@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llm_datadist import BlocksCacheKey
+from tests.hosts.conftest import Cluster
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, info, result_there, unlink
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show, wait_until
-
-if TYPE_CHECKING:
-    from tests.hosts.conftest import Cluster
-    from tests.support.world import World
+from tests.support.world import World
 
 BULK, SMALL, INBOX = BlocksCacheKey(1, 0), BlocksCacheKey(1, 1), BlocksCacheKey(2, 1)
 BULKY = Spec(tensors=4, rows=64, stride=64 * 1024, blocks=True)  # 16 MiB

@@ -9,9 +9,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +25,6 @@ from llm_datadist.demo.workload import Workload  # noqa: E402
 from tests.support import source  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "llm_datadist.cli")
 APP = typer.main.get_command(app)

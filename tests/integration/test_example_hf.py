@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+import subprocess
+from pathlib import Path
+from typing import Final
 
 import pytest
 
 from tests.support.source import ROOT, run
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
 
 EXAMPLE: Final = ROOT / "examples/transformers/prefill_decode.py"
 ENVIRONMENT: Final = ROOT / ".venv-full"

@@ -7,14 +7,12 @@ import re
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 
 from tests.support.source import ROOT, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.covers(
     "examples/both_sides_listen.py",

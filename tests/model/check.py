@@ -10,15 +10,13 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from scripts import check_citations
 from tests.native.drivers import NATIVE, ROOT, Unsupported, compiler
 from tests.support import debian
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HERE: Final = Path(__file__).parent
 MODELS: Final = ("guards", "write_intents", "standing_grants")

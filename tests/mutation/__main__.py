@@ -13,19 +13,15 @@ import tempfile
 import threading
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tests.mutation import headers
-from tests.mutation.runner import PACKAGE, ROOT, Copy, NoMutantError
+from tests.mutation.mutant import Mutant
+from tests.mutation.runner import PACKAGE, ROOT, Baseline, Copy, NoMutantError
 from tests.mutation.session import KILLED, NO_MUTANT, SURVIVED, Session, compare
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.mutation.mutant import Mutant
-    from tests.mutation.runner import Baseline
 
 _PLAN: Final = Path(__file__).with_name("plan.toml")
 _FULL: Final = ("tests",)

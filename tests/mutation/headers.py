@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.mutation.mutant import Mutant
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["mutants"]
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
 from tests.mutation.mutant import Mutant
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 __all__ = ["mutants"]
 

@@ -9,17 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from llm_datadist._native import _native
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.mutation.mutant import Mutant
+from tests.mutation.mutant import Mutant
 
 __all__ = ["PACKAGE", "ROOT", "UNENDING", "Baseline", "Copy", "NoMutantError"]
 

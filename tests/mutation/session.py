@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Final
 
 __all__ = ["KILLED", "NO_MUTANT", "STAGES", "SURVIVED", "Session", "compare"]
 

@@ -13,9 +13,6 @@ from tests.mutation.session import KILLED, NO_MUTANT, SURVIVED, Session, compare
 HERE = Path(__file__).parent
 SOURCE = """
 from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    import os
-
 def first(x: int | None = None, y: "int" = 3) -> int | str:
     '''A docstring with 3 and not.'''
     kept: int | None = x

@@ -12,14 +12,12 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.native.drivers import DRIVERS, NATIVE, ROOT, Unsupported, build, compiler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUILD: Final = ROOT / "build" / "asan"
 

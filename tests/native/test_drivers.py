@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.native import drivers
 from tests.native.drivers import BUILD, DRIVERS, Driver, Unsupported, build, compiler
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.name)

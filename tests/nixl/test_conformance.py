@@ -5,28 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
 from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, Refused, _encode
 from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
+from llm_datadist.testing import Peer
 from llm_datadist.testing.conformance import ServedConformance, one_row
 from llm_datadist.testing.peers import REGION_BYTES
 from llm_datadist.testing.scene import BUDGET_MS, beginning_of, read_beginning, tensors_over
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from llm_datadist.testing import Peer
 
 
 class TestNixl(ServedConformance):

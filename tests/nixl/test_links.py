@@ -6,28 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport import nixl_agent
-from llm_datadist._transport.nixl import Server
+from llm_datadist._transport.nixl import NixlConnection, Server
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
+from tests.support.ends import ChildEnd, End
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.pairs import Pair
 from tests.support.users import USER, become
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from llm_datadist._transport.nixl import NixlConnection
-    from tests.support.ends import ChildEnd, End
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.world import World
 
 OVER_NIXL = {"llm.Transport": "nixl"}
 KEY = BlocksCacheKey(1, 0)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.site.browser import DESKTOP, PHONE, PROGRAMS, Site, chromium, resize, served
 from tests.support.source import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _MISSING = [each for each in ("sphinx", "myst_parser", "furo", "selenium") if find_spec(each) is None]
 _MISSING += [program for program in PROGRAMS if shutil.which(program) is None]

@@ -11,10 +11,11 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,14 +29,10 @@ from llm_datadist.metrics import quantile
 from tests.doctor.hosts import needs
 from tests.support.linking import statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
+from tests.support.pairs import Pair
 from tests.support.source import run
 from tests.support.tables import WIDTHS, printed, tables
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.world import World
 
 
 def _publish(world: World) -> Any:

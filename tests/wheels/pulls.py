@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.views import tensor_views
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: More than goes through the caches: above 2 MiB a copy takes the streaming stores.
 TENSORS, BLOCKS, BLOCK_BYTES = 2, 64, 1 << 16
