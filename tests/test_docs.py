@@ -3,8 +3,6 @@
 `make docs` checks citations of headings, that each page is in the index, and that each entry has a test.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

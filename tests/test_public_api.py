@@ -1,8 +1,6 @@
 """What a newcomer imports (interface R23): the star-import with nothing else installed, the older module paths, and the
 documented signatures."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

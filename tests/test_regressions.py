@@ -1,7 +1,5 @@
 """Tests that keep faults away that were found before: each one named in docs/notes/regressions.md runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tutorial does what it says: its files, its commands in two terminals, and each line that they print."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

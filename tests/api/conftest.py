@@ -1,7 +1,5 @@
 """One end alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.kinds import LocalEnd, World

@@ -9,8 +9,6 @@ and for a redial's attempt, its timeout; finalize for its own threads. Nothing e
 No time is asserted: a call that hangs is one whose end gives no answer at all (:class:`ChildEnd`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator

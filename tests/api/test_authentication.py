@@ -1,8 +1,6 @@
 """Credentials: secrets and certificates, what links, what each end says of a refusal, files that are wrong; those that
 change while links are made, used and lost; and llm.PeerPolicy: what a peer may do, over every transport."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import json

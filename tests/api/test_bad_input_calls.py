@@ -1,7 +1,5 @@
 """Bad input to every call of CacheManager and LLMDataDist: one table per call (interface §3, §6, R1)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

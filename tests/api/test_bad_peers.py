@@ -8,8 +8,9 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from unittest import mock
 
 import msgspec
@@ -25,17 +26,13 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.ends import Call
+from tests.support.kinds import LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair, pair_of
 from tests.support.world import World, anonymous_bytes, make_config, residue_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.support.kinds import LocalEnd
-
-    Behaviour = Callable[[socket.socket], None]
+Behaviour = Callable[[socket.socket], None]
 
 pytestmark = pytest.mark.covers("LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR", "errors.ProtocolError")
 

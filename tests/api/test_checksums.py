@@ -4,10 +4,12 @@ the questions themselves: fair ones, unfair ones, many of them, answers that lie
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 from unittest.mock import Mock
 
 import msgspec
@@ -17,7 +19,17 @@ import pytest
 from faults.gated import begin, stopped
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Guarded, RemoteFailure, UnlinkAck, Verified, Verify
+from llm_datadist._links.link import Link
+from llm_datadist._links.messages import (
+    MAX_VERIFY_RUNS,
+    Failed,
+    Guarded,
+    Message,
+    RemoteFailure,
+    UnlinkAck,
+    Verified,
+    Verify,
+)
 from llm_datadist._native import NO_DEADLINE, Plan
 from llm_datadist._native.plan import PlanEnd, digest
 from llm_datadist._transfer.access import AccessPolicy
@@ -25,21 +37,13 @@ from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TEN
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.views import tensor_views
 from tests.support import moves
-from tests.support.layers import spanned
+from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
+from tests.support.layers import Span, spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import residue, settled
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
-    from tests.support.layers import Span
-
-    Place = tuple[int, int]
+Place = tuple[int, int]
 
 pytestmark = pytest.mark.covers("errors: ChecksumMismatch DeadlineExceeded", "LLMStatusCode.LLM_SUCCESS")
 

@@ -1,8 +1,6 @@
 """Links by rank tables: members that come, fail, differ, die and come back; the arguments of link(); busy ports and
 strangers where members meet; loopback_links (interface §3.5, §6.6, B2.3)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

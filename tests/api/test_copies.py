@@ -1,8 +1,6 @@
 """copy_cache and copy_blocks: rows and blocks inside this process, every byte compared with a NumPy twin (interface
 §6.5, §6.8, R8, R9, R26). Wrong arguments by themselves: test_bad_input_*.py; ranges: tests/unit/test_layout.py."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

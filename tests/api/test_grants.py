@@ -1,7 +1,5 @@
 """Grants: what a reader may pull with one, how it ends, and claims of it by one reader or several."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import secrets

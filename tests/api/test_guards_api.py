@@ -1,8 +1,6 @@
 """Memory that changes under a reader or a writer is never a success, and what is kept about a remote cache is never
 taken for another one; memory under a stopped writer waits in quarantine."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

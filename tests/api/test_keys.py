@@ -5,25 +5,22 @@ are those of `tests/unit/test_registry_machine.py`."""
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError, TransferFailed
+from tests.support.kinds import Bytes, End, Pair
 from tests.support.linking import SUCCESS, info, unlink
 from tests.support.memory import desc, pool, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, End, Pair
-
-    #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
-    Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
+#: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
+Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
 pytestmark = pytest.mark.covers(
     "CacheKey.req_id", "CacheManager: allocate_cache check_cache_key deallocate_cache", "errors.KeyInUse"

@@ -9,10 +9,12 @@ import hmac
 import itertools
 import socket
 import struct
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -25,16 +27,11 @@ from llm_datadist.testing import scene
 from tests.support import linking, moves, seccomp
 from tests.support.authority import Authority
 from tests.support.ends import ChildEnd, frozen
+from tests.support.kinds import Bytes, End, Pair, World
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, explain, info, link, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, End, Pair, World
-
-    Ends = tuple[End, End, Bytes, Bytes]
+Ends = tuple[End, End, Bytes, Bytes]
 
 pytestmark = pytest.mark.covers("CacheManager: pull_blocks pull_cache")
 

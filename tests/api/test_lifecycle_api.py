@@ -1,8 +1,6 @@
 """init, finalize, several instances, threads, forks and exits (interface §3.1, §3.2); handles of another instance or of
 an earlier init; finalizers of the user: the collector calls them at any line of the library, in any thread."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import secrets

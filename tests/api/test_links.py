@@ -1,8 +1,6 @@
 """link_clusters and unlink_clusters between two ends and many (interface §3.4, B2.1, B2.2), also over IPv6, and
 switch_role (interface §3.6). The caps of the original are not enforced (interface R19)."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

@@ -2,8 +2,6 @@
 §6.7, §6.15, §7); what moves between caches of all placements and registered memory, and how a link reaches private
 memory of another process (interface R16). Wrong arguments by themselves: test_bad_input_calls.py."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

@@ -1,8 +1,6 @@
 """Pulls and pushes: what the peer's cache must be, one's own cluster, many threads, unlike elements (interface §6.10 to
 §6.13, R26, R28). Arguments, and the order of their checks: test_bad_input_calls.py."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import replace

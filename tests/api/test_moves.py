@@ -1,8 +1,6 @@
 """Pulls and pushes by row and by block: one move per row of a table, every byte of both caches compared with a NumPy
 twin (interface §6.10 to §6.13). The arithmetic of ranges: tests/unit/test_layout.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial

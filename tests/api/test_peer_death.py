@@ -1,8 +1,6 @@
 """Peers that are killed, frozen, restarted or finalized, links that are lost, and what comes back by itself (interface
 R22, I3): how a death is noticed, also where the sockets do not tell, and what must not pass for one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

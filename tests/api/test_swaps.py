@@ -1,8 +1,6 @@
 """swap_blocks: blocks between device and host memory, with the bytes around them (interface §6.9, R26), the engine
 under it: workers, staging buffers and their memory, devices that fail (interface R10), and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Spans of OpenTelemetry, and the Prometheus collector over a pair that has moved something."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import re

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,7 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
 from tests.support import moves
+from tests.support.kinds import Bytes, Pair, World
 from tests.support.layers import (
     BOUND_MS,
     FAILED,
@@ -33,6 +36,7 @@ from tests.support.layers import (
     OK,
     Always,
     Gated,
+    Span,
     addresses,
     answer,
     asked,
@@ -58,16 +62,9 @@ from tests.support.refusals import Spec as Kind
 from tests.support.source import run
 from tests.support.world import fill, nixl_stands_in
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.kinds import Bytes, Pair, World
-    from tests.support.layers import Span
-
-    #: The receiver's cache, the sender's, its row and the receiver's (None: a blocks key, or address), lists of blocks
-    #: and the size of a piece, and what arrives.
-    Shape = tuple[Spec, Spec, int, int | None, tuple[Any, ...], list[Span]]
+#: The receiver's cache, the sender's, its row and the receiver's (None: a blocks key, or address), lists of blocks
+#: and the size of a piece, and what arrives.
+Shape = tuple[Spec, Spec, int, int | None, tuple[Any, ...], list[Span]]
 
 pytestmark = pytest.mark.covers(
     "CacheTask",

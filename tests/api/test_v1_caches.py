@@ -2,8 +2,6 @@
 ends links of all or none, roles, keys that are consumed, offsets, memory without a pool, transfers to addresses
 (interface §3.6, §3.7, §4, §6.14, §8, B2.4, R1, R3 to R7, R10, R12, R18, R21, R22)."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

@@ -1,7 +1,5 @@
 """tensor_views and torch_views: arrays over a cache's own memory, and how long they live."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 

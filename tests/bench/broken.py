@@ -1,7 +1,5 @@
 """Sides for the tests of the driver: one that moves what it should, and others that each do one thing wrong."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What the tests of the bench share."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -3,8 +3,6 @@
 That every wrong byte is found is shown in test_sides.py.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

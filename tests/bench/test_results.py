@@ -1,7 +1,5 @@
 """What is made of measurements: rows, floors, pictures; and two builds compared."""
 
-from __future__ import annotations
-
 import io
 import random
 import re

@@ -1,7 +1,5 @@
 """Small real runs of every op, as a user starts them: what the rows say is consistent and complete. And bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ First the bytes: whatever is wrong with a destination is found. Then the raw lim
 number of threads, and nothing done on bad input.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """The processes of a client's test: as many as its users have, and nothing left in those that end in order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

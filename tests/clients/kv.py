@@ -4,26 +4,22 @@ from a seed, so that every process knows what every other one holds."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMException, LLMRole
 from llm_datadist import LLMStatusCode as Code
+from tests.support.kinds import End, World
 from tests.support.moves import moved, same_bytes, wait_until
 from tests.support.ranks import OK, status
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from tests.support.kinds import End, World
-
-    Tensors = list[NDArray[np.uint8]]
-    #: A prompt's seed, its blocks, ours.
-    Pull = tuple[int, list[int], list[int]]
+Tensors = list[NDArray[np.uint8]]
+#: A prompt's seed, its blocks, ours.
+Pull = tuple[int, list[int], list[int]]
 
 
 class Kind(NamedTuple):

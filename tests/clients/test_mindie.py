@@ -1,7 +1,5 @@
 """MindIE's separate deployment engine: a mesh by rank tables, one pull per model id, MIX, unlink while preparing."""
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """omni-infer with dynamic and with static links, and omni-npu."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from ipaddress import IPv4Address

@@ -1,8 +1,6 @@
 """sglang, later version: the decoder opens the link, the prompt pushes over it from 12 threads at once.
 Here with processes instead of devices, smaller tensors, and a comparison of every byte."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

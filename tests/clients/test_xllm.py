@@ -1,8 +1,6 @@
 """xllm: C++ calls only, two options, one-tensor caches by the hundred, pushed layer by layer by cache id.
 Here with processes instead of devices, smaller tensors, and a comparison of every byte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

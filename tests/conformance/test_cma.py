@@ -1,7 +1,5 @@
 """The cma transport keeps the contract of all transports, over private memory of another real process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

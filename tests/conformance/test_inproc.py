@@ -1,7 +1,5 @@
 """The inproc transport keeps the contract of all transports."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import numpy as np

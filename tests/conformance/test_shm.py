@@ -1,7 +1,5 @@
 """The shm transport keeps the contract of all transports, between two real processes."""
 
-from __future__ import annotations
-
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.conformance import ProcessConformance

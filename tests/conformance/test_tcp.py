@@ -1,7 +1,5 @@
 """The tcp transport keeps the contract of all transports, between two real processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

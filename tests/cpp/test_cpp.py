@@ -2,8 +2,6 @@
 copies have; what each argument and each field of a struct must be (interface §9, §3, R1, R8, R10, R13, R14, R16, R17,
 R26, R31)."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

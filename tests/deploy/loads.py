@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from pathlib import Path
+from typing import Any, Final, Self, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
@@ -23,12 +26,7 @@ from tests.support.linking import finalize, info, link, link_number, lose
 from tests.support.moves import Spec, Use, call, forget, make, same_bytes, show, wait_until
 from tests.support.world import World, small_pool
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    Rounds = Generator[None, None, None]
+Rounds = Generator[None, None, None]
 
 KV: Final = Spec(tensors=4, rows=64, stride=4096, blocks=True)
 KV_MIB: Final = 1

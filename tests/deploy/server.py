@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes some processes of the test, and what asks it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

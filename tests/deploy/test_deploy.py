@@ -4,8 +4,6 @@ for the fault that it is for and for no healthy load.
 ``make test-deploy`` gets Prometheus where it is missing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

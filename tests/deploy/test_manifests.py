@@ -1,7 +1,5 @@
 """The manifests of deploy/: valid, with what the library asks for, and isolated as docs/howto-hosts.md says of each."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs one check in a process whose surroundings were made for it, and returns its finding."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """Each finding about the host, made real: the check runs where what it looks for is so, and says how to mend it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/doctor.md lists exactly the checks and the options of the code."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Each finding about a peer, made real, by the command itself: two processes, one of them ``--serve``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

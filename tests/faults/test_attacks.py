@@ -1,7 +1,5 @@
 """Attacks that once worked: valid messages with false claims. docs/faults.md has the table."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -4,8 +4,6 @@ The survivor gets a typed error within its deadline, its other link moves data m
 both ends link again directly. What nobody can see without checksums, changed bytes of a payload, is not here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -2,8 +2,6 @@
 typed error, its other link moves data, nothing of the dead is left, and it links to the restarted end with no
 unlink."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

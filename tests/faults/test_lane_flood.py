@@ -2,8 +2,6 @@
 nobody else notices (architecture rule 8). The lanes are made by the real handshake; from then on they are sockets of
 the test."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Limits of the process, reached while ends initialise, link and pull: no descriptor, thread or memory is left."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import subprocess

@@ -6,8 +6,6 @@ fails; where this library touches them by itself the process dies by SIGBUS, as 
 docs/extensions.md has the table.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

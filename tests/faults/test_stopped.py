@@ -1,8 +1,6 @@
 """An end that is killed, or stands still, at each step of meeting in a communicator and of asking where raw addresses
 lie."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle

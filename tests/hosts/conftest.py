@@ -5,8 +5,6 @@ Hosts are made once, healed and compared with their first picture after every te
 Where no namespace may be made the tests skip and say why; with ``LLM_DATADIST_HOSTS=required`` they fail instead.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

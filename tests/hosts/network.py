@@ -7,8 +7,6 @@
 Made by iproute2 and util-linux, as root or in a user namespace.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Two prompts and two decoders on four hosts, every link at work at once; and what is chosen between hosts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Hosts that are cut off, wholly or one way, before a pull or in the middle of it; hosts that come back (interface R7,
 R22)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What two containers of a host do not share: the transports that docs/howto-hosts.md promises, each line made real."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

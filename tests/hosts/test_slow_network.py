@@ -1,7 +1,5 @@
 """A network that is slow and full: right bytes, and others are answered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``llm-datadist`` as a user types it: help, version, completion, mistakes; the demo, which leaves nothing running."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The example with transformers, in the environment of `make example-hf`: its output, and that it can fail."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples as their user runs them: one command each, the bytes checked by the example, the exit status."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The tests of the transport nixl run where NIXL is installed; `make test-nixl` makes an environment that has it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

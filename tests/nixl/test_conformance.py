@@ -1,7 +1,5 @@
 """The transport nixl keeps the contract of all transports, between two real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Links over nixl as users make them: who may, what is said of them, and what comes when NIXL fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import datetime
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from llm_datadist._links.credentials import CLUSTER_URI
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["Authority", "secret_file"]
 

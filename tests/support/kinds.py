@@ -1,4 +1,4 @@
-"""The types that tests name in annotations: for type checkers only."""
+"""The types that tests name in annotations."""
 
 from tests.support.ends import ChildEnd, End, Family, LocalEnd, Processes
 from tests.support.moves import Bytes

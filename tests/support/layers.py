@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from tests.support.moves import Bytes, Spec
     from tests.support.world import World
 
-    #: (destination offset, source offset, length)
-    Span = tuple[int, int, int]
-
+#: (destination offset, source offset, length)
+Span = tuple[int, int, int]
 OK = LLMStatusCode.LLM_SUCCESS
 FAILED = LLMStatusCode.LLM_FAILED
 INVALID = LLMStatusCode.LLM_PARAM_INVALID

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
 from llm_datadist.errors import DeadlineExceeded, LLMException, LLMStatusCode
@@ -17,11 +18,10 @@ from tests.support.world import World, fill, read
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from numpy.typing import NDArray
-
     from tests.support.ends import End
 
-    Bytes = list[NDArray[np.uint8]]
+Bytes = list[NDArray[np.uint8]]
+
 
 BLOCKS = BlocksCacheKey(1, 0)
 

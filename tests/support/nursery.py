@@ -19,16 +19,18 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from multiprocessing.connection import Connection
 from secrets import randbelow
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
 from tests.support.source import ROOT
 from tests.support.world import World, residue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _REQUEST_BYTES: Final = 1 << 16
 _GAP_PAGES: Final = 1 << 16

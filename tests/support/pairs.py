@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.ends import End, LocalEnd
 from tests.support.linking import SUCCESS, info, link
 from tests.support.world import baseline, settled_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 

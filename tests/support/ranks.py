@@ -9,16 +9,19 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist import RegisterMemStatus
-from llm_datadist.metrics import CommunicatorStatistics
-from tests.support.ends import End
 from tests.support.moves import wait_until
-from tests.support.pairs import Pair
-from tests.support.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from llm_datadist.metrics import CommunicatorStatistics
+    from tests.support.ends import End
+    from tests.support.pairs import Pair
+    from tests.support.world import World
 
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
 _numbers = itertools.count(1)

@@ -9,10 +9,13 @@ import re
 import struct
 import subprocess
 import termios
-from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from tests.support.source import ROOT, run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["WIDTHS", "on_terminal", "printed", "tables", "uncoloured"]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist._native import Plan, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
-    Runs = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
+Runs = NDArray[np.uint64]
 
 
 def plan_blocks(dst: Sequence[int], src: Sequence[int], block_bytes: int, *, alias: bool) -> tuple[Runs, bool]:

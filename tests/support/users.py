@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tests.support.ends import ChildEnd
-from tests.support.world import World
+if TYPE_CHECKING:
+    from tests.support.ends import ChildEnd
+    from tests.support.world import World
 
 USER: Final = 54321
 _PR_SET_DUMPABLE: Final = 4

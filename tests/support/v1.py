@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache
-from tests.support.ends import End
-from tests.support.moves import Bytes, Use
+from llm_datadist import CacheDesc, DataType, KvCache
+from tests.support.moves import Use
 from tests.support.probe import cache_of
-from tests.support.world import World, fill
+from tests.support.world import fill
+
+if TYPE_CHECKING:
+    from llm_datadist import BlocksCacheKey, CacheKey
+    from tests.support.ends import End
+    from tests.support.moves import Bytes
+    from tests.support.world import World
 
 #: Settings of ``make_config``: v1 mode, with a pool and without any.
 POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}

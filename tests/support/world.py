@@ -13,18 +13,22 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist._cache import store
-from llm_datadist._memory.device import Device
-from llm_datadist.cache_manager import CacheManager
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
 from tests.support.probe import Probe, instances
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from llm_datadist._memory.device import Device
+    from llm_datadist.cache_manager import CacheManager
+
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"

@@ -1,7 +1,5 @@
 """``llm-datadist top``: what it shows equals ``statistics()`` of two processes that have moved data."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

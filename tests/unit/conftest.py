@@ -1,7 +1,5 @@
 """What several unit tests need."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Nothing is kept that can be derived: a cache is needed while it has an owner, a bound key or a pin, and that is all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llm_datadist._cache.geometry import CacheKind, Geometry

@@ -11,8 +11,6 @@ A read by key (``key`` over a lane) that cannot be pinned is ``gone``, whatever 
 Nothing writes the table: a cell that changes is a security rule that changes, and is changed here by hand.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import queue

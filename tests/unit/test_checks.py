@@ -3,8 +3,6 @@
 What ours refuse in every call: the tables of tests/api/test_bad_input_calls.py and its kin.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Who may use cma and who is told why not; a recycled pid; and peers that are shared by two connections."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -3,8 +3,6 @@
 What init refuses: tests/api/test_bad_input_calls.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

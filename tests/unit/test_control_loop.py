@@ -1,7 +1,5 @@
 """The control thread: what is posted runs, what fails is logged, what is stopped gives everything back."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

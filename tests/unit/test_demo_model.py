@@ -1,7 +1,5 @@
 """The demo's transformer: its tokens and its digest prove that every block arrived."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

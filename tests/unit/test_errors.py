@@ -3,8 +3,6 @@
 Bases, default status and whether to try again, class by class: docs/errors.md, which tests/test_docs.py compares.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

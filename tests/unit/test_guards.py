@@ -1,7 +1,5 @@
 """Guards: generations only grow, peers can read and not write them, the cookie names the table."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

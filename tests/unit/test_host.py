@@ -1,7 +1,5 @@
 """What this process may use: CPUs by its affinity and cgroup, memory by its host and cgroup."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Python side of the lanes: requests from strangers, plans in parts, groups, and handlers that fail."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

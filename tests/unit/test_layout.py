@@ -1,8 +1,6 @@
 """The geometry of a cache, off a descriptor and off the wire, where a stranger may have written it; plans and layer
 ranges, without bytes of a peer: against rows and blocks of NumPy arrays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Which of two competing links stays: two tables, every order of the steps that hypothesis can think of."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from unittest.mock import Mock

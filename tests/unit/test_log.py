@@ -3,8 +3,6 @@
 What the import does to it: tests/test_public_api.py.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """The digest against a twin, which sees every bit, place and length. What of an ordered plan is comparable."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

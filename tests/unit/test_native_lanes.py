@@ -1,7 +1,5 @@
 """The lanes: every byte of both ends, both directions, who waits for whom, and what is left behind."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -4,8 +4,6 @@ All that plain lanes do sealed ones do too: see the fixture `kind_of_lane`. What
 faults/tamper.py.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

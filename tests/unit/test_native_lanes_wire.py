@@ -1,8 +1,6 @@
 """The lanes against a peer that speaks the wire by hand: a breach costs that lane and nothing else; guards, refusals,
 memory that is taken back. Standing grants, against a model: a lane answers by itself exactly what was granted."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The two executors, inside one process and between two: against their twin, every byte inside and outside the
 addressed ranges; how they end early; generations; each refusal of the kernel."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

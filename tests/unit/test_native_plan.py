@@ -1,7 +1,5 @@
 """Block lists from callers, and their plans against the NumPy twin: what is taken, what is refused in which words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

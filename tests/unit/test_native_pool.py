@@ -1,7 +1,5 @@
 """The pool of copy threads: its threads and where they run, its callers, forks, and the exit of the interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is done with control sockets: what Python's calls return, when, and who has the interpreter meanwhile."""
 
-from __future__ import annotations
-
 import select
 import signal
 import socket

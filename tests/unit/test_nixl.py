@@ -1,8 +1,6 @@
 """The transport nixl with agents that move nothing: who decides that a link uses it, and what a peer's requests and
 answers may cost. No NIXL is needed."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,8 +1,6 @@
 """The tests' own tools: children of the nursery are what interpreters of their own would be; what a test leaves behind
 is seen, and what somebody else takes with him meanwhile is not laid to its door."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

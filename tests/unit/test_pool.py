@@ -3,8 +3,6 @@
 Memory straight from a device (R12): counted, bounded, given back with its cache. The allocator, against a model.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

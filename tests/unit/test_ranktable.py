@@ -1,7 +1,5 @@
 """Rank tables: which address counts, what makes two of them equal, and which ports follow from a name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

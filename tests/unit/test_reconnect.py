@@ -1,7 +1,5 @@
 """Dials that are repeated: when an attempt is due, what ends one, and a thread only while there is work."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

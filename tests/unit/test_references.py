@@ -1,7 +1,5 @@
 """References: what a client can change, who is believed, where the secret comes from."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

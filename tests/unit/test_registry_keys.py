@@ -3,8 +3,6 @@
 The table of states and events is that of docs/interface.md: tests/test_docs.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

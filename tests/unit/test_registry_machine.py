@@ -1,7 +1,5 @@
 """The registry against a simple model, step by step, under hypothesis (interface R2 to R5, R25, R27, B3)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple

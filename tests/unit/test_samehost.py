@@ -1,7 +1,5 @@
 """The same-host rendezvous: what it yields, what it refuses, and that a refusal leaves nothing open."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

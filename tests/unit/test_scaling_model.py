@@ -1,7 +1,5 @@
 """The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual time, and to a link."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import socket

@@ -3,8 +3,6 @@
 What is changed on its way never comes out as something else: faults/tests/test_tamper.py.
 """
 
-from __future__ import annotations
-
 import random
 import ssl
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Segments: seals, ownership of descriptors and mappings, views; huge pages, and who unmaps."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

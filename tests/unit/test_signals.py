@@ -1,7 +1,5 @@
 """Calls that hold signals: handlers run where they wait, or after them."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

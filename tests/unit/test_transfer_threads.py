@@ -1,7 +1,5 @@
 """Threads of transfers: how many swap, what becomes of refused work, and jobs, which give their source back once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError

@@ -1,7 +1,5 @@
 """The native counts: how many are inside of what can be shut, and totals of operations."""
 
-from __future__ import annotations
-
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """The value types: enumerations, CacheDesc, Cache, keys, configs of transfers, LLMClusterInfo, Tensor (interface §1.2,
 §2.1, §4, §5, §8)."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

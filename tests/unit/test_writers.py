@@ -2,8 +2,6 @@
 
 What waits for the quarantine, and what it says: tests/api/test_guards_api.py."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
