@@ -7,12 +7,13 @@ broken by a well-typed value: :class:`ParamError`. ``bool`` and what has ``__ind
 from __future__ import annotations
 
 import ipaddress
+import mmap
 import operator
 import os
 import re
 import reprlib
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, OutOfMemory, ParamError, StateError
@@ -234,15 +235,38 @@ def check_enabled(condition: object, text: str) -> None:
         raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 
+#: Address space for the error that says there is none left. Nobody touches it, so it takes no memory.
+_reserve: Final[list[mmap.mmap]] = []
+
+
+def _keep_reserve() -> None:
+    with suppress(OSError, MemoryError):
+        _reserve.append(mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+_keep_reserve()
+
+
 @contextmanager
 def typed_memory_error(what: str) -> Iterator[None]:
     """Raise OutOfMemory in place of a MemoryError of Python or of native code."""
+    if not _reserve:
+        _keep_reserve()
     try:
         yield
     except MemoryError as error:
         if isinstance(error, LLMException):
             raise
-        raise OutOfMemory(f"{what}: this process has no memory left: {error!r}") from error
+        raise out_of_memory(what, error) from error
+
+
+def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
+    """Return the error for a MemoryError. It gives up the reserve, so that there is memory for its text."""
+    try:  # noqa: SIM105 (suppress would take memory)
+        _reserve.pop().close()
+    except IndexError:
+        pass
+    return OutOfMemory(f"{what}: this process has no memory left: {error!r}")
 
 
 #: The pid of this process, without a system call at each use.

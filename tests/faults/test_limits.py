@@ -189,6 +189,37 @@ print(status)
 """
 
 
+FULL = """
+import sys
+from faults.limits import little_memory
+from llm_datadist.errors import OutOfMemory
+from llm_datadist._checks import typed_memory_error
+for _ in range(2):
+    kept = ()
+    with typed_memory_error("nothing"):
+        pass  # there is memory again
+    with little_memory(0):
+        try:
+            with typed_memory_error("fill"):
+                for size in range(464, -16, -16):
+                    try:
+                        while True:
+                            kept = kept, bytes(size)
+                    except MemoryError:
+                        pass
+                bytes(1 << 30)
+        except OutOfMemory as error:
+            del kept
+            print(error)
+"""
+
+
+def test_where_no_memory_at_all_is_left_the_error_still_says_so_each_time() -> None:
+    command = [sys.executable, "-c", FULL]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (ended.stdout, ended.stderr) == ("fill: this process has no memory left: MemoryError()\n" * 2, "")
+
+
 def test_the_first_init_of_a_process_with_little_memory_left_fails_with_a_code() -> None:
     """It imports most of the library, which takes memory itself."""
     outcomes = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
+from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan, steps
@@ -27,7 +28,6 @@ from llm_datadist.errors import (
     LinkError,
     LLMException,
     LLMStatusCode,
-    OutOfMemory,
     ParamError,
     ProtocolError,
     TransferAborted,
@@ -136,7 +136,7 @@ class Initiator:
         except MemoryError as error:
             if isinstance(error, LLMException):
                 raise
-            raise OutOfMemory(f"{op.what}: this process has no memory left: {error!r}") from error
+            raise out_of_memory(op.what, error) from error
 
     def _run(self, op: TransferOp) -> int:
         if steps.watch is not None:
