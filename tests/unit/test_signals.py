@@ -89,7 +89,7 @@ def test_what_a_call_has_made_is_taken_back_when_an_exception_replaces_it(came: 
     with pytest.raises(Raised):
         Maker().make(name="a")
     assert (undone, came) == (["a"], [FIRST])
-    assert (Maker.make.__doc__, str(inspect.signature(Maker().make))) == ("Make it.", "(name: 'str') -> 'str'")
+    assert (Maker.make.__doc__, str(inspect.signature(Maker().make))) == ("Make it.", "(name: str) -> str")
     assert "Maker.make" in repr(Maker.make)
 
 
