@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tests.support.ends import End
 
 Bytes = list[NDArray[np.uint8]]
-
-
 BLOCKS = BlocksCacheKey(1, 0)
 
 
