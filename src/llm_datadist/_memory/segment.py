@@ -310,11 +310,7 @@ class Mapping(AddressRange):
 
     # No weakref.finalize: one that comes or goes in another thread at exit keeps all others, the user's too, from
     # running. What is left at the very end is the kernel's to unmap.
-    def __del__(
-        self,
-        finalizing: Callable[[], bool] = sys.is_finalizing,
-        unmap: Callable[..., None] = unmap,
-    ) -> None:
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # this module may be gone by then
         if not finalizing() and hasattr(self, "_sparse"):  # else there is no mapping
             unmap(self.address, self.nbytes, sparse=self._sparse)
 
