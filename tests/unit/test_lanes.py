@@ -153,6 +153,29 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
         loop.call_soon_threadsafe(far.stop)
 
 
+def test_an_answer_settles_only_the_writes_that_the_owner_was_told_of_before_it() -> None:
+    """Another thread's write fails, and is told of, while this one waits for its answer."""
+    pings, (ours, theirs) = iter((10, 12)), socket.socketpair()
+    with theirs, closing(Lanes(1, Handler())) as near:
+        group = near.open([LaneSocket(ours)])
+        with TcpConnection(near, group, [], writable=True) as connection:
+            connection.begin("near")
+            (old,) = group.lanes()
+            group.put(old, 0, doubtful=True)
+            told = connection.give_up_writes(lambda: next(pings))
+            assert told == connection.give_up_writes(lambda: next(pings)) == (old, 10), "told once"
+            ours, theirs_too = socket.socketpair()
+            with theirs_too:
+                near.add(group, LaneSocket(ours))
+                new = max(group.lanes())
+                group.put(new, 0, doubtful=True)
+                assert connection.give_up_writes(lambda: next(pings)) == (new, 12)
+                connection.writes_given_up(told[0])
+                assert (group.lanes(), connection.doubts_writes) == ([new], True)
+                connection.writes_given_up(new)
+                assert (group.lanes(), connection.doubts_writes) == ([], False)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_lanes_are_sealed_with_the_keys_they_are_added_with(late: bool) -> None:
     """Before their link is there, when they wait with their keys, or after."""

@@ -304,14 +304,14 @@ class Initiator:
 
     def _settle_writes(self, link: Link, connection: Connection, op: TransferOp) -> None:
         """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
-        number = _give_up_writes(link, connection)
+        newest, number = _give_up_writes(link, connection)
         if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
             text = f"{op.what}: whether an earlier push that failed has ended there"
             raise op.deadline.error(text, "copy", link.peer.cluster_id)
         if link.ended:
             raise link.lost_error(op.what, "copy")
-        connection.writes_given_up()
-        self._lane_reconnector.lost(link)
+        connection.writes_given_up(newest)
+        self._lane_reconnector.lost(link)  # this call dials too, but may end before
 
 
 def _assumed(link: Link, op: TransferOp) -> Resolution | None:
@@ -329,8 +329,8 @@ def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None
         link.tell(LanesLost())
 
 
-def _give_up_writes(link: Link, connection: Connection) -> int:
-    """Tell the owner to drop the lanes that may still carry bytes of failed pushes; return the ``Ping`` after that."""
+def _give_up_writes(link: Link, connection: Connection) -> tuple[int, int]:
+    """Tell the owner to drop the lanes that may still carry bytes of failed pushes. Return as ``give_up_writes``."""
 
     def tell() -> int:
         link.tell(LanesLost())

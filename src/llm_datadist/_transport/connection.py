@@ -180,17 +180,18 @@ class Connection(AbstractContextManager["Connection"]):
         """True if a write ended without the owner's answer: its bytes may still be on their way into the memory."""
         return self.fallback is not None and self.fallback.doubts_writes
 
-    def give_up_writes(self, tell: Callable[[], int]) -> int:
+    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
         """Have the owner stop what :attr:`doubts_writes` speaks of: ``tell`` it, unless it has been told.
 
-        Return the number of the ``Ping`` whose answer says that it has; then call :meth:`writes_given_up`.
+        Return the newest lane of that time, and the number of the ``Ping`` whose answer says that the owner has dropped
+        it and all older ones; then call :meth:`writes_given_up`.
         """
-        return self.fallback.give_up_writes(tell) if self.fallback is not None else 0
+        return self.fallback.give_up_writes(tell) if self.fallback is not None else (0, 0)
 
-    def writes_given_up(self) -> None:
-        """Take note that the owner has stopped what it was told to, and dropped all lanes of that time."""
+    def writes_given_up(self, newest: int) -> None:
+        """Take note that the owner has dropped the lane ``newest`` and all older ones."""
         if self.fallback is not None:
-            self.fallback.writes_given_up()
+            self.fallback.writes_given_up(newest)
 
     @property
     def remark(self) -> str:

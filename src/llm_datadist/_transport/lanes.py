@@ -217,7 +217,7 @@ class LaneGroup:
         token: What opens it to lanes of the peer; empty where this end dials.
         grants: What the peer may use without another question to the handler.
         secret: What seals its lanes; empty where the link is not sealed. Set before the peer knows the token.
-        doubted: Newest lane with a write that the owner has not answered. As all lanes, it is not 0.
+        doubted: Newest lane with a write that ended without the owner's answer; 0: none, lanes are numbered from 1.
         told: Newest lane when the owner was last told to drop all lanes, and the number of the ``Ping`` after that.
         settled: Newest lane that the owner is known to have dropped.
     """

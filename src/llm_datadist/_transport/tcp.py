@@ -123,15 +123,15 @@ class TcpConnection(Connection):
     def doubts_writes(self) -> bool:
         return self.group.doubted > self.group.settled
 
-    def give_up_writes(self, tell: Callable[[], int]) -> int:
-        group = self.group
-        if group.doubted > group.told[0]:
+    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
+        group, told = self.group, self.group.told  # read once: other threads tell of later writes
+        if group.doubted > told[0]:
             newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
-            group.told = newest, tell()
-        return group.told[1]
+            group.told = told = newest, tell()
+        return told
 
-    def writes_given_up(self) -> None:
-        group, newest = self.group, self.group.told[0]
+    def writes_given_up(self, newest: int) -> None:
+        group = self.group
         self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
         group.settled = max(group.settled, newest)
 
