@@ -8,6 +8,7 @@ import logging
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from inspect import signature
@@ -36,8 +37,6 @@ from llm_datadist import (
     TransferWithCacheKeyConfig,
     errors,
 )
-from llm_datadist._deadline import Deadline
-from llm_datadist._memory import pool
 from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, OutOfMemory, ParamError, StateError
 from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
@@ -48,7 +47,7 @@ from tests.support.layers import Always, Gated, addresses
 from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, redials, result_there, switch, unlink
 from tests.support.memory import user_memory
 from tests.support.moves import Use, cache_id, in_time, moved, picture, refused, same_bytes, show, wait_until
-from tests.support.probe import Probe, lock_of
+from tests.support.probe import Probe, kept_mapped, lock_of
 from tests.support.ranks import drop, host, join, status
 from tests.support.refusals import MISMATCH, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op, refuse
 from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
@@ -269,8 +268,7 @@ def test_r06_r09_a_local_copy_that_times_out_has_v1s_code(end: LocalEnd, method:
     with shut(end.world.dd, "hold", tmp_path) as gate:
         collect = begin(end, lambda world: getattr(world.dd.kv_cache_manager, method)(*args))
         gate.wait()
-        passed = Deadline(50)  # made after the call's own
-        assert passed.poll(passed.expired)
+        time.sleep(0.06)  # the call began before, and has 50 ms
         gate.open()
         with pytest.raises(errors.DeadlineExceeded) as caught:
             collect()
@@ -315,7 +313,7 @@ def sending(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ch
     finally:
         prompt.kill()
         decoder.stop()
-        pool.kept_mapped.clear()
+        kept_mapped.clear()
         assert settled(before) == before
 
 
@@ -350,8 +348,8 @@ def test_memory_under_a_writer_stays_mapped(
     assert f"registered memory is still in use by cluster 1 (pid {sending[0].pid} on " in text
     assert "\n" not in text
     assert "stay mapped" in caplog.text
-    assert [view.ctypes.data for view in pool.kept_mapped] == [address]
-    assert np.array_equal(pool.kept_mapped[0][:48], before[0][0])
+    assert [view.ctypes.data for view in kept_mapped] == [address]
+    assert np.array_equal(kept_mapped[0][:48], before[0][0])
 
 
 def test_a_handle_dropped_during_its_transfer_frees_nothing_before_the_end(local_pair: Pair, tmp_path: Path) -> None:

@@ -17,17 +17,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from llm_datadist._deadline import Deadline
-from llm_datadist._links.credentials import new_secret
 from llm_datadist.doctor import peer
 from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
 from tests.doctor.hosts import forbid, is_, needs
-from tests.support.authority import Authority
+from tests.support.authority import Authority, secret_file
 from tests.support.ends import LocalEnd
 from tests.support.linking import free_port, has_ipv6
+from tests.support.probe import deadline
 from tests.support.source import PATHS, run
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
@@ -81,7 +80,8 @@ def _fails(port: int, *options: str, finding: str, value: str, mend: str, **sett
 
 
 def test_good_peer_with_one_secret_and_one_with_another_or_none(tmp_path: Path) -> None:
-    there, other = (str(new_secret(tmp_path / name, name)) for name in ("there", "other"))
+    files = (secret_file(tmp_path / name, a=name.encode() * 8) for name in ("there", "other"))
+    there, other = (each["llm.AuthSecretFile"] for each in files)
     with _served("--secrets", there) as port:
         code, found = _doctor(port, "--secrets", there)
         assert code < 2, found
@@ -203,15 +203,16 @@ def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
 
 def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
     host = run(sys.executable, "-m", "llm_datadist.cli", "doctor", "--json").returncode
-    secrets = str(new_secret(tmp_path / "secrets", "one"))
+    settings = secret_file(tmp_path / "secrets", one=b"s" * 32)
+    given = ("--secrets", settings["llm.AuthSecretFile"])
     end = LocalEnd("service")
-    end.start("PROMPT", 7, listen_ip_info="127.0.0.1:0", extra={"llm.AuthSecretFile": secrets})
+    end.start("PROMPT", 7, listen_ip_info="127.0.0.1:0", extra=settings)
     assert end.port is not None
-    code, found = _doctor(end.port, "--cluster-id", "7", "--secrets", secrets)
+    code, found = _doctor(end.port, "--cluster-id", "7", *given)
     peers = {name: each.state for name, each in found.items() if name.startswith("peer_")}
     names = ("reachable", "link", "authentication", "transport", "private_transport")
     assert (code, peers) == (host, {f"peer_{name}": "ok" for name in names}), found
-    other = ("--cluster-id", "8", "--secrets", secrets)
+    other = ("--cluster-id", "8", *given)
     _fails(end.port, *other, finding="peer_link", value="is cluster 7", mend="--cluster-id 7")
     end.stop()
 
@@ -237,7 +238,7 @@ def test_clock_that_differs() -> None:
                 self.request.sendall(CLOCK.pack(time.time_ns() + 3600 * 10**9))
 
     with _listening(Ahead) as port:
-        finding = peer.clock("127.0.0.1", port - 1, Deadline(60_000))
+        finding = peer.clock("127.0.0.1", port - 1, deadline(60_000))
     is_(finding, State.WARNING, "+3600", "chronyc makestep")
 
 
@@ -258,7 +259,7 @@ def test_all_questions_to_a_peer_have_one_deadline(monkeypatch: pytest.MonkeyPat
     with _listening(_Dribble, here), _listening(_Dribble, here + 1):
         found = _examined(here)
         link = LinkStatistics(CLUSTER, "ready", "tcp", None, "", 1, "here", 0, 0, 0)
-        found["stream"] = peer.bandwidth(link, 1.0, "127.0.0.1", here, Deadline(500))
+        found["stream"] = peer.bandwidth(link, 1.0, "127.0.0.1", here, deadline(500))
     is_(found["peer_clock"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
     assert "peer_link" not in found
     is_(found["stream"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
@@ -275,7 +276,7 @@ def _examined(port: int) -> Found:
 
 def test_finding_of_pulls_that_took_for_ever() -> None:
     link = LinkStatistics(CLUSTER, "ready", "shm", "cma", "", 1, "here", 0, 0, 0)
-    finding = peer.bandwidth(link, 0.0, "127.0.0.1", 1, Deadline(60_000))
+    finding = peer.bandwidth(link, 0.0, "127.0.0.1", 1, deadline(60_000))
     is_(finding, State.WARNING, "", "llm.CopyThreads=4")
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from llm_datadist._links.credentials import new_secret
 from tests.hosts.network import Host, Impossible, Network
+from tests.support.authority import secret_file
 from tests.support.ends import ChildEnd, Processes
 from tests.support.linking import SUCCESS, explain, info, link, links
 from tests.support.moves import wait_until
@@ -27,9 +27,9 @@ HOSTS = 4
 class Cluster(Processes):
     """Links between its hosts are authenticated by a file of ``secrets``, as everywhere outside of tests."""
 
-    def __init__(self, network: Network, secrets: Path) -> None:
+    def __init__(self, network: Network, secrets: dict[str, str]) -> None:
         super().__init__()
-        self._authentication = {"llm.AuthSecretFile": str(secrets), "llm.Insecure": "0"}
+        self._authentication = secrets | {"llm.Insecure": "0"}
         self.network = network
         self.hosts = network.hosts
         self._addresses: dict[ChildEnd, str] = {}
@@ -100,7 +100,7 @@ def network(made_network: Network) -> Iterator[Network]:
 @pytest.fixture
 def cluster(network: Network, tmp_path: Path) -> Iterator[Cluster]:
     """Processes for one test, which leave nothing behind: neither in themselves nor on their hosts."""
-    cluster = Cluster(network, new_secret(tmp_path / "secrets", "hosts"))
+    cluster = Cluster(network, secret_file(tmp_path / "secrets", hosts=b"h" * 32))
     yield cluster
     network.heal()  # so that those who part hear of each other
     cluster.part()

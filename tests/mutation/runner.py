@@ -12,16 +12,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from llm_datadist._native import _native
 from tests.mutation.mutant import Mutant
 
 __all__ = ["PACKAGE", "ROOT", "UNENDING", "Baseline", "Copy", "NoMutantError"]
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = Path("src/llm_datadist")
+_SPEC: Final = find_spec("llm_datadist._native._native")
+assert _SPEC is not None
+assert _SPEC.origin is not None
+_COMPILED: Final = Path(_SPEC.origin)
 #: The killer of a mutant with which the tests did not end, or could not be collected.
 UNENDING: Final = "no end"
 #: A mutant may take this many times as long as the code itself, and this much longer.
@@ -59,7 +63,7 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        shutil.copy2(_native.__file__, folder / PACKAGE / "_native")
+        shutil.copy2(_COMPILED, folder / PACKAGE / "_native")
         (folder / "src/sitecustomize.py").write_text(_SITE)
         self._stale = False  # the compiled module is not that of the headers
 
@@ -122,7 +126,7 @@ class Copy:
         except subprocess.CalledProcessError as error:
             raise NoMutantError(error.stdout.decode()[-2000:]) from error
         (module,) = build.glob("_native*.so")
-        shutil.copy2(module, self.folder / PACKAGE / "_native" / Path(_native.__file__).name)
+        shutil.copy2(module, self.folder / PACKAGE / "_native" / _COMPILED.name)
         self._stale = False
 
     def _check_import(self) -> None:

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from secrets import randbelow
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._deadline import Deadline
+from tests.support.moves import wait_until
 from tests.support.source import ROOT
 from tests.support.world import World, residue
 
@@ -144,7 +144,7 @@ def _serve(name: str, fd: int) -> None:
         pipe.send(answer)
     world.stop()
     # What the control thread dropped may still be on its way, see llm_datadist._memory.unmap.
-    assert Deadline(5000).poll(lambda: residue()["memfd mappings"] == 0), residue()
+    wait_until(lambda: residue()["memfd mappings"] == 0)
 
 
 def _main(control: socket.socket) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from llm_datadist._deadline import Deadline
+from llm_datadist._memory import pool
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import StateError
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
     from llm_datadist._cache.registry import Pin, Registry
-    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.messages import Message
     from llm_datadist._links.table import LinkTable
@@ -152,3 +153,12 @@ def lock_of(part: MemoryPool | DirectMemory | Registry) -> threading.Lock:
 def cache_of(handle: KvCache) -> Cache:
     """Return the cache of a handle of the first interface."""
     return handle._cache
+
+
+def deadline(budget_ms: int) -> Deadline:
+    """Return what a public call makes of its time and passes down."""
+    return Deadline(budget_ms)
+
+
+#: The memory without a pool that stays mapped because a peer may still write it.
+kept_mapped = pool.kept_mapped
