@@ -2,8 +2,6 @@
 leaves nothing (architecture rules 8 and 10). Linking to what is no good listener, and pulling from a target whose
 answers are wrong: an error within the deadline, nothing written, nothing left, and the next link or pull works."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 import struct

@@ -1,8 +1,6 @@
 """llm.Checksum: what differs is named, what is right is counted, nothing is confirmed when the peer does not look; and
 the questions themselves: fair ones, unfair ones, many of them, answers that lie."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -2,8 +2,6 @@
 what consumes them at the producer, and walk 2 of the architecture: allocate, pull, deallocate, consume, free. The rules
 are those of `tests/unit/test_registry_machine.py`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, Final

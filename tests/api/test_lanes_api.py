@@ -1,8 +1,6 @@
 """Data lanes: when a link has them, how they break and come back, strangers at them; pulls by key over them that ask
 for the bytes at once."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hmac

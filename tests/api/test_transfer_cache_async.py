@@ -1,8 +1,6 @@
 """transfer_cache_async: shapes by key and by address, places that change, failures, results, finalize, wrong arguments
 (interface §6.14, §4, R18)."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

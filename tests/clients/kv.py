@@ -1,8 +1,6 @@
 """What the clients have in common: one player of their calls, options, rank tables, and KV memory of their own, made
 from a seed, so that every process knows what every other one holds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from math import prod

@@ -1,20 +1,16 @@
 """vllm-ascend, v1 engine: LLMDataDistCMgrConnector. Links on demand, polled; MHA, MLA and sparse caches."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import pytest
 
 from llm_datadist import LLMStatusCode as Code
 from tests.clients.kv import Kind, holds, options, play, rank_table
+from tests.support.kinds import ChildEnd, Processes
 from tests.support.linking import links
 from tests.support.moves import wait_until
 from tests.support.ranks import PREPARING, host
-
-if TYPE_CHECKING:
-    from tests.support.kinds import ChildEnd, Processes
 
 pytestmark = pytest.mark.covers("vllm-ascend, v1 engine")
 

@@ -3,8 +3,6 @@
 The ends live in two processes, each of which has many LLMDataDists. Functions that take a world run at an end.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Generator

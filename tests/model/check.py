@@ -4,8 +4,6 @@ First the models are compared with the source: each step that a model quotes has
 Relacy runs each model, which must pass, and each model without one of its steps, which must fail.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

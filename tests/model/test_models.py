@@ -1,7 +1,5 @@
 """The models say what the source does. ``make model`` runs them."""
 
-from __future__ import annotations
-
 from tests.model import check
 
 

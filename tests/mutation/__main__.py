@@ -3,8 +3,6 @@
 See docs/notes/mutation.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import queue

@@ -1,7 +1,5 @@
 """A plugin of pytest: Hypothesis tries the same examples for every mutant, and does not look for smaller ones."""
 
-from __future__ import annotations
-
 from hypothesis import Phase, settings
 
 

@@ -1,7 +1,5 @@
 """Mutants of a C++ header: a word of one line changed. Textual, so some do not compile."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

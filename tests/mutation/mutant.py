@@ -1,7 +1,5 @@
 """One change of one module."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["Mutant"]

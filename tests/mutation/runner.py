@@ -1,7 +1,5 @@
 """Runs the tests of a stage in a copy of the tree, in which one module is a mutant. The working tree stays as it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What came of a pass over mutants: a file with one line for each stage of each mutant, so that a pass can go on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """The parts of mutation testing that need no mutants to be run: which there are, sessions, comparisons."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The C++ drivers: programs that use the native code without an interpreter, as the sanitizers want it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -4,8 +4,6 @@ The module is built with the address and undefined-behaviour sanitizers into an 
 of the native code and of the transports run there. The C++ drivers run with the same two and with the thread sanitizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The C++ drivers compile and run; with sanitizers they run by ``make asan``."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``python -m tests.site.browser`` installs Debian's Chromium where there is none.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every page of the site in headless Chromium, at the width of a desktop and of a phone."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,20 +1,15 @@
 """Certificates and secrets for tests: a small CA, what it issues, and files of shared secrets."""
 
-from __future__ import annotations
-
 import base64
 import datetime
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from llm_datadist._links.credentials import CLUSTER_URI
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 __all__ = ["Authority", "secret_file"]
 

@@ -1,9 +1,7 @@
 """What the tests of the C++-shaped interface send to an end: an LlmDataDist, its caches, its calls by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llm_datadist import types
 from llm_datadist.cpp_api import (
@@ -20,15 +18,11 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
+from tests.support.ends import End
 from tests.support.memory import user_memory
-from tests.support.moves import Use
-from tests.support.world import fill, ids_as_in_a_fresh_process
-
-if TYPE_CHECKING:
-    from tests.support.ends import End
-    from tests.support.moves import Bytes
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.moves import Bytes, Use
+from tests.support.pairs import Pair
+from tests.support.world import World, fill, ids_as_in_a_fresh_process
 
 OK = LLMStatusCode.LLM_SUCCESS
 BAD = LLMStatusCode.LLM_PARAM_INVALID

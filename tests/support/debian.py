@@ -3,8 +3,6 @@
 python -m tests.support.debian prometheus usr/bin/prometheus
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

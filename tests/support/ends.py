@@ -1,8 +1,6 @@
 """Ends: a World in this process (LocalEnd) or in a child process (ChildEnd), driven by the same calls; processes of a
 test of its own; calls in a thread of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -10,18 +8,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tests.support.moves import wait_until
 from tests.support.nursery import Forked, Nursery
 from tests.support.source import PATHS, ROOT
 from tests.support.world import World, make_config, residue_of, settled_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()

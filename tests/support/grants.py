@@ -1,21 +1,15 @@
 """What the tests of grants send to an end: giving, claiming and pulling by name, also in a forked child."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
+from llm_datadist.metrics import GrantStatistics
 from llm_datadist.types.grant import Grant
 from tests.support.moves import BLOCKS
-from tests.support.world import make_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from llm_datadist.metrics import GrantStatistics
-    from tests.support.world import World
+from tests.support.world import World, make_config
 
 LONG: Final = 600.0
 

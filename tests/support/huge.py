@@ -1,7 +1,5 @@
 """What tests of huge pages look at, and how they take them from a process."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of docs/howto-hosts.md that says which isolation costs two containers which transport."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Final

@@ -1,10 +1,9 @@
 """What the tests of the layer-wise transfer share: synchronizers, configs at an end, waiting for a task, oracles."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +15,9 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from tests.support.moves import cache_id, make, show
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from tests.support.ends import End
-    from tests.support.moves import Bytes, Spec
-    from tests.support.world import World
+from tests.support.ends import End
+from tests.support.moves import Bytes, Spec, cache_id, make, show
+from tests.support.world import World
 
 #: (destination offset, source offset, length)
 Span = tuple[int, int, int]

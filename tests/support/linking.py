@@ -1,26 +1,20 @@
 """What the link tests send to an end: linking and unlinking by plain numbers, states, proof that a link works."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import suppress
+from pathlib import Path
 from random import SystemRandom
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
 from llm_datadist.errors import NotLinked
-from tests.support.ends import Call, begin_there, result_there, runs_there
+from tests.support.ends import Call, End, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.probe import socket_of
+from tests.support.world import World
 from tests.support.world import cluster_info as info
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.ends import End
-    from tests.support.world import World
 
 __all__ = ["begin_there", "info", "result_there", "runs_there"]  # as if they were made here
 

@@ -1,26 +1,20 @@
 """For the tests of calls inside one process: caches over plain memory, and proof that a refused call did nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+from llm_datadist._memory.segment import Segment
 from llm_datadist.testing import StagedDevice
-from tests.support.world import read
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from llm_datadist._memory.segment import Segment
-    from llm_datadist.testing.staged_device import Direction
-    from tests.support.world import World
+from llm_datadist.testing.staged_device import Direction
+from tests.support.world import World, read
 
 
 def map_at(address: int, nbytes: int) -> int:

@@ -7,8 +7,6 @@ children lie at different addresses, as in any two processes: each child begins 
 ``python -m tests.support.nursery FD`` is the nursery itself, with a name before FD a child end of its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib
@@ -19,18 +17,16 @@ import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from multiprocessing.connection import Connection
 from secrets import randbelow
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
 from tests.support.world import World, residue
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _REQUEST_BYTES: Final = 1 << 16
 _GAP_PAGES: Final = 1 << 16

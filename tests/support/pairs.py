@@ -1,18 +1,14 @@
 """Two ends for a test: the same test runs over inproc (two in this process), shm and tcp (two processes)."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.support.ends import End, LocalEnd
 from tests.support.linking import SUCCESS, info, link
 from tests.support.world import baseline, settled_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 

@@ -4,32 +4,27 @@ A test that needs a fact from inside gets it here, so that a change inside is a 
 tests. What an instance tells its users (``statistics``, ``explain``, ``check_integrity``) is asked there.
 """
 
-from __future__ import annotations
-
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from llm_datadist import Cache
+from llm_datadist._cache.registry import Pin, Registry
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.link import Link
+from llm_datadist._links.messages import Message
+from llm_datadist._links.table import LinkTable
 from llm_datadist._memory import pool
+from llm_datadist._memory.pool import DirectMemory, MemoryPool
+from llm_datadist._transfer.engine import Engine
+from llm_datadist._transfer.layerwise import CacheTask
+from llm_datadist._transport.lanes import LaneGroup
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import StateError
-
-if TYPE_CHECKING:
-    import socket
-    import threading
-    from collections.abc import Callable, Iterator
-
-    from llm_datadist import Cache
-    from llm_datadist._cache.registry import Pin, Registry
-    from llm_datadist._links.link import Link
-    from llm_datadist._links.messages import Message
-    from llm_datadist._links.table import LinkTable
-    from llm_datadist._memory.pool import DirectMemory, MemoryPool
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask
-    from llm_datadist._transport.lanes import LaneGroup
-    from llm_datadist.kv_cache import KvCache
-    from llm_datadist.kv_cache_manager import KvCacheManager
+from llm_datadist.kv_cache import KvCache
+from llm_datadist.kv_cache_manager import KvCacheManager
 
 T = TypeVar("T")
 

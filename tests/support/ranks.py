@@ -4,24 +4,19 @@ Several test runs may go on at once on one host: names and addresses hold this r
 another one's members.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from llm_datadist import RegisterMemStatus
+from llm_datadist.metrics import CommunicatorStatistics
+from tests.support.ends import End
 from tests.support.moves import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from llm_datadist.metrics import CommunicatorStatistics
-    from tests.support.ends import End
-    from tests.support.pairs import Pair
-    from tests.support.world import World
+from tests.support.pairs import Pair
+from tests.support.world import World
 
 OK, PREPARING, FAILED = RegisterMemStatus.OK, RegisterMemStatus.PREPARING, RegisterMemStatus.FAILED
 _numbers = itertools.count(1)

@@ -5,25 +5,20 @@ A :class:`Table` is one call. A kind of argument (:class:`Spec`) says what is wr
 handles, every byte. Only if something differs the rows are run one by one, to name the one that did it.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from llm_datadist import LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, KeyInUse, NoneArgument, NotLinked, OutOfMemory, ParamError
 from tests.support.cpp import failed_with
+from tests.support.ends import End
 from tests.support.memory import FIXED_ADDRS  # noqa: F401 (maps them in a child that runs a table)
 from tests.support.moves import Use, asked, picture, wait_until
 from tests.support.v1 import kv_of
 from tests.support.world import World, read
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from tests.support.ends import End
 
 #: What is raised. What each class is beside itself: tests/unit/test_errors.py.
 Kind = type[Exception]

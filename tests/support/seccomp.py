@@ -1,7 +1,5 @@
 """Lets system calls of this process fail, by seccomp: as in a container that forbids them, and for good."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import struct

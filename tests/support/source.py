@@ -1,7 +1,5 @@
 """The source tree as the tests about it see it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from functools import cache

@@ -1,7 +1,5 @@
 """What a command prints on a terminal of some width, or into a pipe; and the tables in it, read again."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -9,13 +7,10 @@ import re
 import struct
 import subprocess
 import termios
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from tests.support.source import ROOT, run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["WIDTHS", "on_terminal", "printed", "tables", "uncoloured"]
 

@@ -1,16 +1,11 @@
 """The native planner and executor again, in NumPy and plain loops: slow, obvious, the oracle of the tests."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_datadist._native import Plan, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Bytes = NDArray[np.uint8]
 Runs = NDArray[np.uint64]

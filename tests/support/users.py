@@ -1,17 +1,14 @@
 """Ends that become another user. Only root's can."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tests.support.ends import ChildEnd
-    from tests.support.world import World
+from tests.support.ends import ChildEnd
+from tests.support.world import World
 
 USER: Final = 54321
 _PR_SET_DUMPABLE: Final = 4

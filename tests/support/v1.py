@@ -1,19 +1,12 @@
 """What the v1 tests send to an end: caches of the KvCacheManager, its calls by name, and the options of that mode."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from llm_datadist import CacheDesc, DataType, KvCache
-from tests.support.moves import Use
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, KvCache
+from tests.support.ends import End
+from tests.support.moves import Bytes, Use
 from tests.support.probe import cache_of
-from tests.support.world import fill
-
-if TYPE_CHECKING:
-    from llm_datadist import BlocksCacheKey, CacheKey
-    from tests.support.ends import End
-    from tests.support.moves import Bytes
-    from tests.support.world import World
+from tests.support.world import World, fill
 
 #: Settings of ``make_config``: v1 mode, with a pool and without any.
 POOL: dict[str, Any] = {"enable_cache_manager": None, "host_mem_pool_cfg": None}

@@ -4,8 +4,6 @@ A test sends functions to an end: ``end.do(function, *args)`` calls ``function(w
 Functions must be at the top level of a module (they travel by name); results and exceptions travel back.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -13,22 +11,18 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist._cache import store
+from llm_datadist._memory.device import Device
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
 from tests.support.probe import Probe, instances
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from llm_datadist._memory.device import Device
-    from llm_datadist.cache_manager import CacheManager
-
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"

@@ -1,11 +1,7 @@
 """What an HTTP client may write into ``kv_transfer_params``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import random
+import random
+from typing import Any
 
 __all__ = ["odd_params"]
 

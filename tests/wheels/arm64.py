@@ -5,8 +5,6 @@ change, and root is not needed. qemu translates each thread to ordinary instruct
 the module works, and nothing of the order in which a real arm64 machine makes stores visible (docs/memory-order.md).
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 MEMORY PORT`` pulls from it and prints what it found as JSON. ``pulls.py both TRANSPORT MEMORY`` is one process.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

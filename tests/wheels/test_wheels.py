@@ -1,7 +1,5 @@
 """What `make wheels` has put into dist/, as its users install it: without a compiler, from the sdist, on arm64."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
