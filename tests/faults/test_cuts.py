@@ -18,16 +18,7 @@ from faults.relay import BIG, DEADLINE_MS, HARM, KEY, Direction, Fault, Kind, Re
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NotLinked, PeerLost, TransferFailed
 from tests.support.ends import End, LocalEnd
-from tests.support.linking import (
-    SUCCESS,
-    alone,
-    begin_there,
-    bytes_move_both_ways,
-    info,
-    link,
-    links,
-    result_there,
-)
+from tests.support.linking import SUCCESS, alone, begin_there, bytes_move_both_ways, info, link, links, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair
 

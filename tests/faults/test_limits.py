@@ -14,15 +14,7 @@ import pytest
 
 from faults.gates import watched
 from faults.limits import few_descriptors, few_threads, give, little_memory, take
-from llm_datadist import (
-    CacheKey,
-    LLMDataDist,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    Placement,
-    TransferConfig,
-)
+from llm_datadist import CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement, TransferConfig
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist.errors import OutOfMemory, TransferFailed
 from llm_datadist.testing import StagedDevice
