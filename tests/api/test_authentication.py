@@ -9,12 +9,12 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,7 +28,7 @@ from llm_datadist._native import readable
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.cli import keys as cli_keys
 from llm_datadist.config import CredentialFiles
-from llm_datadist.errors import AuthFailed, CacheMismatch, CacheNotFound, LinkRefused, OutOfMemory, ParamError
+from llm_datadist.errors import AuthFailed, CacheMismatch, LinkRefused, OutOfMemory, ParamError
 from llm_datadist.integrations.references import ReferenceKeys
 from llm_datadist.testing.peers import close_exports, new_exports
 from tests.doctor.hosts import needs
@@ -45,11 +45,12 @@ from tests.support.users import USER, become
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 SECRET, OTHER = b"s" * 32, b"o" * 32
+PEM = {"llm.TlsCert": "any.pem", "llm.TlsKey": "any.key", "llm.TlsCa": "ca.pem"}
 
 
-def dial(world: World, cluster_id: int | None, port: int) -> None:
+def dial(world: World, port: int) -> None:
     """Link as ``link_clusters`` does, which turns what is raised here into a status."""
-    linking.links_of(world).link(cluster_id, ("127.0.0.1", port), Deadline(10_000))
+    linking.links_of(world).link(None, ("127.0.0.1", port), Deadline(10_000))
 
 
 def start(pair: Pair, there: dict[str, str], here: dict[str, str], **settings: Any) -> None:
@@ -83,15 +84,17 @@ def test_two_ends_link_only_if_they_authenticate_alike(pair: Pair, tmp_path: Pat
         not_admitted(pair)
 
 
-def not_admitted(pair: Pair) -> None:
-    """The decoder is refused, and nothing changes at either end."""
+def not_admitted(pair: Pair) -> str:
+    """The decoder is refused, and nothing changes at either end; return what it is told."""
     ends = (pair.prompt, pair.decoder)
     before = [end.do(picture) for end in ends]
     assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
-    with pytest.raises(AuthFailed):
-        pair.decoder.do(dial, 1, pair.prompt.port)
+    with pytest.raises(AuthFailed) as caught:
+        pair.decoder.do(dial, pair.prompt.port)
+    assert caught.value.status_code is FAILED
     assert [end.do(picture) for end in ends] == before
     assert [end.do(links) for end in ends] == [{}, {}]
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("refuses", ["dialler", "listener"])
@@ -108,14 +111,14 @@ def test_credentials_that_differ_are_named_at_both_ends(
         folders = [tmp_path / "one", tmp_path / "two"]
         for folder in folders:
             cli_keys.new(folder, ca=True)
-        there, here = (_pem(folder) for folder in folders)
+        there, here = ({option: str(folder / name) for option, name in PEM.items()} for folder in folders)
         if refuses == "listener":
             (folders[1] / "ca.pem").write_text("".join((folder / "ca.pem").read_text() for folder in folders))
         words = ["the CAs of the two ends differ"] * 2
     start(local_pair, there, here)
     caplog.clear()
     with pytest.raises(AuthFailed) as caught:
-        local_pair.decoder.do(dial, 1, local_pair.prompt.port)
+        local_pair.decoder.do(dial, local_pair.prompt.port)
     said = f"link to 127.0.0.1:{local_pair.prompt.port}: not authenticated: the "
     assert str(caught.value).startswith(said), caught.value
     wait_until(lambda: len(caplog.messages) == 1)
@@ -124,11 +127,6 @@ def test_credentials_that_differ_are_named_at_both_ends(
         assert word in text
         assert all(f"{option}={path}" in text for option, path in files.items() if option != "llm.TlsKey"), text
         assert not re.search("c3Nz|b29v", text), "of the secrets only digests"
-
-
-def _pem(folder: Path) -> dict[str, str]:
-    files = {"llm.TlsCert": "any.pem", "llm.TlsKey": "any.key", "llm.TlsCa": "ca.pem"}
-    return {option: str(folder / name) for option, name in files.items()}
 
 
 #: What is wrong with the certificate of one side: the clusters that it names, when it ends, or who made it.
@@ -223,11 +221,8 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
 
 
 def test_a_derived_key_without_a_descriptor_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
     secret_file(tmp_path / "secrets", a=SECRET)
-    monkeypatch.setattr(os, "memfd_create", exhausted)
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(OutOfMemory, match=r"llm\.AuthSecretFile: .*Too many open files"):
         Credentials(CredentialFiles(secrets=tmp_path / "secrets"))
 
@@ -259,10 +254,17 @@ class Rotated:
         os.replace(replacement, self.files[number])
 
 
-def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) -> None:
+def test_a_bad_file_changes_nothing_until_it_is_good_and_ten_rotations_cost_no_pull(pair: Pair, tmp_path: Path) -> None:
     rotated = Rotated(tmp_path)
     start(pair, *({"llm.AuthSecretFile": str(file)} for file in rotated.files))
     pair.link()
+    for bad in ("", "words that are no secret\n", 2 * rotated.files[0].read_text()):
+        for file in rotated.files:
+            file.write_text(bad)
+        relink(pair)
+    for file in rotated.files:
+        file.unlink()
+    relink(pair)
     source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
     for number in range(1, ROTATIONS + 1):
@@ -272,20 +274,6 @@ def test_ten_rotations_cost_no_pull_and_no_new_link(pair: Pair, tmp_path: Path) 
             same_bytes(pair.decoder.do(show, "into"), moved(before, source, [(1, 0)]))
             relink(pair)
     bytes_move_both_ways(pair.prompt, pair.decoder)
-
-
-def test_a_bad_file_changes_nothing_until_it_is_good_again(shm_pair: Pair, tmp_path: Path) -> None:
-    file = new_secret(tmp_path / "secrets", "0")
-    good = file.read_text()
-    extra = {"llm.AuthSecretFile": str(file)}
-    shm_pair.start(extra=extra)
-    for bad in ("", "words that are no secret\n", good + good):
-        file.write_text(bad)
-        relink(shm_pair)
-    file.unlink()
-    relink(shm_pair)
-    new_secret(file, "other")  # both ends read it: still the same at both
-    relink(shm_pair)
 
 
 def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -307,30 +295,19 @@ def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pyte
 AGED = {"llm.MaxLinkAge": "1", "llm.PeerTimeout": "3"}
 
 
-def authenticated(world: World) -> float:
-    """Return when the peer was authenticated."""
-    (there,) = world.dd.statistics().links
-    assert there.authenticated_at is not None
-    return there.authenticated_at
-
-
 def wait_for_renewal(world: World) -> None:
     """Return once the peer has been authenticated again."""
-    before = authenticated(world)
-    wait_until(lambda: authenticated(world) > before)
+    before = linking.statistics(world).links[0].authenticated_at
+    wait_until(lambda: linking.statistics(world).links[0].authenticated_at > before)
 
 
-def pull_until_told(world: World) -> int:
-    """Pull again and again until told to stop; return how often."""
-    world.memory["stop"], pulls = threading.Event(), 0
-    while not world.memory["stop"].is_set():
+def pull_until(world: World, stop: Path) -> int:
+    """Pull again and again until this file is there; return how often."""
+    pulls = 0
+    while not stop.exists():
         call(world, "pull_blocks", BLOCKS, Use("into"), [0], [1])
         pulls += 1
     return pulls
-
-
-def tell_to_stop(world: World) -> None:
-    world.memory["stop"].set()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +322,7 @@ def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Pa
     source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     before = pair.decoder.do(make, "into", Spec(blocks=True), 2)
     number = pair.decoder.do(linking.link_number, 1)
-    pair.decoder.do(linking.begin_there, "pulls", pull_until_told)
+    pair.decoder.do(linking.begin_there, "pulls", pull_until, stop := tmp_path / "stop")
     for rotation in range(1, rotations + 1):
         for step in rotated.steps(rotation):
             rotated.write(*step)
@@ -353,7 +330,7 @@ def test_a_link_is_authenticated_again_while_it_is_used(pair: Pair, tmp_path: Pa
         pair.prompt.do(wait_for_renewal)
     pair.prompt.do(wait_for_renewal)
     pair.decoder.do(wait_for_renewal)
-    pair.decoder.do(tell_to_stop)
+    stop.touch()
     pulls = pair.decoder.do(linking.result_there, "pulls")
     assert isinstance(pulls, int), pulls
     assert pulls > 0
@@ -419,9 +396,8 @@ def test_memory_is_mapped_where_both_ends_admit_each_others_user(
 
 
 ALL: dict[str, Any] = dict.fromkeys(("link", *("pull", "push", "locate", "consume")), True)
-#: name -> (ends that the fixture makes, llm.Transport, where the caches are)
-ROUTES = {"inproc": ("inproc", "inproc", "pool"), "tcp": ("tcp", "tcp", "pool")}
-ROUTES |= {"shm": ("shm", "auto", "pool"), "cma": ("shm", "auto", "private")}
+#: What moves the bytes of the caches -> llm.Transport.
+ROUTES = {"inproc": "inproc", "tcp": "tcp", "shm": "auto", "cma": "auto"}
 SOURCE_BLOCKS, TARGET_BLOCKS = [1, 6], [0, 3]
 PAIRS = list(zip(TARGET_BLOCKS, SOURCE_BLOCKS, strict=True))
 
@@ -441,27 +417,18 @@ def with_policy(pair: Pair, folder: Path, policy: dict[str, Any], *, by: str = "
 
 @pytest.fixture(params=ROUTES)
 def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, str]]:
-    """Two ends, not started, and where their caches are to be."""
-    ends, transport, memory = ROUTES[request.param]
-    for pair in pair_of(request, ends):
-        pair.transport = transport
-        yield pair, memory
+    """Two ends, not started, and what is to move the bytes."""
+    for pair in pair_of(request, "shm" if request.param == "cma" else request.param):
+        pair.transport = ROUTES[request.param]
+        yield pair, request.param
 
 
 def send_raw(world: World, config: Any) -> Any:
     """Push blocks to addresses; raise what the transfer failed with."""
     task = world.cm.transfer_cache_async(world.caches["kv"], Always(), [config], SOURCE_BLOCKS, TARGET_BLOCKS)
     outcome(task)
-    for error in task.errors:
-        if error is not None:
-            raise error
-
-
-def over(pair: Pair, memory: str) -> None:
-    """Check that the owner's link uses the transport of the route."""
-    used, auto = pair.prompt.do(explain, 2), "cma" if memory == "private" else "shm"
-    name = used.private_transport if memory == "private" else used.transport
-    assert name == (auto if pair.transport == "auto" else pair.transport)
+    for error in filter(None, task.errors):
+        raise error
 
 
 #: With remote cache access or without, what is denied. Each verb at every server: tests/unit/test_access_matrix.py.
@@ -475,7 +442,8 @@ def test_a_peer_does_what_it_may(route: tuple[Pair, str], tmp_path: Path, rca: b
 
     A pull consumes the key of a row without RCA, a push with it; of registered memory no key is consumed.
     """
-    pair, memory = route
+    pair, used = route
+    memory = "private" if used == "cma" else "pool"
     with_policy(pair, tmp_path, {"2": ALL | ({denied: False} if denied else {}), "*": ALL}, rca=rca)
     pair.link()
     prompt, decoder, keys = pair.prompt, pair.decoder, (CacheKey(1, req_id=7), CacheKey(1, req_id=8))
@@ -511,7 +479,8 @@ def test_a_peer_does_what_it_may(route: tuple[Pair, str], tmp_path: Path, rca: b
     if rca and tries({"push"}, call, "push_blocks", BLOCKS, *blocks):
         there["kv"] = moved(there["kv"], here["kv"], PAIRS)
     if not denied:
-        over(pair, memory)
+        told = prompt.do(explain, 2)
+        assert (told.private_transport if memory == "private" else told.transport) == used
     for verbs, name, row in (({verb, "consume"}, "row", rows[0]), ({verb}, "kept", rows[1])):
         if tries(verbs, call, f"{verb}_cache", row, Use("own")):
             there[name], here["own"] = (here["own"],) * 2 if rca else (there[name],) * 2
@@ -540,19 +509,12 @@ def test_clusters_that_are_not_named_or_may_not_link_are_not_linked(pair: Pair, 
     ]
     for policy, may in policies:
         with_policy(pair, tmp_path, policy, by=by)
-        before = [end.do(picture) for end in (pair.prompt, pair.decoder)]
         if may:
             pair.link()
         else:
-            with pytest.raises(AuthFailed) as caught:
-                pair.decoder.do(dial, None, pair.prompt.port)
-            assert caught.value.status_code is FAILED
-            if by == "prompt":
-                assert "asks for authentication" in str(caught.value)
-            assert ("PeerPolicy" in str(caught.value)) is (by == "decoder")
-            assert pair.decoder.do(link, [info(1, pair.prompt.port)]) == (FAILED, [FAILED])
-            assert [end.do(picture) for end in (pair.prompt, pair.decoder)] == before
-            assert [end.do(links) for end in (pair.prompt, pair.decoder)] == [{}, {}]
+            text = not_admitted(pair)
+            assert "asks for authentication" in text or by == "decoder"
+            assert ("PeerPolicy" in text) is (by == "decoder")
         pair.decoder.stop()
         pair.prompt.stop()
 
@@ -572,7 +534,7 @@ def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
     shm_pair.transport = transport
     with_policy(shm_pair, tmp_path, {"*": verbs}, by=by)
     with pytest.raises(LinkRefused) as caught:
-        shm_pair.decoder.do(dial, None, shm_pair.prompt.port)
+        shm_pair.decoder.do(dial, shm_pair.prompt.port)
     text = str(caught.value)
     assert reason.format(2 if by == "prompt" else 1) in text or ("chose differently" in text and verbs == rules())
     assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
@@ -600,7 +562,7 @@ def test_both_ends_may_have_a_policy(shm_pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])
 def test_models_bound_what_a_peer_finds_in_any_way(route: tuple[Pair, str], tmp_path: Path, rca: bool) -> None:
-    pair, memory = route
+    pair, memory = route[0], "private" if route[1] == "cma" else "pool"
     with_policy(pair, tmp_path, {"2": ALL | {"models": [0, 3]}}, rca=rca)
     pair.link()
     used = [end.do(explain, peer) for end, peer in ((pair.prompt, 2), (pair.decoder, 1))]
@@ -815,22 +777,6 @@ def test_a_policy_needs_peers_that_prove_who_they_are(
     assert "llm.PeerPolicy without authentication: peers are believed" in caplog.text
 
 
-def test_a_certificate_binds_the_cluster_id_that_a_policy_names(local_pair: Pair, tmp_path: Path) -> None:
-    """So a peer that says another id, which may do more, is not linked."""
-    authority = Authority(tmp_path)
-    policy = {"llm.PeerPolicy": json.dumps({"9": ALL, "2": rules("pull")})}
-    extra = {"llm.Transport": "tcp"}
-    there, here = (extra | authority.issue(name, clusters) for name, clusters in (("prompt", [1]), ("decoder", [2])))
-    local_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=there | policy)
-    local_pair.decoder.start("DECODER", 9, extra=here)
-    assert local_pair.decoder.do(link, [info(1, local_pair.prompt.port)]) == (FAILED, [FAILED])
-    local_pair.decoder.stop()
-    local_pair.decoder.start("DECODER", 2, extra=here)
-    local_pair.link()
-    with pytest.raises(CacheNotFound):
-        local_pair.decoder.do(linking.pull_from, 1)
-
-
 def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with_policy(local_pair, tmp_path, {"2": ALL})
     local_pair.link()
@@ -844,6 +790,5 @@ def test_no_text_of_an_end_shows_a_secret(local_pair: Pair, tmp_path: Path, capl
 def texts_of(world: World) -> list[str]:
     """Return all that an end says of itself."""
     engine = world.probe.engine
-    own = [engine, *world.probe.parts, engine.links.all()]
-    objects = [world.dd, world.dd.statistics(), *own]
-    return [repr(each) for each in objects] + [str(each) for each in objects]
+    objects = [world.dd, world.dd.statistics(), engine, *world.probe.parts, engine.links.all()]
+    return [form(each) for each in objects for form in (repr, str)]
