@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from faults.strangers import Stranger, silent_port
 from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
-from tests.support import linking, ranks
+from tests.support import linking, moves, ranks
 from tests.support.authority import secret_file
 from tests.support.ends import Call, begin_there, result_there
 from tests.support.kinds import Bytes, End, LocalEnd, Pair
@@ -26,7 +26,7 @@ from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, r
 from tests.support.ranks import Meeting, drop, host, join, new_name, table
 from tests.support.refusals import RULE, TYPE, Table, refuse
 from tests.support.refusals import Spec as Argument
-from tests.support.world import World, fill, make_config, residue_of, small_pool
+from tests.support.world import World, make_config, residue_of, small_pool
 
 pytestmark = pytest.mark.covers(
     "CacheKey.cluster_id",
@@ -211,17 +211,6 @@ def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pai
     wait_until(lambda: prompt.do(links) == {2: "ready"})
 
 
-def both_dial(pair: Pair, start: Path, wanted: bool, threads: int) -> list[LLMStatusCode]:
-    """Let both ends link to each other at the same moment; return what they were told."""
-    ends = (pair.prompt, pair.decoder)
-    dials = [
-        Call(here.do, linking.link_when, start, info(peer.cluster_id if wanted else None, peer.port), threads)
-        for here, peer in (ends, ends[::-1])
-    ]
-    start.touch()
-    return [code for each in dials for code in each.result()]
-
-
 @pytest.mark.parametrize(
     ("pair", "backend", "wanted", "threads"),
     [
@@ -244,7 +233,11 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
     ends = (pair.prompt, pair.decoder)
     for number in range(12 if threads == 1 else 4):
         if number:
-            told = both_dial(pair, tmp_path / f"go {number}", wanted, threads)
+            start = tmp_path / f"go {number}"
+            named = {here: info(peer.cluster_id if wanted else None, peer.port) for here, peer in (ends, ends[::-1])}
+            dials = [Call(here.do, linking.link_when, start, peer, threads) for here, peer in named.items()]
+            start.touch()
+            told = [code for each in dials for code in each.result()]
         else:
             told = [here.do(link, there(peer))[0] for here, peer in (ends, ends[::-1])]
         # One call may be over before the other begins: then the link is there already, unless both ends are to link.
@@ -264,11 +257,6 @@ def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
 def caches(pair: Pair) -> tuple[Bytes, Bytes]:
     source = pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     return source, pair.decoder.do(make, "kv", Spec(blocks=True), 2)
-
-
-def refilled(world: World, seed: int) -> Bytes:
-    """Fill the cache with other bytes, and return them."""
-    return fill(world.caches["kv"], seed)
 
 
 def test_i02_after_an_unlink_neither_end_is_linked_and_a_second_one_is_a_success(pair: Pair) -> None:
@@ -316,7 +304,7 @@ def test_an_unlink_waits_for_a_running_pull_or_keeps_the_link_at_both_ends(pair:
     rows = [(pair.decoder, pair.prompt, False), (pair.decoder, pair.prompt, True), (pair.prompt, pair.decoder, False)]
     for number, (unlinker, peer, force) in enumerate(rows):
         pair.link()
-        target = pair.decoder.do(refilled, number)
+        target = pair.decoder.do(moves.refill, "kv", number)
         with pull_under_way(pair, tmp_path / str(number)):
             if not force:
                 assert unlinker.do(unlink, there(peer), 100) == (TIMEOUT, [TIMEOUT])
@@ -357,12 +345,11 @@ def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error(pair: Pair, tmp_
 def pull_until_refused(world: World) -> int:
     """Pull until there is no link any more; return how many pulls succeeded."""
     count = 0
-    while True:
-        try:
+    with suppress(NotLinked):
+        while True:
             call(world, "pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
-        except NotLinked:
-            return count
-        count += 1
+            count += 1
+    return count
 
 
 def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
@@ -370,7 +357,7 @@ def test_an_unlink_in_a_storm_of_pulls_cuts_none_of_them(pair: Pair) -> None:
     source, _ = caches(pair)
     for number, (unlinker, peer) in enumerate([(pair.prompt, pair.decoder), (pair.decoder, pair.prompt)] * 3):
         pair.link()
-        target = pair.decoder.do(refilled, number)
+        target = pair.decoder.do(moves.refill, "kv", number)
         for name in "abc":
             pair.decoder.do(begin_there, name, pull_until_refused)
         wait_until(lambda: sum(each.read_bytes for each in pair.decoder.do(picture).links) > 0)
@@ -388,14 +375,14 @@ def test_two_ends_link_and_move_bytes_over_ipv6(request: pytest.FixtureRequest, 
     pair: Pair = request.getfixturevalue("local_pair" if transport == "inproc" else "shm_pair")
     extra = {"llm.Transport": transport}
     pair.prompt.start("PROMPT", 1, listen_ip_info="[::1]:0", extra=extra)
-    pair.decoder.start("DECODER", 2, extra=extra)
-    assert pair.prompt.port is not None
-    peer = LLMClusterInfo()
-    peer.remote_cluster_id = 1
-    peer.append_local_ip_info("::1", 0)
-    peer.append_remote_ip_info(dialled, pair.prompt.port)
+    pair.decoder.start("DECODER", 2, extra=extra, cluster_info='{"listen_ip_info": [{"ip": "::1", "port": 1}]}')
+    peer = info(1, pair.prompt.port, ip=dialled, local="::1")
     assert peer.remote_ip_info_list == [("::1", pair.prompt.port)]
     assert f"[::1]:{pair.prompt.port}" in repr(peer)
+    address = cpp_api.IpInfo(dialled, pair.prompt.port or 0)
+    (as_in_cpp,) = cpp_arguments.cluster_infos([cpp_api.ClusterInfo(1, 0, [cpp_api.IpInfo("[::1]")], [address])])
+    assert pair.decoder.do(link, [as_in_cpp]) == SUCCESS
+    assert pair.decoder.do(unlink, [peer]) == SUCCESS
     assert pair.decoder.do(link, [peer]) == SUCCESS
     assert pair.decoder.do(links) == {1: "ready"}
     bytes_move_both_ways(pair.prompt, pair.decoder)
@@ -417,16 +404,6 @@ def test_members_of_a_rank_table_meet_over_ipv6_also_where_its_address_is_not_of
             ids = meeting.join(ends[0])  # listens at all addresses: it does not know how others reach it
         for end, comm_id in zip(ends, ids, strict=False):
             end.do(ranks.drop, comm_id)
-
-
-@pytest.mark.skipif(not linking.has_ipv6(), reason="this machine has no IPv6 loopback")
-def test_the_cpp_shaped_interface_and_cluster_info_take_ipv6_addresses(local_pair: Pair) -> None:
-    local_pair.prompt.start("PROMPT", 1, listen_ip_info="[::1]:0")
-    local_pair.decoder.start("DECODER", 2, cluster_info='{"listen_ip_info": [{"ip": "::1", "port": 1}]}')
-    there = cpp_api.IpInfo("::1", local_pair.prompt.port or 0)
-    (cluster,) = cpp_arguments.cluster_infos([cpp_api.ClusterInfo(1, 0, [cpp_api.IpInfo("[::1]")], [there])])
-    assert local_pair.decoder.do(link, [cluster]) == SUCCESS
-    bytes_move_both_ways(local_pair.prompt, local_pair.decoder)
 
 
 LISTEN = "llm.listenIpInfo"
