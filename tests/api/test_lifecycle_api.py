@@ -40,12 +40,13 @@ from llm_datadist.testing import StagedDevice
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, LocalEnd
-from tests.support.grants import LONG, grant, tell
+from tests.support.grants import LONG, claim, grant, tell
 from tests.support.kinds import ChildEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link
 from tests.support.memory import cpu_cache
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, make, picture, same_bytes, show, wait_until
+from tests.support.ranks import finalize_and_init
 from tests.support.source import ROOT, run
 from tests.support.v1 import POOL, desc, kv_make
 from tests.support.world import World, baseline, make_config, residue, settled, small_pool
@@ -390,11 +391,6 @@ def peer(children: tuple[ChildEnd, ChildEnd]) -> Iterator[ChildEnd]:
     end.stop()
 
 
-def again(datadist: LLMDataDist, **settings: Any) -> None:
-    datadist.finalize()
-    datadist.init(make_config(**settings))
-
-
 def refuses(manager: Any, calls: list[tuple[str, tuple[Any, ...]]], known: dict[str, Any], *named: str) -> None:
     """Make each call; it has to name both instances, and in its awaited form at once."""
     for name, given in calls:
@@ -433,7 +429,7 @@ def test_a_foreign_or_stale_handle_is_refused(
     handles = [populate(world, v1, number) for number, world in enumerate(worlds)]
     old, own = ours.dd.incarnation[:8], handles[0]
     if earlier:
-        again(ours.dd, **settings)
+        finalize_and_init(ours, make_config(**settings))
         own = populate(ours, v1, 5)
     maker = f"cluster 2 (incarnation {old})" if earlier else "cluster 3 (incarnation "
     named = f"cluster 2 (incarnation {ours.dd.incarnation[:8]})", maker
@@ -466,7 +462,7 @@ def test_a_cache_over_user_memory_swaps_with_every_instance(worlds: tuple[World,
         same_bytes([tensor[5] for tensor in show(worlds[0], "cpu")], [tensor[3] for tensor in source])
 
 
-def test_no_two_inits_of_a_process_use_one_cache_id(worlds: tuple[World, World]) -> None:
+def test_no_two_inits_use_one_cache_id_and_an_earlier_ones_grants_are_finalized(worlds: tuple[World, World]) -> None:
     ids = []
     for number, world in enumerate(worlds):
         world.start("MIX", 2 + number, make_config())
@@ -475,29 +471,21 @@ def test_no_two_inits_of_a_process_use_one_cache_id(worlds: tuple[World, World])
             make(world, "blocks", CACHES["blocks"], 1)
             make(world, "registered", Spec(memory="private"), 1)
             ids += [world.caches[name].cache_id for name in ("blocks", "registered")]
-            stale = world.caches["registered"]
-            again(world.dd)
+            stale, granting = world.caches["registered"], world.caches["blocks"]
+            given = granting.grant([1], LONG)
+            finalize_and_init(world, make_config())
+            make(world, "blocks", CACHES["blocks"], 1)
+            with pytest.raises(StateError, match="finalized") as caught:
+                granting.grant([1], LONG)
+            assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+            assert (given.active, given.end) == (False, "finalized")
+            given.revoke()
             kept = make(world, "registered", Spec(memory="private"), 2)
             world.cm.unregister_cache(stale.cache_id)  # which names nothing here
             same_bytes(show(world, "registered"), kept)
             assert world.dd.statistics().caches.registered == 1
             ids.append(world.caches["registered"].cache_id)
     assert len(set(ids)) == len(ids)
-
-
-def test_a_grant_of_a_handle_from_before_finalize_says_that_it_is_finalized(worlds: tuple[World, World]) -> None:
-    world = worlds[0]
-    world.start("MIX", 2, make_config())
-    make(world, "blocks", CACHES["blocks"], 1)
-    stale = world.caches["blocks"]
-    given = stale.grant([1], 60.0)
-    again(world.dd)
-    make(world, "blocks", CACHES["blocks"], 1)
-    with pytest.raises(StateError, match="finalized") as caught:
-        stale.grant([1], 60.0)
-    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
-    assert (given.active, given.end) == (False, "finalized")
-    given.revoke()
 
 
 _PACKAGE: Final = str(Path(llm_datadist.__file__).parent)
@@ -510,16 +498,14 @@ ROUNDS: Final = 30
 class Things:
     """One of each thing that can be given back, and giving them back."""
 
-    def __init__(self, world: World, there: ChildEnd) -> None:
-        self._world = world
-        self._there = there
+    def __init__(self, world: World, there: ChildEnd, other: LLMDataDist | None = None) -> None:
+        self._world, self._there, self._other = world, there, other
         self._token = secrets.token_bytes(16)
         self.grant: Grant = world.caches["kv"].grant([0], LONG)
         there.do(grant, [1], LONG, "served", self._token)
         self.claimed = world.cm.claim_grant(1, self._token)
         self.keyed = world.cm.allocate_cache(Spec(tensors=1, rows=1).desc, [_HELD])
         self.blocks = world.cm.allocate_blocks_cache(Spec(tensors=1, blocks=True).desc)
-        self.other: LLMDataDist | None = None
 
     def give_back(self) -> None:
         """What the ``__del__`` of a user does."""
@@ -528,22 +514,15 @@ class Things:
         self._world.cm.deallocate_blocks_cache(self.blocks)
         self._world.cm.deallocate_cache(self.keyed)
         self._world.cm.remove_cache_key(_HELD)
-        if self.other is not None:
-            self.other.finalize()
+        if self._other is not None:
+            self._other.finalize()
 
     def check_gone(self) -> None:
         assert not self.grant.active
         assert self.grant.end == "revoked"
         assert self.keyed.tensor_addrs == self.blocks.tensor_addrs == []
-        assert self.other is None or "not initialised" in repr(self.other)
+        assert self._other is None or "not initialised" in repr(self._other)
         wait_until(lambda: self._there.do(tell, self._token.hex(), "released"))
-
-
-def another() -> LLMDataDist:
-    """Return an end of this process, not linked."""
-    other = LLMDataDist(LLMRole.PROMPT, 9)
-    other.init(make_config(**small_pool()))
-    return other
 
 
 class AtLine:
@@ -588,7 +567,7 @@ VERBS: Final[dict[str, Verb]] = {
     "grant": Verb(lambda w, _: w.caches["kv"].grant([1], LONG), lambda w, _, grant: grant.revoke()),
     "allocate and bind": Verb(
         lambda w, _: w.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1), CacheKey(2, 2)]),
-        lambda w, _, cache: _forget(w, cache),
+        lambda w, _, cache: (w.cm.deallocate_cache(cache), [w.cm.remove_cache_key(CacheKey(2, n)) for n in (1, 2)]),
     ),
     "register": Verb(
         lambda w, _: w.cm.register_blocks_cache(w.caches["kv"].cache_desc, list(w.caches["kv"].tensor_addrs)),
@@ -602,12 +581,6 @@ VERBS: Final[dict[str, Verb]] = {
     "transfer_cache_async": Verb(_send_layers),
     "statistics": Verb(lambda w, _: (w.dd.statistics(), repr(w.dd))),
 }
-
-
-def _forget(world: World, cache: Any) -> None:
-    world.cm.deallocate_cache(cache)
-    for request in (1, 2):
-        world.cm.remove_cache_key(CacheKey(2, request))
 
 
 @pytest.fixture
@@ -640,8 +613,7 @@ def test_what_a_finalizer_gives_back_at_any_line_is_gone_after_it(ends: tuple[Lo
     once(counted := AtLine(0, lambda: None))  # the second time: more is kept
     used = [pool.used_bytes for pool in world.dd.statistics().pools]
     for point in range(1, counted.seen + 1):
-        things = Things(world, there)
-        things.other = another() if point % 8 == 0 else None
+        things = Things(world, there, live(9, **small_pool()) if point % 8 == 0 else None)
         once(AtLine(point, things.give_back))
         things.check_gone()
         world.dd.check_integrity()
@@ -651,7 +623,7 @@ def test_what_a_finalizer_gives_back_at_any_line_is_gone_after_it(ends: tuple[Lo
 
 @pytest.mark.parametrize("call", ["init", "finalize"])
 def test_what_a_finalizer_gives_back_in_init_and_finalize_is_gone(ends: tuple[LocalEnd, ChildEnd], call: str) -> None:
-    (here, there), made, options = ends, another(), make_config(**small_pool())
+    (here, there), made, options = ends, live(9, **small_pool()), make_config(**small_pool())
 
     def once(at: AtLine) -> None:
         if call == "finalize":
@@ -664,8 +636,7 @@ def test_what_a_finalizer_gives_back_in_init_and_finalize_is_gone(ends: tuple[Lo
     once(counted := AtLine(0, lambda: None))
     made.finalize()
     for point in range(1, counted.seen + 1, 11):
-        things = Things(here.world, there)
-        things.other = made
+        things = Things(here.world, there, made)
         once(AtLine(point, things.give_back))
         things.check_gone()
 
@@ -749,13 +720,10 @@ def test_what_a_finalizer_gives_back_in_the_control_thread_is_gone_soon(
         trace.functions = [finalize, things.give_back]
         while trace.functions:
             token = here.world.caches["kv"].grant([1], LONG).token
-            there.do(_claim_and_release, token)
+            there.do(claim, token, 1, 2)
+            there.do(tell, "claimed", "release")
         wait_until(lambda things=things: not things.grant.active)  # type: ignore[misc]
         wait_until(lambda things=things: not things.keyed.tensor_addrs)  # type: ignore[misc]
         things.check_gone()
     assert len(errors) == ROUNDS
     here.world.dd.check_integrity()
-
-
-def _claim_and_release(world: World, token: bytes) -> None:
-    world.cm.claim_grant(2, token).release()
