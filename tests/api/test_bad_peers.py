@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from faults.gated import count_messages, releases
-from faults.strangers import Stranger, listener, read_hello
+from faults.strangers import Stranger, listener, read_hello, welcome_of
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
@@ -332,23 +332,7 @@ def drips(sock: socket.socket) -> None:
 
 
 def welcome(**changes: Any) -> wire.Welcome:
-    good = wire.Welcome(
-        version=wire.PROTOCOL_VERSION,
-        cluster_id=1,
-        incarnation=b"i" * 16,
-        remote_accessible=False,
-        pid=1,
-        host="stranger",
-        rendezvous="@llm-datadist-without-listener",
-        cookie=b"c" * 16,
-        nonce=bytes(16),
-        lane_share=b"",
-        fabric="",
-        proof=b"",
-        transport=None,
-        lane_token=b"t" * 16,
-    )
-    return msgspec.structs.replace(good, **changes)
+    return welcome_of(1, b"i" * 16, b"c" * 16, **{"rendezvous": "@llm-datadist-without-listener"} | changes)
 
 
 def welcomes(**changes: Any) -> Behaviour:

@@ -24,7 +24,7 @@ from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support import linking, moves, seccomp
 from tests.support.authority import Authority
-from tests.support.ends import ChildEnd, frozen
+from tests.support.ends import ChildEnd, frozen, one_family
 from tests.support.kinds import Bytes, End, Pair, World
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, explain, info, link, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
@@ -105,27 +105,23 @@ def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[Ch
 )
 @pytest.mark.parametrize("turned", [False, True])
 def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
-    children: tuple[ChildEnd, ChildEnd], one: str, other: str, turned: bool, used: tuple[str, str | None] | None
+    shm_pair: Pair, one: str, other: str, turned: bool, used: tuple[str, str | None] | None
 ) -> None:
-    prompt, decoder = children
+    prompt, decoder = shm_pair.prompt, shm_pair.decoder
     here, there = (other, one) if turned else (one, other)
     prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": there})
     decoder.start("DECODER", 2, extra={"llm.Transport": here})
-    try:
-        if used is None:
-            failed = LLMStatusCode.LLM_LINK_FAILED
-            assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
-            return
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        for end, peer in ((prompt, 2), (decoder, 1)):
-            explained = end.do(explain, peer)
-            assert (explained.transport, explained.private_transport) == used
-            # Ends that map each other have no lanes.
-            assert (end.do(_lane_threads) > 0) == ("tcp" in used)
-        bytes_move_both_ways(prompt, decoder)
-    finally:
-        decoder.stop()
-        prompt.stop()
+    if used is None:
+        failed = LLMStatusCode.LLM_LINK_FAILED
+        assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
+        return
+    shm_pair.link()
+    for end, peer in ((prompt, 2), (decoder, 1)):
+        explained = end.do(explain, peer)
+        assert (explained.transport, explained.private_transport) == used
+        # Ends that map each other have no lanes.
+        assert (end.do(_lane_threads) > 0) == ("tcp" in used)
+    bytes_move_both_ways(prompt, decoder)
 
 
 def _lane_threads(world: World) -> int:
@@ -421,15 +417,9 @@ def test_r07_a_pull_from_an_owner_that_stands_still_ends_in_time_and_leaves_no_p
 
 
 @pytest.mark.parametrize("step", ["after copy", "release"])
-def test_i5_a_killed_callers_pin_goes_its_key_stays(
-    children: tuple[ChildEnd, ChildEnd], tmp_path: Path, step: str
-) -> None:
-    prompt, _ = children
-    victim = ChildEnd("victim")
-    settings: dict[str, Any] = {"extra": {"llm.Transport": "tcp"}}
-    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", **settings)
-    victim.start("DECODER", 2, **settings)
-    try:
+def test_i5_a_killed_callers_pin_goes_its_key_stays(tmp_path: Path, step: str) -> None:
+    with one_family("tcp") as family:
+        prompt, victim = family.born("PROMPT", 1), family.born("DECODER", 2)
         assert victim.do(link, [info(1, prompt.port)]) == SUCCESS
         src = prompt.do(make, "kv", Spec(keys=keys(10, 11)), 1)
         victim.do(make, "kv", Spec(), 2)
@@ -437,9 +427,7 @@ def test_i5_a_killed_callers_pin_goes_its_key_stays(
         wait_until(lambda: prompt.do(picture).pins == 0)
         with stopped(victim, step, tmp_path, "pull_cache", key(11), KV, 1):
             assert prompt.do(picture).pins == 1
-            victim.kill()
+            family.kill(victim)
         wait_until(lambda: prompt.do(picture).links == ())
         assert waiting(prompt) == {repr((0, 11, 0))}
         same_bytes(prompt.do(show, "kv"), src)
-    finally:
-        prompt.stop()
