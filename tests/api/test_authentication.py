@@ -164,7 +164,6 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
     ("options", "rule"),
     [
         ({"llm.AuthSecretFile": "{folder}/missing"}, "cannot be read: No such file"),
-        ({"llm.AuthSecretFile": "{folder}"}, "no regular file|Is a directory"),
         ({"llm.AuthSecretFile": "{folder}/pipe"}, "no regular file"),  # and nobody writes into it
         ({"llm.AuthSecretFile": "{folder}/open"}, "mode 0644: group and others must have no access"),
         ({"llm.AuthSecretFile": "{folder}/empty"}, "holds no secret"),
@@ -235,16 +234,14 @@ class Rotated:
 
     def __init__(self, folder: Path) -> None:
         self.files = [folder / "prompt", folder / "decoder"]
-        first = new_secret(folder / "first", "0").read_text()
-        self._lines = [first]
-        for number in range(len(self.files)):
-            self.write(number, [first])
+        self._now = new_secret(folder / "first", "0").read_text()
+        for number in range(2):
+            self.write(number, [self._now])
 
     def steps(self, number: int) -> list[tuple[int, list[str]]]:
         """Return what is written into which file: a new secret, then that one first, then it alone."""
-        old = self._lines[-1]
-        new = new_secret(self.files[0].with_name(f"new{number}"), str(number)).read_text()
-        self._lines.append(new)
+        old = self._now
+        self._now = new = new_secret(self.files[0].with_name(f"new{number}"), str(number)).read_text()
         return [(end, lines) for lines in ([old, new], [new, old], [new]) for end in range(2)]
 
     def write(self, number: int, lines: list[str]) -> None:
@@ -727,13 +724,10 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ('{"7": {"read": true}}', "'7'.*unknown field `read`.*known are link, pull, push, locate, consume, models"),
         ('{"7": {"pull": 1}}', r"'7'.*Expected `bool`, got `int` - at `\$.pull`"),
         ('{"7": {"pull": null}}', r"'7'.*Expected `bool`, got `null` - at `\$.pull`"),
-        ('{"*": 3}', r"'\*'.*Expected `object`, got `int`"),
-        ('{"seven": {}}', "'seven' is no cluster id"),
         ('{"-1": {}}', "'-1' is no cluster id"),
         ('{"07": {}}', "'07' is no cluster id"),
         ('{"18446744073709551616": {}}', "'18446744073709551616' is no cluster id.*at most 18446744073709551615"),
         ('{"7": {"models": 3}}', r"'7'.*Expected `array`, got `int` - at `\$.models`"),
-        ('{"7": {"models": ["0"]}}', r"'7'.*Expected `int`, got `str` - at `\$.models\[0\]`"),
         ('{"7": {"models": [true]}}', r"'7'.*Expected `int`, got `bool`"),
         ('{"7": {"models": [-1]}}', "'7'.*Expected `int` >= 0"),
         ('{"7": {"models": [18446744073709551616]}}', "'7': models: 18446744073709551616 is no model id"),
@@ -742,7 +736,6 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ("{folder}/latin", "latin': no JSON object of cluster ids"),
         ('{"7": {}, "8": {}, "7": {"link": true}}', "'7' is there twice"),
         ('{"7": {"link": false, "link": true}}', "'link' is there twice"),
-        ('{"7": {"link": true}', "no JSON object of cluster ids: Input data was truncated"),
         ("", "neither JSON nor the path of a file"),
         ("{folder}/missing", "missing' cannot be read: No such file"),
         ("{folder}", "is no regular file|cannot be read: Is a directory"),
