@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -510,16 +511,12 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-def fork_and_look(world: World) -> tuple[str, str]:
-    return in_child(world, lambda world: world.probe)
-
-
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
     prompt, forker = two(family)
     with frozen(prompt):
         forker.do(linking.lose, 1)
         wait_until(lambda: redialling(forker))
-        assert forker.do(fork_and_look)[0] == "StateError", "something is initialised there"
+        assert forker.do(in_child, attrgetter("probe"))[0] == "StateError", "something is initialised there"
     wait_until(lambda: linking.linked(prompt, forker))
     bytes_move_both_ways(prompt, forker)
     family.kill(forker)  # a fork ends threads of other libraries, too
