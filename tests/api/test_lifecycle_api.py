@@ -567,7 +567,7 @@ VERBS: Final[dict[str, Verb]] = {
     "grant": Verb(lambda w, _: w.caches["kv"].grant([1], LONG), lambda w, _, grant: grant.revoke()),
     "allocate and bind": Verb(
         lambda w, _: w.cm.allocate_cache(Spec(rows=2).desc, [CacheKey(2, 1), CacheKey(2, 2)]),
-        lambda w, _, cache: (w.cm.deallocate_cache(cache), [w.cm.remove_cache_key(CacheKey(2, n)) for n in (1, 2)]),
+        lambda w, _, cache: _forget(w, cache),
     ),
     "register": Verb(
         lambda w, _: w.cm.register_blocks_cache(w.caches["kv"].cache_desc, list(w.caches["kv"].tensor_addrs)),
@@ -581,6 +581,12 @@ VERBS: Final[dict[str, Verb]] = {
     "transfer_cache_async": Verb(_send_layers),
     "statistics": Verb(lambda w, _: (w.dd.statistics(), repr(w.dd))),
 }
+
+
+def _forget(world: World, cache: Any) -> None:
+    world.cm.deallocate_cache(cache)
+    for request in (1, 2):
+        world.cm.remove_cache_key(CacheKey(2, request))
 
 
 @pytest.fixture
