@@ -56,13 +56,13 @@ def test_tokens_and_digest_are_those_of_the_single_process_run_only_with_every_b
     right = source_kv.digest(), undisturbed
     assert told(slice(0), (), swapped) == right
     assert len(set(undisturbed)) > SMALL.generate // 2, "tokens that repeat prove little"
-    one = PagedKV(source, numbers, SMALL.prompt_tokens).used_blocks()[-1], 0, 0, 0
+    value = PagedKV(source, numbers, SMALL.prompt_tokens).used_blocks()[-1], 0, 0, 0
     harms: list[tuple[str, int, slice, Any, Callable[[Array], Any]]] = [
         *[(f"block {at} does not matter", 1, slice(None), numbers[at], lambda _: 0) for at in range(count)],
         ("keys under the wrong values", 1, slice(0, None, 2), numbers[2:4], swapped),
         ("a block that did not arrive", 1, slice(3, 4), numbers[0], lambda _: np.nan),
         ("blocks that changed places", 0, slice(None), numbers[2:4], swapped),
-        ("one value", 0, slice(-1, None), one, lambda tensor: tensor[one] + 1),
+        ("one value", 0, slice(-1, None), value, lambda tensor: tensor[value] + 1),
     ]
     for what, part, layers, where, harm in harms:
         assert told(layers, where, harm)[part] != right[part], what

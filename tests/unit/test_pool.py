@@ -111,9 +111,8 @@ def test_the_allocator_is_only_ever_used_under_the_lock(pool: MemoryPool) -> Non
     assert [name for name, locked in uses if not locked] == []
 
 
-def test_nothing_and_impossible_pages_are_refused_and_all_after_a_close_which_tolerates_live_ones(
-    pool: MemoryPool,
-) -> None:
+def test_nothing_impossible_pages_and_all_after_a_close_are_refused(pool: MemoryPool) -> None:
+    """A pool is closed twice here, with a live allocation."""
     direct, live = DirectMemory("device", HostDevice()), pool.allocate_many(1, 1)
     for count, nbytes in ((0, 1), (-1, 1), (1, 0), (1, -5)):
         for memory in (pool, direct):
@@ -202,7 +201,7 @@ def test_a_pool_that_cannot_be_backed_is_out_of_memory_when_it_is_made(monkeypat
 PAGES = 32
 
 
-def test_i6_a_capacity_is_rounded_down_to_pages_and_wrong_numbers_are_errors_and_change_nothing() -> None:
+def test_i6_a_capacity_is_rounded_down_and_wrong_numbers_are_errors_and_change_nothing() -> None:
     for capacity, page_shift in ((1023, 10), (0, 0), (-4096, 10)):
         with pytest.raises(ValueError, match=f"capacity is {capacity} bytes: .* one page of {2**page_shift} bytes"):
             PageAllocator(capacity, page_shift)

@@ -64,9 +64,6 @@ def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
     assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
 
 
-BOUND_S = 20.0
-
-
 def destination(layers: range, effect: Any = None) -> Mock:
     """A destination whose sends have this effect: an exception, or a call with the layer."""
     return Mock(layers=layers, send=Mock(side_effect=effect))
@@ -112,11 +109,11 @@ def test_r18_whatever_it_dies_of_nothing_unfinished_is_a_success(tasks: Tasks, e
 
 
 def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until_it_has_ended(tasks: Tasks) -> None:
-    begun, gate = threading.Event(), threading.Event()
-    one, late = destination(range(2), lambda _: (begun.set(), gate.wait(BOUND_S))), destination(range(2))
+    meet = threading.Barrier(2, timeout=20)
+    one, late = destination(range(2), lambda _: (meet.wait(), meet.wait())), destination(range(2))
     job, released = _job(tasks, one)
     task = tasks.start(job)
-    assert begun.wait(BOUND_S)
+    meet.wait()
     tasks.stop()
     assert not job.done, "its bytes still move"
     assert released == []
@@ -125,6 +122,6 @@ def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until
         tasks.start(late_job)
     assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
     assert (late_released, late.send.called) == (["source"], False)
-    gate.set()
+    meet.wait()
     assert task.synchronize() is LLMStatusCode.LLM_ENGINE_FINALIZED
     assert (released, one.send.mock_calls) == (["source"], [call(0)])
