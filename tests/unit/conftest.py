@@ -1,12 +1,10 @@
 """What several unit tests need."""
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from faults import lane_ends
-from llm_datadist._links.loop import ControlLoop
 from llm_datadist._native import CopyPool, LaneEngine
 from llm_datadist.testing.scene import residue, settled
 
@@ -39,12 +37,3 @@ def engine() -> Iterator[LaneEngine]:
     engine = LaneEngine(1, drain_ms=300)
     yield engine
     engine.close()
-
-
-@pytest.fixture
-def control() -> Iterator[ControlLoop]:
-    control = ControlLoop()
-    control.start()
-    yield control
-    control.stop()
-    assert "llm-datadist-control" not in [thread.name for thread in threading.enumerate()]

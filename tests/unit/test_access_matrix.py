@@ -40,8 +40,6 @@ from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, enc
 from llm_datadist._transport.lanes import LaneRequest
 from llm_datadist.config import Options
 
-_TABLE: Final = Path(__file__).with_name("access_matrix.txt")
-_KINDS: Final = ("row", "row-registered", "blocks", "blocks-registered", "mix-registered", "none")
 _BOTH: Final = (False, True)
 _REFUSALS: Final = {LLMStatusCode.LLM_PARAM_INVALID: "no", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: "gone"}
 
@@ -151,16 +149,17 @@ def _cells(verb: str, push: bool, kind: str, shared: bool) -> Iterator[str]:
 
 def test_every_server_answers_as_the_table_says() -> None:
     """One line for each verb, kind of cache and remote_accessible."""
-    lines = []
+    lines, kinds = [], ("row", "row-registered", "blocks", "blocks-registered", "mix-registered", "none")
     for verb in ("resolve", "lane", "checksum"):
         names = [f"{'rca' if rca else '-'}/{'located' if near else '-'}/{last}" for rca, near, last in _columns(verb)]
         rows = [(verb, iter(names))]
-        for push, kind, shared in itertools.product(_BOTH, _KINDS, (True, False)):
+        for push, kind, shared in itertools.product(_BOTH, kinds, (True, False)):
             head = f"{verb} {'push' if push else 'pull'} {kind} {'shared' if shared else 'not-shared'}"
             rows.append((head, _cells(verb, push, kind, shared)))
         lines += [f"{head:<43}" + " ".join(f"{each:<17}" for each in cells) for head, cells in rows]
         lines.append("")
-    assert [line.rstrip() for line in lines[:-1]] == _TABLE.read_text().splitlines()
+    table = Path(__file__).with_name("access_matrix.txt").read_text()
+    assert [line.rstrip() for line in lines[:-1]] == table.splitlines()
 
 
 def _policy(**rules: Any) -> PeerPolicy:

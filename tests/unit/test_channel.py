@@ -1,7 +1,11 @@
-"""Messages, frames, channels over real sockets: order, back-pressure, callers that read their answers, every end."""
+"""The control thread, and what it serves: messages, frames, channels over real sockets, with order, back-pressure,
+callers that read their answers, every end."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import gc
 import pickle
 import re
 import signal
@@ -10,8 +14,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import get_args
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -22,8 +27,142 @@ from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
-from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError
+from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
+
+CONTROL = "llm-datadist-control"
+
+
+@pytest.fixture
+def control() -> Iterator[ControlLoop]:
+    control = ControlLoop()
+    control.start()
+    yield control
+    control.stop()
+    assert CONTROL not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_loop_without_descriptors_is_not_made_and_leaves_nothing_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asyncio's own loop would warn, and fail to close what it has not."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(socket, "socketpair", Mock(side_effect=OSError(errno.EMFILE, "no descriptor is left")))
+    with pytest.raises(OSError, match="no descriptor"):
+        ControlLoop()
+    gc.collect()
+    assert ignored == []
+
+
+def test_what_was_accepted_runs_before_the_stop_and_nothing_is_accepted_after(control: ControlLoop) -> None:
+    done: list[object] = []
+
+    async def hold() -> None:
+        try:
+            done.append("begun")
+            await asyncio.sleep(600)
+        finally:
+            done.append("given back")
+
+    for number in range(100):
+        control.post(done.append, number)
+    control.post(lambda: control.spawn(hold()))
+    control.stop()
+    assert done == [*range(100), "begun", "given back"], "a coroutine has begun before it is cancelled"
+    for refused in (control.post, control.call):
+        with pytest.raises(StateError, match="stopped"):
+            refused(done.append, 0)
+    control.stop()
+    ControlLoop().stop()  # one that was never started
+
+
+@contextmanager
+def served(control: ControlLoop, callback: Callable[[], object]) -> Iterator[socket.socket]:
+    """Serve one end of a socket pair; yield the other one."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def take_one() -> None:
+            ours.recv(1)
+            callback()
+
+        control.call(control.serve, ours, take_one)
+        yield theirs
+        control.call(control.dismiss, ours)
+        control.call(control.dismiss, ours)  # once is enough
+
+
+def test_calls_and_what_is_served_until_it_is_dismissed_run_on_the_control_thread(control: ControlLoop) -> None:
+    where: list[str] = []
+    assert (control.call(control.inside), control.inside()) == (True, False)
+    with pytest.raises(ZeroDivisionError):
+        control.call(lambda: 1 // 0)
+    with served(control, lambda: where.append(control.call(lambda: threading.current_thread().name))) as theirs:
+        theirs.send(b"abc")
+        wait_until(lambda: len(where) == 3)
+        assert control.call(lambda: 7) == 7
+    with served(control, lambda: where.append("another")) as another:  # may have the descriptor of the first
+        another.send(b"a")
+        wait_until(lambda: len(where) == 4)
+    control.call(lambda: None)
+    assert where == [CONTROL] * 3 + ["another"]
+
+
+def test_asyncio_has_its_turn_beside_what_is_served_without_end(control: ControlLoop) -> None:
+    turns: list[str] = []
+
+    async def coroutine() -> None:
+        await asyncio.sleep(0.001)
+        turns.append("timer")
+
+    with served(control, lambda: None) as theirs:
+
+        def feed() -> None:
+            while not turns:
+                theirs.send(b"x" * 64)
+
+        feeder = threading.Thread(target=feed, daemon=True)
+        feeder.start()
+        control.post(lambda: control.spawn(coroutine()))
+        assert control.call(lambda: 7) == 7
+        feeder.join(10)
+        assert turns == ["timer"]
+
+
+def test_asyncio_is_not_told_of_what_a_served_callback_has_closed(control: ControlLoop) -> None:
+    told: list[int] = []
+    ours, theirs = socket.socketpair()
+
+    def close() -> None:
+        control.loop.remove_writer(ours)
+        ours.close()
+
+    def both_at_once(peer: socket.socket) -> None:
+        # The loop finds what asyncio watches first, and what is served, when it looks next.
+        control.loop.add_writer(ours, told.append, 1)
+        peer.send(b"a")
+
+    with theirs, served(control, close) as peer:
+        control.call(both_at_once, peer)
+        wait_until(lambda: ours.fileno() == -1)
+        assert control.call(lambda: "alive") == "alive"
+    assert len(told) <= 1
+
+
+def test_what_fails_is_logged_and_the_loop_goes_on(control: ControlLoop, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise KeyError("in a coroutine")
+
+    control.post(lambda: 1 // 0)
+    control.post(lambda: control.spawn(fail()))
+    with served(control, lambda: int("not a number")) as theirs:
+        theirs.send(b"a")
+        wait_until(lambda: len(caplog.records) == 3)
+    assert all(part in caplog.text for part in ("ZeroDivisionError", "in a coroutine", "ValueError"))
+    assert {record.name for record in caplog.records} == {"LLM_DATADIST"}
+    assert control.call(lambda: "alive") == "alive"
+
+
+# Messages
 
 KINDS = {kind.__name__.lower(): kind for kind in get_args(messages.AnyMessage)}
 
@@ -97,7 +236,6 @@ def test_the_preamble_tells_a_version_and_a_hello_holds_nothing_that_is_not_anno
 
 LARGE = "x" * 4000
 PATIENCE_MS = 30_000
-CONTROL = "llm-datadist-control"
 
 
 def test_a_frame_may_have_as_many_bytes_as_the_limit_and_what_came_before_a_larger_one_is_delivered() -> None:

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,19 +28,13 @@ from llm_datadist.testing.conformance import one_row
 from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
 
 
-@contextmanager
-def meeting() -> Iterator[tuple[PeerProcess, PeerMemory]]:
-    """Yield a child that was met once, and what the rendezvous yielded."""
+@pytest.fixture
+def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
+    """A child that was met once, and what the rendezvous yielded."""
     connect = partial(CmaConnection, writable=True)
     with PeerProcess(connect) as process, process.serving(writable=True), process.connect() as connection:
         assert isinstance(connection, CmaConnection)
         yield process, connection._peer
-
-
-@pytest.fixture(scope="module")
-def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
-    with meeting() as met:
-        yield met
 
 
 def test_a_peer_is_reached_only_where_it_shows_its_cookie(
@@ -81,30 +74,31 @@ def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_sc
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["a recycled pid", "another program"])
-def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_written(ended: bool) -> None:
+def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_written(
+    met: tuple[PeerProcess, PeerMemory], ended: bool
+) -> None:
     """The pid is that of a living process with the same user, without the cookie at its address.
 
     After a recycling only the pidfd knows; after exec the pid and the pidfd are the same, and only the cookie knows.
     """
-    mine, local = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    with meeting() as (process, peer):
-        if ended:
-            os.kill(process.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            assert not peer.alive(), "an ended process that is not reaped yet"
-            process.kill()
-        peer.share().pid, pid = os.getpid(), peer.pid
-        stranger = CmaConnection(peer, writable=True)
-        at = np.array([mine.ctypes.data], np.uint64)
-        remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
-        for verb in (stranger.read, stranger.write):
-            with pytest.raises(PeerLost, match="has ended" if ended else "it is another process"):
-                verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
-        assert mine.tolist() == list(range(64))
-        if ended:
-            assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
-        stranger.close()
-        peer.pid = pid
+    (process, peer), mine, local = met, np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    if ended:
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not peer.alive(), "an ended process that is not reaped yet"
+        process.kill()
+    peer.share().pid, pid = os.getpid(), peer.pid
+    stranger = CmaConnection(peer, writable=True)
+    at = np.array([mine.ctypes.data], np.uint64)
+    remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
+    for verb in (stranger.read, stranger.write):
+        with pytest.raises(PeerLost, match="has ended" if ended else "it is another process"):
+            verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
+    assert mine.tolist() == list(range(64))
+    if ended:
+        assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
+    stranger.close()
+    peer.pid = pid
 
 
 @pytest.mark.parametrize("same_namespace", [True, False])

@@ -1,6 +1,7 @@
 """The demo's transformer: its tokens and its digest prove that every block arrived."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,36 +40,29 @@ def test_tokens_and_digest_are_those_of_the_single_process_run_only_with_every_b
         np.testing.assert_allclose(one, other, atol=1e-3)  # chunks do not change the prompt, up to rounding
     undisturbed = model.generate(first, SMALL.generate, alone)
 
-    def moved() -> list[Array]:
-        """Return what pull_blocks makes: the prompt's blocks at the decoder's numbers, otherwise NaN."""
-        destination = empty_cache()
-        for dst, src in zip(destination, source, strict=True):
+    def told(layers: slice, where: Any, harm: Callable[[Array], Any]) -> tuple[str, list[int]]:
+        """Decode from what pull_blocks makes, the prompt's blocks at the decoder's numbers, otherwise NaN; harmed."""
+        tensors = empty_cache()
+        for dst, src in zip(tensors, source, strict=True):
             dst[numbers[:count]] = src[SMALL.source_blocks()[:count]]
-        return destination
-
-    def told(tensors: list[Array]) -> tuple[str, list[int]]:
+        for tensor in tensors[layers]:
+            tensor[where] = harm(tensor)
         kv = PagedKV(tensors, numbers, SMALL.prompt_tokens)
         return kv.digest(), model.generate(first, SMALL.generate, kv)
 
+    def swapped(tensor: Array) -> Array:
+        return tensor[numbers[3:1:-1]]
+
     right = source_kv.digest(), undisturbed
-    assert told(moved()) == right
+    assert told(slice(0), (), swapped) == right
     assert len(set(undisturbed)) > SMALL.generate // 2, "tokens that repeat prove little"
-    for position in range(count):
-        tensors = moved()
-        for tensor in tensors:
-            tensor[numbers[position]] = 0
-        assert told(tensors)[1] != undisturbed, f"block {position} does not matter"
-    tensors = moved()
-    for keys in tensors[::2]:
-        keys[numbers[2:4]] = keys[numbers[3:1:-1]]
-    assert told(tensors)[1] != undisturbed, "keys under the wrong values"
-    tensors = moved()
-    tensors[3][numbers[0]] = np.nan
-    assert told(tensors)[1] != undisturbed, "a block that did not arrive"
-    tensors = moved()
-    for tensor in tensors:
-        tensor[numbers[2:4]] = tensor[numbers[3:1:-1]]
-    assert told(tensors)[0] != right[0], "blocks that changed places"
-    tensors = moved()
-    tensors[-1][PagedKV(tensors, numbers, SMALL.prompt_tokens).used_blocks()[-1], 0, 0, 0] += 1
-    assert told(tensors)[0] != right[0], "one value"
+    value = PagedKV(source, numbers, SMALL.prompt_tokens).used_blocks()[-1], 0, 0, 0
+    harms: list[tuple[str, int, slice, Any, Callable[[Array], Any]]] = [
+        *[(f"block {at} does not matter", 1, slice(None), numbers[at], lambda _: 0) for at in range(count)],
+        ("keys under the wrong values", 1, slice(0, None, 2), numbers[2:4], swapped),
+        ("a block that did not arrive", 1, slice(3, 4), numbers[0], lambda _: np.nan),
+        ("blocks that changed places", 0, slice(None), numbers[2:4], swapped),
+        ("one value", 0, slice(-1, None), value, lambda tensor: tensor[value] + 1),
+    ]
+    for what, part, layers, where, harm in harms:
+        assert told(layers, where, harm)[part] != right[part], what

@@ -98,14 +98,7 @@ def test_the_real_limit_is_no_more_than_physical_memory(tmp_path: Path) -> None:
     assert source
 
 
-MEMINFO = """MemTotal:       1000 kB
-MemAvailable:    600 kB
-SwapFree:        100 kB
-CommitLimit:     800 kB
-Committed_AS:    300 kB
-"""
-
-
+MEMINFO = "MemTotal: 1000 kB\nMemAvailable: 600 kB\nSwapFree: 100 kB\nCommitLimit: 800 kB\nCommitted_AS: 300 kB\n"
 LIMITED = {"memory.max": "500000", "memory.current": "400000", "memory.stat": "anon 1\ninactive_file 50000"}
 
 

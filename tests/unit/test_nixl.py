@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from llm_datadist._deadline import Deadline
@@ -30,7 +28,7 @@ from llm_datadist._native.signals import hold_signals, put_off
 from llm_datadist._transport import nixl
 from llm_datadist._transport.choose import choose
 from llm_datadist._transport.connect import NixlEndpoint
-from llm_datadist._transport.lanes import LaneGrant, LaneRequest
+from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist._transport.nixl import _AGAIN, _OVERDUE, Ask, Done, Granted, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist._transport.peer_memory import why_stranger
@@ -102,7 +100,15 @@ def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end(listen: str,
 MOVING = threading.Event()
 
 
-class SlowAgent(StillAgent):
+class NamedAgent(StillAgent):
+    """An agent with a name of its own."""
+
+    def __init__(self, fabric: str, *, progress: bool, pools: object = ()) -> None:
+        super().__init__(fabric, progress=progress, pools=pools)
+        self.name = secrets.token_hex(8)
+
+
+class SlowAgent(NamedAgent):
     """An agent whose bytes do not move until they are given up."""
 
     def move(self, *arguments: Any) -> None:
@@ -112,26 +118,10 @@ class SlowAgent(StillAgent):
             time.sleep(1e-3)
 
 
-class NamedAgent(StillAgent):
-    """An agent with a name of its own."""
-
-    def __init__(self, fabric: str, *, progress: bool, pools: object = ()) -> None:
-        super().__init__(fabric, progress=progress, pools=pools)
-        self.name = secrets.token_hex(8)
-
-
-class ExhaustedAgent(StillAgent):
-    """An agent in which memory runs out while bytes come in."""
-
-    def receive(self) -> None:
-        raise MemoryError
-
-
 class FailingAgent(StillAgent):
     """An agent that NIXL fails."""
 
-    def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
-        raise NixlFailed("NIXL_ERR_BACKEND")
+    cover = mock.Mock(side_effect=NixlFailed("NIXL_ERR_BACKEND"))
 
 
 class Owner:
@@ -256,7 +246,7 @@ def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nothing_waits_for_a_thread_that_has_ended() -> None:
-    with owner(ExhaustedAgent) as end:
+    with mock.patch.object(StillAgent, "receive", side_effect=MemoryError), owner() as end:
         end.hear(PUSH)
         assert in_time(end.server.join)
         end.hear(ask(2, write=True))
@@ -277,26 +267,17 @@ class CountingAgent(NamedAgent):
         return True
 
 
-def tagged(owner: Any, tags: Iterator[int]) -> Any:
-    """Return a handler that grants as the owner does, under one tag after the other."""
-
-    def grant(link: object, request: LaneRequest) -> LaneGrant:
-        granted: LaneGrant = owner.on_read(link, request)
-        return replace(granted, tag=next(tags))
-
-    return SimpleNamespace(on_read=grant, on_write=grant)
-
-
 @pytest.mark.parametrize("held", [True, False], ids=["a push that is granted", "a pull that waits"])
 def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -> None:
     """However long that may take, as its peer says."""
+    with owner(SlowAgent) as end:
+        shared, tags = end.connection.nixl, iter([TAG, 8] if held else [8, TAG])
+        honest = shared.handler.on_read
 
-    class StuckAgent(NamedAgent, SlowAgent):
-        pass
+        def grant(*asked: Any) -> LaneGrant:
+            return replace(honest(*asked), tag=next(tags))
 
-    with owner(StuckAgent) as end:
-        shared = end.connection.nixl
-        shared.handler = tagged(shared.handler, iter([TAG, 8] if held else [8, TAG]))
+        shared.handler = mock.Mock(on_read=grant, on_write=grant)
         end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)
@@ -344,35 +325,25 @@ def test_pushed_bytes_come_in_while_the_owner_waits_for_its_sender() -> None:
 
 
 def test_the_thread_that_receives_does_not_poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeps: list[bool] = []
+    queue = mock.Mock(wraps=SimpleQueue())
 
-    class Watched(SimpleQueue[Any]):
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            sleeps.append(bool(timeout))
-            return super().get(block, timeout)
-
-        def get_nowait(self) -> Any:
-            sleeps.append(False)
-            return super().get_nowait()
+    def sleeps() -> list[bool]:
+        return [bool(given.get("timeout")) for name, _, given in queue.mock_calls if name.startswith("get")]
 
     monkeypatch.setattr("llm_datadist._transport.nixl._BUSY_SECONDS", 0.01)
     with owner() as end:
-        end.server._queue = Watched()
+        end.server._queue = queue
         end.hear(PUSH)
-        wait_until(lambda: sum(sleeps) > 50)
-        since = sleeps[sleeps.index(True) :]
+        wait_until(lambda: sum(sleeps()) > 50)
+        since = sleeps()[sleeps().index(True) :]
     assert all(since[:50])
 
 
-def test_a_link_without_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_link_without_its_thread_ends() -> None:
     with owner() as end:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", fail)
-            with pytest.raises(RuntimeError):
-                end.hear(PUSH)
+        no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+        with no_thread, pytest.raises(RuntimeError):
+            end.hear(PUSH)
         assert in_time(end.server.quiesce, TAG)
         end.connection.abort()
         assert in_time(end.server.join)
@@ -418,15 +389,10 @@ def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
 
 def test_the_owner_is_told_of_every_push_that_is_given_up() -> None:
     """Else it keeps its memory for a peer that does not come any more."""
-    deadline = Deadline(60_000, cancellable=True)
-
-    class LastMoment(StillAgent):
-        def move(self, *_: object) -> None:
-            deadline.cancel()
-
-    peer = Peer(Moved(""))
-    with pytest.raises(DeadlineExceeded):
-        push(LastMoment, peer, deadline)
+    deadline, peer = Deadline(60_000, cancellable=True), Peer(Moved(""))
+    in_the_last_moment = mock.patch.object(StillAgent, "move", side_effect=lambda *_: deadline.cancel())
+    with in_the_last_moment, pytest.raises(DeadlineExceeded):
+        push(StillAgent, peer, deadline)
     assert peer.told == [Done(1, good=False)]
 
 
@@ -436,10 +402,7 @@ def test_what_did_not_move_is_no_success_whatever_the_peer_says() -> None:
 
 
 def test_what_a_peer_says_of_nixl_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    class Willing(StillAgent):
-        def move(self, *_: object) -> None:
-            """Move nothing."""
-
-    with pytest.raises(PeerLost, match="at the peer: it failed forged"):
-        push(Willing, Peer(Refused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
+    forged = pytest.raises(PeerLost, match="at the peer: it failed forged")
+    with forged, mock.patch.object(StillAgent, "move"):
+        push(StillAgent, Peer(Refused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
     assert "it failed forged" in caplog.text

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -252,12 +253,11 @@ def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: St
 def test_a_dialer_that_leaves_before_the_answer(stage: Stage) -> None:
     stage.expect()
     with unchanged():
-        gate = threading.Event()
         with stage.raw() as sock:
             stage.pending(1)
-            stage.loop.call_soon_threadsafe(gate.wait, 10)
-            send(sock, stage.hello(), stage.fds)
-        gate.set()
+            with stage.held():
+                send(sock, stage.hello(), stage.fds)
+                sock.close()
         result = stage.results.get(timeout=10)
         assert isinstance(result, LinkRefused)
         assert "left before the answer" in str(result)
@@ -502,7 +502,7 @@ def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: 
     monkeypatch.setattr(rendezvous, "SO_PASSRIGHTS", option)
     with staged() as stage, lingering() as (fd, receiver):
         with stage.raw() as sock, monkeypatch.context() as strange:
-            strange.setattr(samehost, "peer_credentials", partial(refuse, "a stranger"))
+            strange.setattr(samehost, "peer_credentials", Mock(side_effect=LinkRefused("a stranger")))
             with stage.held():
                 try:
                     socket.send_fds(sock, [b"x"], [fd])
@@ -514,10 +514,6 @@ def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: 
         stage.expect()
         stage.links()
         stage.listener.close()
-
-
-def refuse(reason: str, *_: object) -> None:
-    raise LinkRefused(reason)
 
 
 @pytest.mark.parametrize("option", [rendezvous.SO_PASSRIGHTS, 9999], ids=["newer kernel", "older kernel"])

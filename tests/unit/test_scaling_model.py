@@ -51,39 +51,28 @@ class VirtualTime:
             function()
 
 
-class Wire:
-    """The channel of one end of a link: counts the frames that it sends, and hands them to the other end."""
-
-    def __init__(self, counted: Counter[str]) -> None:
-        self._counted = counted
-        self.far: Link
-        self.reason = ""
-
-    def send(self, message: Message) -> None:
-        data = frame(message)
-        self._counted["messages"] += 1
-        self._counted["bytes"] += len(data)
-        assert decode(data[4:]) == message
-        self.far.heard()
-
-
 def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[tuple[int, int]]) -> Counter[str]:
     """Let real heartbeats of so many instances run over such links for some virtual seconds; return what they sent."""
     clock, counted = VirtualTime(), Counter[str]()
     monkeypatch.setattr(liveness, "time", clock)
     monkeypatch.setattr("llm_datadist._links.link.time", clock)
     ends: list[list[Link]] = [[] for _ in range(instances)]
-    nothing = cast("Any", SimpleNamespace(connections=(), name="tcp", private=None, reason=""))
-    for one, other in linked:
-        pair = []
-        for mine, theirs in ((one, other), (other, one)):
+    nothing: Any = SimpleNamespace(connections=(), name="tcp", private=None, reason="")
+
+    def send(pair: list[Link], to: int, message: Message) -> None:
+        data = frame(message)
+        counted["messages"] += 1
+        counted["bytes"] += len(data)
+        assert decode(data[4:]) == message
+        pair[to].heard()
+
+    for numbers in linked:
+        pair: list[Link] = []
+        for mine, theirs in enumerate(reversed(numbers)):
             peer = Peer(cluster_id=theirs, incarnation=theirs.to_bytes(16, "big"), pid=1, host="")
-            wire = Wire(counted)
-            each = Link(peer, nothing, nothing, LinkOrigin(dialled=mine == one, sequence=1, peer_sequence=1))
-            each.ready(cast("Any", wire))
-            ends[mine].append(each)
-            pair.append((wire, each))
-        (pair[0][0].far, pair[1][0].far) = pair[1][1], pair[0][1]
+            pair.append(Link(peer, nothing, nothing, LinkOrigin(dialled=mine == 0, sequence=1, peer_sequence=1)))
+            pair[mine].ready(cast("Any", SimpleNamespace(reason="", send=partial(send, pair, 1 - mine))))
+            ends[numbers[mine]].append(pair[mine])
 
     lose = Mock(side_effect=AssertionError("a link is lost"))
     for number, its_links in enumerate(ends):
@@ -94,18 +83,14 @@ def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[t
     return counted
 
 
-def every_pair(prompts: int, decoders: int) -> list[tuple[int, int]]:
-    return [(one, prompts + other) for one in range(prompts) for other in range(decoders)]
-
-
 @pytest.mark.parametrize(
     ("fleet", "linked"),
     [
         (model.mesh(2), [(0, 1)]),
-        (model.mesh(24), [(one, other) for other in range(24) for one in range(other)]),
-        (model.pairs(3, 9), every_pair(3, 9)),
+        (model.mesh(24), list(itertools.combinations(range(24), 2))),
+        (model.pairs(3, 9), list(itertools.product(range(3), range(3, 12)))),
         (model.cells(2, model.mesh(3)), [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)]),
-        (model.pairs(10, 990), every_pair(10, 990)),
+        (model.pairs(10, 990), list(itertools.product(range(10), range(10, 1000)))),
     ],
     ids=["2", "mesh of 24", "3 and 9", "two cells", "1,000"],
 )

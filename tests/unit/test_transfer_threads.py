@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -23,16 +24,12 @@ def threads() -> Iterator[Threads]:
         yield threads
 
 
-def _refuse(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 def test_shared_work_is_done_by_the_caller_where_no_thread_can_be_started(threads: Threads) -> None:
     def fail() -> None:
         raise KeyError(threading.current_thread().name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", _refuse)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         assert threads.share(pow, 2, 3).result(0) == 8
         assert isinstance(error := threads.share(fail).exception(0), KeyError)
         assert error.args == (threading.current_thread().name,)
@@ -67,25 +64,9 @@ def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
     assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
 
 
-BOUND_S = 20.0
-
-
-class Delivered:
-    """A destination that remembers; ``error`` is raised, ``gate`` waited for."""
-
-    def __init__(self, layers: range, error: BaseException | None = None, gate: threading.Event | None = None) -> None:
-        self.layers = layers
-        self.sent: list[int] = []
-        self.begun = threading.Event()
-        self._error, self._gate = error, gate
-
-    def send(self, layer: int) -> None:
-        self.begun.set()
-        if self._gate is not None:
-            assert self._gate.wait(BOUND_S)
-        if self._error is not None:
-            raise self._error
-        self.sent.append(layer)
+def destination(layers: range, effect: Any = None) -> Mock:
+    """A destination whose sends have this effect: an exception, or a call with the layer."""
+    return Mock(layers=layers, send=Mock(side_effect=effect))
 
 
 @pytest.fixture
@@ -96,30 +77,30 @@ def tasks() -> Iterator[Tasks]:
     assert not [each for each in threading.enumerate() if each.name.startswith("llm-datadist-task-")]
 
 
-def _job(tasks: Tasks, *deliveries: Delivered, **more: Any) -> tuple[TransferJob, list[str]]:
+def _job(tasks: Tasks, *deliveries: Mock, **more: Any) -> tuple[TransferJob, list[str]]:
     released: list[str] = []
     job = TransferJob(tasks.name(), deliveries, Always(), lambda: released.append("source"), **more)
     return job, released
 
 
 def test_the_source_is_given_back_once_before_the_results_are_seen_and_a_time_out_has_its_name(tasks: Tasks) -> None:
-    one, code = Delivered(range(3)), LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    one, code = destination(range(3)), LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
     job, released = _job(tasks, one)
     assert CacheTask(job).get_results(0) == [LLMStatusCode.LLM_TIMEOUT]
     task = tasks.start(job)
     assert task.synchronize() is OK
-    assert (released, one.sent) == (["source"], [0, 1, 2])
+    assert (released, one.send.mock_calls) == (["source"], [call(0), call(1), call(2)])
     job.end(StateError("late"))
     assert (released, task.get_results()) == (["source"], [OK])
     late = DeadlineExceeded("late", phase="copy", budget_ms=1, elapsed_ms=2)
-    job, _ = _job(tasks, Delivered(range(1), late), timeout_code=code)
+    job, _ = _job(tasks, destination(range(1), late), timeout_code=code)
     assert CacheTask(job).synchronize(0) is code
     assert tasks.start(job).get_results() == [code]
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), ValueError("x")], ids=repr)
 def test_r18_whatever_it_dies_of_nothing_unfinished_is_a_success(tasks: Tasks, error: BaseException) -> None:
-    job, released = _job(tasks, Delivered(range(1)), Delivered(range(2), error), Delivered(range(1, 2)))
+    job, released = _job(tasks, destination(range(1)), destination(range(2), error), destination(range(1, 2)))
     task = tasks.start(job)
     assert task.synchronize() is FAILED
     assert task.get_results() == [OK, FAILED, FAILED]
@@ -128,11 +109,11 @@ def test_r18_whatever_it_dies_of_nothing_unfinished_is_a_success(tasks: Tasks, e
 
 
 def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until_it_has_ended(tasks: Tasks) -> None:
-    gate = threading.Event()
-    one, late = Delivered(range(2), gate=gate), Delivered(range(2))
+    meet = threading.Barrier(2, timeout=20)
+    one, late = destination(range(2), lambda _: (meet.wait(), meet.wait())), destination(range(2))
     job, released = _job(tasks, one)
     task = tasks.start(job)
-    assert one.begun.wait(BOUND_S)
+    meet.wait()
     tasks.stop()
     assert not job.done, "its bytes still move"
     assert released == []
@@ -140,7 +121,7 @@ def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until
     with pytest.raises(StateError) as caught:
         tasks.start(late_job)
     assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
-    assert (late_released, late.sent) == (["source"], [])
-    gate.set()
+    assert (late_released, late.send.called) == (["source"], False)
+    meet.wait()
     assert task.synchronize() is LLMStatusCode.LLM_ENGINE_FINALIZED
-    assert (released, one.sent) == (["source"], [0])
+    assert (released, one.send.mock_calls) == (["source"], [call(0)])

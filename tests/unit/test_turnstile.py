@@ -48,35 +48,25 @@ def test_one_of_many_threads_is_the_last_one_out() -> None:
     assert (use_gate.inside, len(last)) == (0, 0 if empty else 1)
 
 
-def test_a_meter_adds_up_and_a_timer_counts_its_block_once_also_when_it_fails() -> None:
-    meter = Meter()
-    meter.add(10)
-    meter.add(5, 0.5, failed=True)
-    assert (meter.count, meter.errors, meter.nbytes, meter.seconds) == (2, 1, 15, 0.5)
-    measured = OperationMeter()
-    with Timer(measured) as timer:
-        timer.nbytes = 7
-        assert measured.count == 0
-    assert (measured.count, measured.errors, measured.nbytes) == (1, 0, 7)
-    assert measured.seconds == timer.seconds > 0
-    with pytest.raises(KeyError, match="mine"), Timer(measured):
-        raise KeyError("mine")
-    assert (measured.count, measured.errors, measured.nbytes) == (2, 1, 7)
-    with pytest.raises((TypeError, RuntimeError)):
-        Timer("meter")  # type: ignore[arg-type]
-
-
-def test_a_timer_adds_to_one_bucket_of_its_transport_and_to_the_failures_of_its_exception() -> None:
-    meter = OperationMeter()
-    for transport in ("shm", "tcp", "".join(["s", "hm"])):  # the last one is another object
+def test_a_timer_counts_once_in_a_bucket_of_its_transport_and_among_the_failures_of_its_exception() -> None:
+    added, meter = Meter(), OperationMeter()
+    added.add(10)
+    added.add(5, 0.5, failed=True)
+    assert (added.count, added.errors, added.nbytes, added.seconds) == (2, 1, 15, 0.5)
+    for before, transport in enumerate(("shm", "tcp", "".join(["s", "hm"]))):  # the last one is another object
         with Timer(meter) as timer:
             timer.nbytes, timer.transport = 8, transport
+            assert meter.count == before
+    assert (meter.count, meter.errors, meter.nbytes) == (3, 0, 24)
     for error in (KeyError, ValueError, KeyError):
-        with pytest.raises(error), Timer(meter):
-            raise error
+        with pytest.raises(error, match="mine"), Timer(meter):
+            raise error("mine")
+    assert (meter.count, meter.errors, meter.nbytes) == (6, 3, 24)
+    with pytest.raises((TypeError, RuntimeError)):
+        Timer("meter")  # type: ignore[arg-type]
     found = {name: (nbytes, sum(buckets)) for name, nbytes, _, buckets in meter.transports}
     assert found == {"shm": (16, 2), "tcp": (8, 1), "": (0, 3)}
-    assert sum(seconds for _, _, seconds, _ in meter.transports) == pytest.approx(meter.seconds)
+    assert 0 < sum(seconds for _, _, seconds, _ in meter.transports) == pytest.approx(meter.seconds)
     assert meter.failures == {"KeyError": 2, "ValueError": 1}
     sizes = {len(buckets) for *_, buckets in meter.transports}
     assert sizes == {len(DURATION_BOUNDS) + 1}
