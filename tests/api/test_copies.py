@@ -3,8 +3,6 @@
 
 import itertools
 import logging
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from faults.gated import stopped
-from llm_datadist import Cache, CacheKey, LLMException, LLMStatusCode, Placement
-from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
-from tests.support.kinds import LocalEnd
+from llm_datadist import CacheKey, LLMStatusCode, Placement
+from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError
 from tests.support.memory import desc, refused, user_memory
-from tests.support.moves import Use, moved, same_bytes
+from tests.support.moves import moved, same_bytes
 from tests.support.world import World, fill, read
 
 pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
@@ -109,23 +105,6 @@ def test_a_deallocated_cache_is_there_until_its_keys_are_gone(world: World) -> N
         world.cm.copy_cache(source, world.caches["src"])
 
 
-def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(end: LocalEnd, tmp_path: Path) -> None:
-    end.start("PROMPT", 1, sync_kv_timeout=50)
-    world = end.world
-    allocate(world, "src", shape=(3, 2**19))
-    allocate(world, "dst", shape=(3, 2**19))
-    dst, src = world.caches["dst"], world.caches["src"]
-    before, source = read(dst), read(src)
-    with stopped(end, "hold", tmp_path, "copy_cache", Use("dst"), Use("src"), 1, 0) as copying:
-        time.sleep(0.06)
-        with pytest.raises(DeadlineExceeded, match="copy_cache") as caught:
-            copying.finish()
-    assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
-    same_bytes([tensor[:1] for tensor in read(dst)], [tensor[:1] for tensor in before])
-    same_bytes([tensor[2:] for tensor in read(dst)], [tensor[2:] for tensor in before])
-    same_bytes(read(src), source)
-
-
 def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "LLM_DATADIST")
     for req_id in (0, 2**64 - 1):
@@ -153,17 +132,6 @@ def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: py
             with refused(world, kind, status=status) as caught:
                 world.cm.copy_cache(**(good | change), req_id=number)
             assert str(caught.value).count("req_id") == str(caught.value).count("req_id=4711") == (number is not None)
-
-
-def test_r01_checks_come_in_the_documented_order(world: World) -> None:
-    names = ["dst", "src", "dst_batch_index", "src_batch_index", "offset", "size"]
-    good: list[Any] = [world.caches["dst"], world.caches["src"], 0, 0, 0, 0]
-    wrong: list[Any] = [None, None, "d", "s", "o", "z", "r"]
-    for position, name in enumerate(names):
-        with pytest.raises((TypeError, LLMException), match=rf"^{name}\b"):
-            world.cm.copy_cache(*good[:position], *wrong[position:])
-    with pytest.raises(ParamError, match=r"^size=0"):
-        world.cm.copy_cache(*[*good, "r"])
 
 
 # --- copy_blocks ------------------------------------------------------------------------------------------------------
@@ -203,19 +171,3 @@ def test_r26_copy_blocks_takes_effect_in_the_order_given(world: World) -> None:
 def _any_dict(world: World, info: dict[int, list[int]]) -> None:
     fill(world.caches["kv"], 1)
     check_blocks(world, info)
-
-
-def test_a_handle_of_a_cpu_cache_or_of_another_kind_of_cache_with_that_id_is_refused(world: World) -> None:
-    geometry = desc(placement=Placement.HOST)
-    cpu = Cache.create_cpu_cache(geometry, user_memory(world, "cpu", geometry))
-    rows = world.caches["src"]
-    other_kind = Cache(rows.cache_id, desc(), list(rows.tensor_addrs), is_blocks_cache=True)
-    stale = Cache(world.caches["kv"].cache_id, desc(), [1, 1], is_blocks_cache=False)
-    with refused(world, CacheNotFound, "copy_blocks", f"id {cpu.cache_id}", status=GONE):
-        world.cm.copy_blocks(cpu, {0: [1]})
-    with refused(world, ParamError, "copy_blocks", "cache"):
-        world.cm.copy_blocks(other_kind, {0: [1]})
-    with refused(world, ParamError, "copy_cache", "src"):
-        world.cm.copy_cache(rows, stale)
-    with refused(world, ParamError, "copy_cache", "dst"):
-        world.cm.copy_cache(stale, rows)
