@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llm_datadist import CacheKey, LLMStatusCode, Placement
 from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError
-from tests.support.memory import desc, refused, user_memory
+from tests.support.memory import desc, refused
 from tests.support.moves import moved, same_bytes
 from tests.support.world import World, fill, read
 
@@ -76,19 +76,6 @@ def test_r08_copy_cache_copies_bytes_offset_to_offset_plus_size_of_one_row(world
     allocate(world, "src", num_tensors=3, shape=(2, 2**18))
     allocate(world, "dst", num_tensors=3, shape=(2, 2**18), placement=Placement.HOST)
     check_row(world, (0, 1), (1, 2**20), 0, 1, 1)
-
-
-def test_rows_and_blocks_of_registered_memory_of_either_placement(world: World) -> None:
-    for placement in Placement:
-        geometry = desc(shape=(10, 16), placement=placement)
-        for name in ("src", "dst", "kv"):
-            register = world.cm.register_blocks_cache if name == "kv" else world.cm.register_cache
-            world.caches[name] = register(geometry, user_memory(world, name, geometry))
-            fill(world.caches[name], ord(name[0]))
-        check_row(world, (0, 3), (0, ROW), 0, 3)
-        check_blocks(world, {2: [0, 1]})
-        for name in ("src", "dst", "kv"):
-            world.cm.unregister_cache(world.caches[name].cache_id)
 
 
 def test_a_deallocated_cache_is_there_until_its_keys_are_gone(world: World) -> None:

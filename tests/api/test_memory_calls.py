@@ -282,7 +282,7 @@ def blocks(world: World, method: str) -> None:
 
 
 def exchange(pair: Pair, there: Spec, here: Spec, *, push: bool) -> None:
-    """Pull blocks, a row, and a row into blocks, then push, between such caches; compare every byte at both ends."""
+    """Pull blocks, a row, and a row into blocks, copy, then push, between such caches; compare every byte there is."""
     prompt, decoder = pair.prompt, pair.decoder
     kinds = {"kv": {"blocks": True, "blocks_key": BLOCKS}, "rows": {}, "pieces": {"blocks": True}}
     theirs, ours = (
@@ -296,6 +296,10 @@ def exchange(pair: Pair, there: Spec, here: Spec, *, push: bool) -> None:
     ours["kv"] = moved(ours["kv"], theirs["kv"], BLOCK_PAIRS)
     ours["pieces"] = moved(ours["pieces"], theirs["rows"], [(3, 7)])
     ours["rows"] = moved(ours["rows"], theirs["rows"], [(5, 0)])
+    decoder.do(call, "copy_blocks", Use("kv"), {0: [7]})
+    decoder.do(call, "copy_cache", Use("rows"), Use("rows"), 7, 5)
+    for kind, copied in (("kv", (7, 0)), ("rows", (7, 5))):
+        ours[kind] = moved(ours[kind], ours[kind], [copied])
     check(pair, theirs, ours)
     if push:
         decoder.do(blocks, "push_blocks")
@@ -326,8 +330,6 @@ def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_pla
         exchange(pair, Spec(memory="private"), Spec(memory="private"), push=rca)
     src = pair.prompt.do(_shifted)
     dst = pair.decoder.do(make, "kv", Spec(blocks=True, memory="inside", accessible=False), 2)
-    pair.decoder.do(call, "copy_blocks", Use("kv"), {0: [7]})
-    dst = moved(dst, dst, [(7, 0)])
     pair.decoder.do(blocks, "pull_blocks")
     wanted = moved(dst, src, BLOCK_PAIRS)
     same_bytes(pair.decoder.do(show, "kv"), wanted)
