@@ -272,6 +272,7 @@ GIVING_BACK: Final = (
 )
 
 # --- copies inside the process; swaps: test_swaps.py ---------------------------------------------------------
+ORDER: Final = ("dst", "src", "dst_batch_index", "src_batch_index", "offset", "size")  # in which they are checked
 COPYING: Final = (
     Table(
         "cm.copy_cache",
@@ -300,11 +301,16 @@ COPYING: Final = (
         bad(MISMATCH, "DT_INT8", src=Use("signed")),
         bad(MISMATCH, "DT_INT8", dst=Use("signed"), size=8),
         bad(GONE, "req_id=7", src=UNKNOWN_ROWS, req_id=7),
+        *each(RULE, "{}: a continuous cache is needed", dst=[Cache(6, DESC, ADDRS)], src=[Cache(6, DESC, ADDRS)]),
+        *(bad(NONE, f"{name} only", req_id="x", **dict.fromkeys(ORDER[at:])) for at, name in enumerate(ORDER)),
+        bad(RULE, "size=0", size=0, req_id="x"),
     ),
     Table(
         "cm.copy_blocks",
         {"cache": Use("paged"), "copy_block_info": {0: [1, 2]}},
         {"cache": PAGED, "copy_block_info": refusals.COPY_PAIRS},
+        bad(RULE, "cache: a blocks cache is needed", cache=Cache(1, DESC, ADDRS, is_blocks_cache=True)),
+        bad(GONE, "id -1", cache=Cache.create_cpu_cache(CacheDesc(2, [3, 32], INT8, Placement.HOST), ADDRS)),
         no_op(copy_block_info={}),
         no_op(copy_block_info={0: []}),
         no_op(copy_block_info={3: [3]}),

@@ -52,8 +52,13 @@ PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 TENSORS, STRIDE = 4, 48
 
 
-def both(pair: Pair, source: Spec, target: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
-    pair.start(extra=ON | settings.pop("extra", {}), **settings)
+def both(pair: Pair, source: Spec, target: Spec, *, rca: bool = False, **settings: Any) -> tuple[Bytes, Bytes]:
+    """Start both, link, and make a cache at each. Only the decoder has the option: it asks, the prompt only answers."""
+    settings |= {"enable_remote_cache_accessible": rca or None}
+    extra = {"llm.Transport": pair.transport}
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra, **settings)
+    pair.decoder.start("DECODER", 2, extra=extra | ON, **settings)
+    pair.link()
     return pair.prompt.do(make, "kv", source, 1), pair.decoder.do(make, "kv", target, 2)
 
 
@@ -273,18 +278,6 @@ def test_r26_of_a_chain_inside_one_memory_the_rest_is_confirmed(local_pair: Pair
     assert verified(local_pair.decoder) == 2 * 2 * STRIDE
     for world in (theirs, ours):
         same_bytes(show(world, "kv"), moved(before, before, [(3, 2), (2, 1), (5, 7)]))
-
-
-def test_each_end_asks_by_its_own_option(shm_pair: Pair) -> None:
-    extra = {"llm.Transport": "shm"}
-    shm_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra)
-    shm_pair.decoder.start("DECODER", 2, extra=extra | ON)
-    shm_pair.link()
-    for end, spec in ((shm_pair.prompt, PAGED), (shm_pair.decoder, Spec(blocks=True, blocks_key=BlocksCacheKey(2, 0)))):
-        end.do(make, "kv", spec, 1)
-    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, KV, [1], [2])
-    shm_pair.prompt.do(call, "pull_blocks", BlocksCacheKey(2, 0), KV, [3], [4])
-    assert (verified(shm_pair.decoder), verified(shm_pair.prompt)) == (TENSORS * STRIDE, 0)
 
 
 def test_large_transfers_are_asked_about_in_parts(shm_pair: Pair) -> None:

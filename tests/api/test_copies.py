@@ -3,8 +3,6 @@
 
 import itertools
 import logging
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from faults.gated import stopped
-from llm_datadist import Cache, CacheKey, LLMException, LLMStatusCode, Placement
-from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError
-from tests.support.kinds import LocalEnd
-from tests.support.memory import desc, refused, user_memory
-from tests.support.moves import Use, moved, same_bytes
+from llm_datadist import CacheKey, LLMStatusCode, Placement
+from llm_datadist.errors import CacheNotFound, NoneArgument, ParamError
+from tests.support.memory import desc, refused
+from tests.support.moves import moved, same_bytes
 from tests.support.world import World, fill, read
 
 pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
@@ -82,19 +78,6 @@ def test_r08_copy_cache_copies_bytes_offset_to_offset_plus_size_of_one_row(world
     check_row(world, (0, 1), (1, 2**20), 0, 1, 1)
 
 
-def test_rows_and_blocks_of_registered_memory_of_either_placement(world: World) -> None:
-    for placement in Placement:
-        geometry = desc(shape=(10, 16), placement=placement)
-        for name in ("src", "dst", "kv"):
-            register = world.cm.register_blocks_cache if name == "kv" else world.cm.register_cache
-            world.caches[name] = register(geometry, user_memory(world, name, geometry))
-            fill(world.caches[name], ord(name[0]))
-        check_row(world, (0, 3), (0, ROW), 0, 3)
-        check_blocks(world, {2: [0, 1]})
-        for name in ("src", "dst", "kv"):
-            world.cm.unregister_cache(world.caches[name].cache_id)
-
-
 def test_a_deallocated_cache_is_there_until_its_keys_are_gone(world: World) -> None:
     source = world.cm.allocate_cache(desc(), [CacheKey(1, 1)])
     content = fill(source, 5)
@@ -107,23 +90,6 @@ def test_a_deallocated_cache_is_there_until_its_keys_are_gone(world: World) -> N
         world.cm.copy_cache(world.caches["dst"], source)
     with refused(world, CacheNotFound, "dst", f"id {source.cache_id}", status=GONE):
         world.cm.copy_cache(source, world.caches["src"])
-
-
-def test_a_copy_whose_time_is_up_is_llm_timeout_and_touches_nothing_outside(end: LocalEnd, tmp_path: Path) -> None:
-    end.start("PROMPT", 1, sync_kv_timeout=50)
-    world = end.world
-    allocate(world, "src", shape=(3, 2**19))
-    allocate(world, "dst", shape=(3, 2**19))
-    dst, src = world.caches["dst"], world.caches["src"]
-    before, source = read(dst), read(src)
-    with stopped(end, "hold", tmp_path, "copy_cache", Use("dst"), Use("src"), 1, 0) as copying:
-        time.sleep(0.06)
-        with pytest.raises(DeadlineExceeded, match="copy_cache") as caught:
-            copying.finish()
-    assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
-    same_bytes([tensor[:1] for tensor in read(dst)], [tensor[:1] for tensor in before])
-    same_bytes([tensor[2:] for tensor in read(dst)], [tensor[2:] for tensor in before])
-    same_bytes(read(src), source)
 
 
 def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,17 +119,6 @@ def test_r09_every_record_and_error_text_carries_req_id(world: World, caplog: py
             with refused(world, kind, status=status) as caught:
                 world.cm.copy_cache(**(good | change), req_id=number)
             assert str(caught.value).count("req_id") == str(caught.value).count("req_id=4711") == (number is not None)
-
-
-def test_r01_checks_come_in_the_documented_order(world: World) -> None:
-    names = ["dst", "src", "dst_batch_index", "src_batch_index", "offset", "size"]
-    good: list[Any] = [world.caches["dst"], world.caches["src"], 0, 0, 0, 0]
-    wrong: list[Any] = [None, None, "d", "s", "o", "z", "r"]
-    for position, name in enumerate(names):
-        with pytest.raises((TypeError, LLMException), match=rf"^{name}\b"):
-            world.cm.copy_cache(*good[:position], *wrong[position:])
-    with pytest.raises(ParamError, match=r"^size=0"):
-        world.cm.copy_cache(*[*good, "r"])
 
 
 # --- copy_blocks ------------------------------------------------------------------------------------------------------
@@ -203,19 +158,3 @@ def test_r26_copy_blocks_takes_effect_in_the_order_given(world: World) -> None:
 def _any_dict(world: World, info: dict[int, list[int]]) -> None:
     fill(world.caches["kv"], 1)
     check_blocks(world, info)
-
-
-def test_a_handle_of_a_cpu_cache_or_of_another_kind_of_cache_with_that_id_is_refused(world: World) -> None:
-    geometry = desc(placement=Placement.HOST)
-    cpu = Cache.create_cpu_cache(geometry, user_memory(world, "cpu", geometry))
-    rows = world.caches["src"]
-    other_kind = Cache(rows.cache_id, desc(), list(rows.tensor_addrs), is_blocks_cache=True)
-    stale = Cache(world.caches["kv"].cache_id, desc(), [1, 1], is_blocks_cache=False)
-    with refused(world, CacheNotFound, "copy_blocks", f"id {cpu.cache_id}", status=GONE):
-        world.cm.copy_blocks(cpu, {0: [1]})
-    with refused(world, ParamError, "copy_blocks", "cache"):
-        world.cm.copy_blocks(other_kind, {0: [1]})
-    with refused(world, ParamError, "copy_cache", "src"):
-        world.cm.copy_cache(rows, stale)
-    with refused(world, ParamError, "copy_cache", "dst"):
-        world.cm.copy_cache(stale, rows)

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
-from llm_datadist._links.messages import Claim, Claimed, ClaimEnded, Message
+from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
 from llm_datadist._transfer import grants
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, GrantEnded, ParamError, StateError
 from llm_datadist.metrics import GrantStatistics
@@ -28,6 +29,7 @@ from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_chil
 from tests.support.kinds import Bytes, Pair, World
 from tests.support.linking import SUCCESS, explain, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
+from tests.support.pairs import TRANSPORTS
 from tests.support.source import run
 
 pytestmark = pytest.mark.covers(
@@ -72,18 +74,22 @@ def pull_async(world: World, data: bytes, src: list[int], dst: list[int]) -> Non
     asyncio.run(world.cm.pull_blocks_async(BLOCKS, world.caches["kv"], src, dst, grant=Grant.from_bytes(data)))
 
 
+@pytest.mark.parametrize("pair", [*TRANSPORTS, "cma"], indirect=True)
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
 def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, source: Spec) -> None:
+    """Whatever the form of the call, it says why a grant has ended."""
     src, dst = both(pair, source)
     prompt, decoder = pair.prompt, pair.decoder
 
     def refused(data: bytes, blocks: list[int], why: str) -> None:
-        ended = rf"<Grant [0-9a-f]{{8}} of .*> has ended: {why}, \d+\.\d s ago$"
-        with pytest.raises(GrantEnded, match=ended) as caught:
-            decoder.do(pull, data, blocks, [4 + n for n in range(len(blocks))])
-        error = caught.value
-        assert (error.status_code, error.retryable, error.peer) == (LLMStatusCode.LLM_FAILED, False, 1)
-        same_bytes(decoder.do(show, "kv"), dst)
+        token = Grant.from_bytes(data).token.hex()
+        for form in (pull, pull_async, claim_data):
+            with pytest.raises(GrantEnded, match=rf"rant {token[:8]} of .* has ended: {why}, \d+\.\d s ago$") as caught:
+                decoder.do(form, data, blocks, [4 + n for n in range(len(blocks))])
+            error = caught.value
+            assert (error.status_code, error.retryable, error.peer) == (LLMStatusCode.LLM_FAILED, False, 1)
+            assert (isinstance(error, errors.CacheError), token[:9] in str(error)) == (True, False)
+            same_bytes(decoder.do(show, "kv"), dst)
 
     other, short, later = (prompt.do(grant, [3], ttl) for ttl in (LONG, 0.05, 0.1))
     wait_until(lambda: not prompt.do(tell, "grant", "active"))
@@ -102,9 +108,11 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
         decoder.do(partial(moves.call, grant=data), "pull_blocks", BLOCKS, Use("kv"), [1], [0])
     same_bytes(decoder.do(show, "kv"), dst)
     for granted, pairs in ((data, [(6, 1), (0, 2)]), (data, [(3, 5)]), (other, [(7, 3)])):
-        decoder.do(pull, granted, [s for _, s in pairs], [d for d, _ in pairs])
-        dst = moved(dst, src, pairs)
-        same_bytes(decoder.do(show, "kv"), dst)
+        for form in (pull, pull_async):
+            decoder.do(form, granted, [s for _, s in pairs], [d for d, _ in pairs])
+            dst = moved(dst, src, pairs)
+            same_bytes(decoder.do(show, "kv"), dst)
+            dst = decoder.do(refill, "kv", 2)
     assert prompt.do(tell, "grant", "active")
     prompt.do(reuse)
     assert not prompt.do(tell, "grant", "active")
@@ -127,26 +135,6 @@ def test_blocks_used_again_under_a_reader_are_never_a_success(mapped_pair: Pair,
     for got, was in zip(mapped_pair.decoder.do(show, "kv"), dst, strict=True):
         got[[6, 0]] = was[[6, 0]]
         same_bytes([got], [was])
-
-
-@pytest.mark.parametrize("name", ["local_pair", "shm_pair", "cma", "tcp_pair"])
-def test_every_form_of_a_call_says_why_a_grant_has_ended(request: pytest.FixtureRequest, name: str) -> None:
-    pair: Pair = request.getfixturevalue("shm_pair" if name == "cma" else name)
-    _, dst = both(pair, PAGED, extra={"llm.Transport": "cma"} if name == "cma" else {})
-    for end, why in (("revoked", "revoked"), ("freed", "its cache was freed")):
-        data = pair.prompt.do(grant, [1, 2])
-        token = Grant.from_bytes(data).token.hex()
-        pair.decoder.do(pull_async, data, [1], [1])
-        pair.decoder.do(refill, "kv", 2)
-        pair.prompt.do(reuse) if end == "revoked" else pair.prompt.do(forget, "kv")
-        assert not pair.prompt.do(tell, "grant", "active")
-        for call_again in (pull, pull_async, claim_data):
-            with pytest.raises(GrantEnded, match=rf"{token[:8]}.* has ended: {why}, \d+\.\d s ago$") as caught:
-                pair.decoder.do(call_again, data, [1], [1])
-            assert token[:9] not in str(caught.value)
-            assert isinstance(caught.value, errors.CacheError)
-            assert (caught.value.retryable, caught.value.peer) == (False, 1)
-            same_bytes(pair.decoder.do(show, "kv"), dst)
 
 
 def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says_so(shm_pair: Pair) -> None:
@@ -401,40 +389,32 @@ def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypa
     decoder.do(pull, data, [1], [1])
 
 
-class Peer:
-    """A link as far as grants use it: it keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[Message] = []
-
-    def tell(self, message: Message) -> None:
-        self.told.append(message)
+def told(link: Mock) -> list[Any]:
+    return [call.args[0] for call in link.tell.call_args_list]
 
 
 def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     both(local_pair, PAGED)
     given = local_pair.prompt.do(lambda world: world.probe.engine).grants
     monkeypatch.setattr(grants, "_MAX_WAITING", 3)
-    peer, other = (cast("Any", Peer()) for _ in range(2))
+    peer, other, late = Mock(), Mock(), Mock()
     tokens = [secrets.token_bytes(16) for _ in range(3)]
     for number, token in enumerate((*tokens[:2], tokens[1])):
         given.on_claim(peer, Claim(number, token, 1, 60_000))
-    assert peer.told == []
+    peer.tell.assert_not_called()
     given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
-    assert [(each.id, each.code) for each in peer.told] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
+    assert [(each.id, each.code) for each in told(peer)] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
     given.on_claim(other, Claim(1, tokens[0], 1, 1))
     given.check_integrity()
     given.expire_claims(time.monotonic() + 1)
     assert given.statistics().waiting == 3
     local_pair.prompt.do(give, [1], tokens[1])
-    answer = peer.told[-1]
-    assert ([each.id for each in peer.told[1:]], given.statistics().claimed, other.told) == ([1, 2], 1, [])
-    late = cast("Any", Peer())
-    grants.GrantClaims.on_late_claim(late, answer)
-    assert late.told == [ClaimEnded(tokens[1], released=False)]
+    assert ([each.id for each in told(peer)[1:]], given.statistics().claimed, told(other)) == ([1, 2], 1, [])
+    grants.GrantClaims.on_late_claim(late, told(peer)[-1])
+    assert told(late) == [ClaimEnded(tokens[1], released=False)]
     given.on_claim_ended(other, ClaimEnded(tokens[1], released=True))  # not its claim
     assert given.statistics().claimed == 1
-    given.on_claim_ended(peer, late.told[0])
+    given.on_claim_ended(peer, told(late)[0])
     assert (given.statistics().claimed, given.statistics().active) == (0, 1)
     given.drop_peer(peer)
     given.drop_peer(other)

@@ -44,7 +44,7 @@ def kept(pair: Pair) -> int:
 # --- kept answers -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("source", [PAGED, REGISTERED], ids=["allocated", "registered"])
 @pytest.mark.parametrize("rca", [False, True])
-def test_r15_the_answer_about_a_blocks_cache_is_kept_while_it_has_the_key(pair: Pair, source: Spec, rca: bool) -> None:
+def test_r15_r27_an_answer_about_a_blocks_cache_lasts_while_it_has_the_key(pair: Pair, source: Spec, rca: bool) -> None:
     prompt, decoder = pair.start(rca=rca)
     prompt.do(count_messages)
     target = decoder.do(make, "kv", TARGET, 2)

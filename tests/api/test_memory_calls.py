@@ -3,7 +3,6 @@
 memory of another process (interface R16). Wrong arguments by themselves: test_bad_input_calls.py."""
 
 import ctypes
-import errno
 import itertools
 import json
 import mmap
@@ -11,6 +10,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from errno import EINVAL, EIO, EMFILE, ENOMEM, EPERM
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +44,12 @@ from tests.support.ends import ChildEnd
 from tests.support.huge import HUGE, given, mapped_huge, without_huge_pages
 from tests.support.kinds import Bytes, LocalEnd
 from tests.support.linking import explain
-from tests.support.memory import cpu_cache, desc, map_at, pool, refused, state, user_memory
+from tests.support.memory import desc, map_at, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, same_bytes, show
 from tests.support.moves import refused as refused_there
 from tests.support.pairs import Pair
 from tests.support.seccomp import fail, known
-from tests.support.world import World, fill, make_config, read
+from tests.support.world import World, fill, make_config
 
 pytestmark = pytest.mark.covers(
     "Registry",
@@ -65,39 +65,6 @@ pytestmark = pytest.mark.covers(
 )
 
 PAGE = 4096
-
-
-# --- allocate and deallocate ------------------------------------------------------------------------------------------
-def test_allocated_tensors_are_separate_page_aligned_and_come_from_the_pool_of_their_placement(world: World) -> None:
-    for placement, name in ((Placement.DEVICE, "device"), (Placement.HOST, "host")):
-        cache = world.cm.allocate_cache(desc(3, (2, 1025), placement=placement))
-        assert pool(world, name).used_bytes == 3 * 3 * PAGE  # 8200 bytes each, separately rounded up
-        addrs = sorted(cache.tensor_addrs)
-        assert min(np.diff(addrs)) >= 8200
-        assert all((addr - addrs[0]) % PAGE == 0 for addr in addrs)
-        same_bytes(fill(cache, 1), read(cache))
-
-
-def test_r27_deallocate_gives_memory_and_blocks_key_back_empties_the_handle_and_is_a_noop_again(world: World) -> None:
-    shared, key = desc(), BlocksCacheKey(1, 7)  # one descriptor serves both kinds
-    rows, blocks = world.cm.allocate_cache(shared), world.cm.allocate_blocks_cache(shared, key)
-    other = world.caches["other"] = world.cm.allocate_cache(shared)
-    assert [(each.cache_id, each.is_blocks_cache) for each in (rows, blocks)] == [(1, False), (2, True)]
-    fill(other, 3)
-    for deallocate, cache in ((world.cm.deallocate_cache, rows), (world.cm.deallocate_blocks_cache, blocks)):
-        deallocate(cache)
-        assert cache.tensor_addrs == []
-        once = state(world)
-        deallocate(cache)
-        assert state(world) == once
-    world.cm.deallocate_cache(other)
-    now = world.dd.statistics()
-    assert (pool(world).used_bytes, now.caches.live, now.caches.deferred, now.caches.draining) == (0, 0, 0, 0)
-    assert now.keys == ()
-    assert world.cm.allocate_blocks_cache(shared, key).cache_id == 4
-    cpu = cpu_cache(world, "cpu", desc(placement=Placement.HOST))
-    world.cm.deallocate_blocks_cache(cpu)
-    assert cpu.tensor_addrs == []
 
 
 # --- registering ------------------------------------------------------------------------------------------------------
@@ -273,50 +240,37 @@ def test_blocks_come_and_go_and_peers_map_the_pool_as_huge_pages(pair: Pair, pre
         assert pair.decoder.do(huge)[0] > own  # what it has touched of the peer's
 
 
-def start_in_vain(world: World, options: dict[str, str]) -> tuple[LLMStatusCode, str]:
-    without_huge_pages()
-    with pytest.raises(ParamError, match="huge_pages") as refused:
+def start_in_vain(world: World, options: dict[str, str], code: int) -> tuple[type, str]:
+    fail("madvise", code, third=25) if code else without_huge_pages()  # MADV_COLLAPSE
+    with pytest.raises(LLMException, match=r"huge[_ ]pages") as failed:
         world.start("DECODER", 2, options)
     world.dd.init(make_config())  # nothing is left of the first: it can be initialised still
-    return refused.value.status_code, str(refused.value)
-
-
-@pytest.mark.parametrize("option", ["mem_pool_cfg", "host_mem_pool_cfg"])
-def test_init_fails_where_the_host_gives_none_and_leaves_nothing(option: str) -> None:
-    end = ChildEnd("without huge pages")  # of its own: the setting stays with the process
-    code, text = end.do(start_in_vain, make_config(**{option: POOL}))
-    end.stop()
-    end.close()
-    assert code is LLMStatusCode.LLM_PARAM_INVALID
-    assert ("'device'" if option == "mem_pool_cfg" else "'host'") in text
-
-
-def start_where_collapsing_fails(world: World, options: dict[str, str], code: int) -> tuple[type, str]:
-    fail("madvise", code, third=25)  # MADV_COLLAPSE
-    with pytest.raises(LLMException, match="huge") as failed:
-        world.start("DECODER", 2, options)
-    world.dd.init(make_config())
     return failed.type, str(failed.value)
 
 
-@pytest.mark.skipif(not given() or not known(), reason="no huge pages here, or a machine whose calls are not known")
+COLLAPSING = pytest.mark.skipif(not given() or not known(), reason="no huge pages here, or calls that are not known")
+
+
 @pytest.mark.parametrize(
-    ("code", "expected"),
+    ("option", "code", "expected", "part"),
     [
-        (errno.EINVAL, ParamError),
-        (errno.EPERM, ParamError),
-        (errno.ENOMEM, OutOfMemory),
-        (errno.EMFILE, LLMException),
-        (errno.EIO, LLMException),
+        ("mem_pool_cfg", 0, ParamError, "'device'"),
+        ("host_mem_pool_cfg", 0, ParamError, "'host'"),
+        *(
+            pytest.param("mem_pool_cfg", code, kind, f"[Errno {code}]", marks=COLLAPSING)
+            for kind, some in {ParamError: (EINVAL, EPERM), OutOfMemory: (ENOMEM,), LLMException: (EMFILE, EIO)}.items()
+            for code in some
+        ),
     ],
 )
-def test_each_failure_of_the_kernel_has_a_type_and_is_named(code: int, expected: type) -> None:
-    end = ChildEnd("failing madvise")
-    raised, text = end.do(start_where_collapsing_fails, make_config(mem_pool_cfg=POOL), code)
+def test_init_without_huge_pages_fails_with_a_type_and_a_name_and_leaves_nothing(
+    option: str, code: int, expected: type, part: str
+) -> None:
+    end = ChildEnd("without huge pages")  # of its own: the setting stays with the process
+    raised, text = end.do(start_in_vain, make_config(**{option: POOL}), code)
     end.stop()
     end.close()
-    assert raised is expected
-    assert f"[Errno {code}]" in text
+    assert (raised, part in text) == (expected, True), text
 
 
 BLOCK_PAIRS = [(1, 6), (4, 0)]
@@ -328,7 +282,7 @@ def blocks(world: World, method: str) -> None:
 
 
 def exchange(pair: Pair, there: Spec, here: Spec, *, push: bool) -> None:
-    """Pull blocks, a row, and a row into blocks, then push, between such caches; compare every byte at both ends."""
+    """Pull blocks, a row, and a row into blocks, copy, then push, between such caches; compare every byte there is."""
     prompt, decoder = pair.prompt, pair.decoder
     kinds = {"kv": {"blocks": True, "blocks_key": BLOCKS}, "rows": {}, "pieces": {"blocks": True}}
     theirs, ours = (
@@ -342,6 +296,10 @@ def exchange(pair: Pair, there: Spec, here: Spec, *, push: bool) -> None:
     ours["kv"] = moved(ours["kv"], theirs["kv"], BLOCK_PAIRS)
     ours["pieces"] = moved(ours["pieces"], theirs["rows"], [(3, 7)])
     ours["rows"] = moved(ours["rows"], theirs["rows"], [(5, 0)])
+    decoder.do(call, "copy_blocks", Use("kv"), {0: [7]})
+    decoder.do(call, "copy_cache", Use("rows"), Use("rows"), 7, 5)
+    for kind, copied in (("kv", (7, 0)), ("rows", (7, 5))):
+        ours[kind] = moved(ours[kind], ours[kind], [copied])
     check(pair, theirs, ours)
     if push:
         decoder.do(blocks, "push_blocks")
@@ -372,8 +330,6 @@ def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_pla
         exchange(pair, Spec(memory="private"), Spec(memory="private"), push=rca)
     src = pair.prompt.do(_shifted)
     dst = pair.decoder.do(make, "kv", Spec(blocks=True, memory="inside", accessible=False), 2)
-    pair.decoder.do(call, "copy_blocks", Use("kv"), {0: [7]})
-    dst = moved(dst, dst, [(7, 0)])
     pair.decoder.do(blocks, "pull_blocks")
     wanted = moved(dst, src, BLOCK_PAIRS)
     same_bytes(pair.decoder.do(show, "kv"), wanted)

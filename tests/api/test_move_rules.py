@@ -208,22 +208,14 @@ def test_strict_types_refuses_unlike_elements_and_moves_what_is_alike(pair: Pair
         pair.decoder.do(call, "pull_blocks", BLOCKS, Use("alike"), [1, 6], [2, 0])
         here["alike"] = moved(here["alike"], there["kv"], [(2, 1), (0, 6)])
     else:
+        # What fits no row is said first; layer-wise transfers by key are held to it, too.
+        wide = replace(HALF, data_type=DataType.DT_INT8, dims=(96,), stride=96)
+        here["wide"] = pair.decoder.do(make, "wide", wide, 9)
+        with pytest.raises(CacheMismatch, match="size=96: 96 bytes"):
+            pair.decoder.do(call, "push_cache", row, Use("wide"))
+        result = pair.decoder.do(send, "bfloat", [keyed(pair.prompt, "kv", range(2), dst_row=0)])
+        assert (result.results, "llm.StrictTypes=1 refuses that" in result.errors[0]) == ([INVALID], True)
         pair.decoder.do(call, "pull_cache", row, Use("alike"), 2)
         here["alike"] = moved(here["alike"], there["kv"], [(2, 5)])
     check(pair.prompt, there)
     check(pair.decoder, here)
-
-
-def test_strict_types_holds_for_layer_wise_transfers_by_key_and_what_fits_no_row_is_said_first(shm_pair: Pair) -> None:
-    shm_pair.start(rca=True, extra={"llm.StrictTypes": "1"})
-    there, here = populate(shm_pair, blocks=False)
-    wide = replace(HALF, data_type=DataType.DT_INT8, dims=(96,), stride=96)
-    here["wide"] = shm_pair.decoder.do(make, "wide", wide, 9)
-    result = shm_pair.decoder.do(send, "bfloat", [keyed(shm_pair.prompt, "kv", range(2), dst_row=0)])
-    assert result.results == [INVALID]
-    assert "llm.StrictTypes=1 refuses that" in result.errors[0]
-    row = CacheKeyByIdAndIndex(1, shm_pair.prompt.do(cache_id, "kv"), 0)
-    with pytest.raises(CacheMismatch, match="size=96: 96 bytes"):
-        shm_pair.decoder.do(call, "push_cache", row, Use("wide"))
-    check(shm_pair.prompt, there)
-    check(shm_pair.decoder, here)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry import trace
@@ -30,6 +31,7 @@ from llm_datadist import (
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
 from tests.support.kinds import ChildEnd, End, Pair, World
+from tests.support.layers import Always
 from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
 from tests.support.source import run
@@ -40,22 +42,8 @@ PAGED: Final = Spec(tensors=2, rows=4, stride=1024, blocks=True)
 ROWS: Final = Spec(tensors=4, rows=2, stride=64)
 
 
-class Faulty(SpanProcessor):
-    """A processor of the user's that can be made to fail."""
-
-    fails = False
-
-    def on_start(self, span: Span, parent_context: Any = None) -> None:
-        if self.fails:
-            raise RuntimeError("on_start fails")
-
-    def on_end(self, span: ReadableSpan) -> None:
-        if self.fails:
-            raise RuntimeError("on_end fails")
-
-
 _exporter: Final = InMemorySpanExporter()
-_faulty: Final = Faulty()
+_faulty: Final = Mock(SpanProcessor)  # a processor of the user's that can be made to fail
 
 
 @pytest.fixture
@@ -103,7 +91,7 @@ def test_each_call_has_one_span_that_says_what_moved_and_how(spans: InMemorySpan
     cm.copy_blocks(kv, {0: [1, 2]})
     cm.copy_cache(rows, rows, 0, 1)
     prompt.cm.copy_cache(prompt.caches["rows"], prompt.caches["rows"], 0, 1)  # without the option there is no span
-    cm.transfer_cache_async(rows, Ready(), [TransferWithCacheKeyConfig(row, range(2), range(2))]).synchronize()
+    cm.transfer_cache_async(rows, Always(), [TransferWithCacheKeyConfig(row, range(2), range(2))]).synchronize()
     wait_until(lambda: len(spans.get_finished_spans()) == 7)
     there: dict[str, Any] = {"peer": "1", "transport": "inproc"}
     fine: dict[str, Any] = {"status": "LLM_SUCCESS"}
@@ -144,17 +132,6 @@ def test_the_transport_is_the_one_that_moved_the_bytes(
     finally:
         decoder.stop()
         prompt.stop()
-
-
-class Ready(LayerSynchronizer):
-    """Every layer is ready; the spans that were current when it was asked are kept."""
-
-    def __init__(self) -> None:
-        self.current: list[str] = []
-
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        self.current.append(getattr(trace.get_current_span(), "name", ""))
-        return True
 
 
 def test_links_have_spans_and_what_fails_has_an_exception(spans: InMemorySpanExporter, local_pair: Pair) -> None:
@@ -201,7 +178,10 @@ def test_the_parent_is_the_callers_span_also_of_awaited_calls(spans: InMemorySpa
         await asyncio.gather(*[request(f"request {n}") for n in range(4)])
 
     asyncio.run(requests())
-    layers = Ready()
+    layers, current = Mock(LayerSynchronizer), dict[int, str]()  # the span that was current when a layer was asked for
+    layers.synchronize_layer.side_effect = lambda layer, _: bool(
+        current.setdefault(layer, getattr(trace.get_current_span(), "name", ""))
+    )
     with tracer.start_as_current_span("step"):
         decoder.cm.pull_blocks(BLOCKS, kv, [0], [0])
         configs = (TransferWithCacheKeyConfig(row, range(2), range(2)),)
@@ -212,7 +192,7 @@ def test_the_parent_is_the_callers_span_also_of_awaited_calls(spans: InMemorySpa
     pairs = sorted((known[span.parent.span_id].name, span.name) for span in known.values() if span.parent is not None)
     calls = [(f"request {n}", "pull_blocks") for n in range(4)]
     assert pairs == [*calls, ("step", "pull_blocks"), ("step", "transfer_cache_async")]
-    assert layers.current == ["transfer_cache_async"] * 2
+    assert current == dict.fromkeys(range(2), "transfer_cache_async")
 
 
 def test_a_tracer_that_fails_breaks_no_transfer(
@@ -221,23 +201,20 @@ def test_a_tracer_that_fails_breaks_no_transfer(
     prompt, decoder = _start(local_pair)
     _link(local_pair)
     source, before = show(prompt, "kv"), show(decoder, "kv")
-    monkeypatch.setattr(_faulty, "fails", True)
+    for name in ("on_start", "on_end"):
+        monkeypatch.setattr(getattr(_faulty, name), "side_effect", RuntimeError(f"{name} fails"))
     decoder.cm.pull_blocks(BLOCKS, decoder.caches["kv"], [0], [1])
     with pytest.raises(CacheNotFound):
         decoder.cm.pull_blocks(BlocksCacheKey(1, 99), decoder.caches["kv"], [0], [0])
     same_bytes(show(decoder, "kv"), moved(before, source, [(1, 0)]))
     assert "on_start fails" in caplog.text
-    monkeypatch.setattr(_faulty, "fails", False)
-    monkeypatch.setattr(Span, "set_attribute", _raise)
-    monkeypatch.setattr(Span, "record_exception", _raise)
+    monkeypatch.undo()
+    for name in ("set_attribute", "record_exception"):
+        monkeypatch.setattr(Span, name, Mock(side_effect=RuntimeError(f"{name} fails")))
     decoder.cm.pull_blocks(BLOCKS, decoder.caches["kv"], [0], [2])
     same_bytes(show(decoder, "kv"), moved(before, source, [(1, 0), (2, 0)]))
     assert "set_attribute fails" in caplog.text
     assert [span.name for span in spans.get_finished_spans()] == ["pull_blocks"], "it ends all the same"
-
-
-def _raise(*args: object) -> None:
-    raise RuntimeError("set_attribute fails")
 
 
 _OFF: Final = """
