@@ -1,6 +1,5 @@
 """Attacks that once worked: valid messages with false claims. docs/faults.md has the table."""
 
-import os
 import secrets
 import socket
 import time
@@ -10,14 +9,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from faults.strangers import Stranger, listener, read_hello
+from faults.strangers import Stranger, listener, read_hello, welcome_of
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.handshake import Dial
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
-    PROTOCOL_VERSION,
     Failed,
     Guarded,
     Locate,
@@ -42,7 +40,7 @@ from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link, links
 from tests.support.moves import BLOCKS, Spec, make, picture, wait_until
 from tests.support.pairs import Pair
-from tests.support.world import World
+from tests.support.world import World, residue_of
 
 
 def _incarnation(world: World) -> bytes:
@@ -54,23 +52,8 @@ def _answering(incarnation: bytes | None) -> Callable[[socket.socket], None]:
 
     def behave(sock: socket.socket) -> None:
         hello = read_hello(sock)
-        welcome = Welcome(
-            version=PROTOCOL_VERSION,
-            cluster_id=1,
-            incarnation=incarnation or hello.incarnation,
-            remote_accessible=hello.remote_accessible,
-            pid=1,
-            host="evil",
-            cookie=bytes(16),
-            transport=None,
-            nonce=bytes(16),
-            lane_share=b"",
-            fabric="",
-            rendezvous="@llm-datadist-x",
-            lane_token=bytes(16),
-            proof=secrets.token_bytes(32),
-        )
-        sock.sendall(frame(welcome))
+        who = {"pid": 1, "host": "evil", "remote_accessible": hello.remote_accessible, "proof": secrets.token_bytes(32)}
+        sock.sendall(frame(welcome_of(1, incarnation or hello.incarnation, bytes(16), **who)))
 
     return behave
 
@@ -135,10 +118,6 @@ def test_attack_poc5_a_stranger_at_the_address_of_a_lost_peer_does_not_get_its_l
 class _Visitor(Stranger):
     """A stranger that links over tcp with as many lanes as it gets."""
 
-    def __init__(self, port: int | None, cluster_id: int) -> None:
-        super().__init__(port, cluster_id)
-        self._lanes: list[socket.socket] = []
-
     def join(self) -> str:
         """Become linked; return the text of the refusal, or nothing."""
         self.say(CONTROL_PREAMBLE, self.hello(transport="tcp"))
@@ -146,19 +125,10 @@ class _Visitor(Stranger):
         if isinstance(answer, Welcome):
             address = self.sock.getpeername()[:2]
             dialled = dial_lanes(address, answer.lane_token, MAX_LANES, Deadline(10_000))
-            self._lanes = [lane.socket for lane in dialled]
+            self.lanes = [lane.socket for lane in dialled]
             self.say(TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
             answer = self.hear(Message)
         return answer.text if isinstance(answer, Refused) else ""
-
-    def __exit__(self, *exc_info: object) -> None:
-        super().__exit__(*exc_info)
-        for lane in self._lanes:
-            lane.close()
-
-
-def _descriptors(world: World) -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _pins_end_within(world: World) -> float:
@@ -168,14 +138,14 @@ def _pins_end_within(world: World) -> float:
 def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
     tcp_pair.start(extra={"llm.MaxLinks": "8"})
     prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
-    before = prompt.do(_descriptors)
+    before = prompt.do(residue_of)["fds"].total()
     with ExitStack() as stack:
         refusals = [stack.enter_context(_Visitor(port, 1000 + number)).join() for number in range(40)]
         # One of the four that may come from one address is the decoder's.
         assert len(prompt.do(links)) == 4
         assert [text.partition(" already")[0] for text in refusals if text] == ["there are 4 links from 127.0.0.1"] * 37
         # The last of those that were refused may be leaving.
-        wait_until(lambda: prompt.do(_descriptors) - before <= 3 * (2 + MAX_LANES))
+        wait_until(lambda: prompt.do(residue_of)["fds"].total() - before <= 3 * (2 + MAX_LANES))
         bytes_move_both_ways(prompt, tcp_pair.decoder)
     wait_until(lambda: prompt.do(links) == {2: "ready"})
 
