@@ -1,6 +1,5 @@
 """Attacks that once worked: valid messages with false claims. docs/faults.md has the table."""
 
-import os
 import secrets
 import socket
 import time
@@ -10,29 +9,12 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from faults.strangers import Stranger, listener, read_hello
+from faults.strangers import Stranger, listener, read_hello, welcome_of
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages as wire
 from llm_datadist._links.handshake import Dial
-from llm_datadist._links.messages import (
-    CONTROL_PREAMBLE,
-    PROTOCOL_VERSION,
-    Failed,
-    Guarded,
-    Locate,
-    Located,
-    Message,
-    Ping,
-    Pong,
-    Refused,
-    Release,
-    Resolve,
-    Resolved,
-    TransportChoice,
-    Welcome,
-    frame,
-)
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.target import LaneReconnector, LaneTarget, encode_handle
@@ -42,7 +24,7 @@ from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link, links
 from tests.support.moves import BLOCKS, Spec, make, picture, wait_until
 from tests.support.pairs import Pair
-from tests.support.world import World
+from tests.support.world import World, residue_of
 
 
 def _incarnation(world: World) -> bytes:
@@ -54,23 +36,8 @@ def _answering(incarnation: bytes | None) -> Callable[[socket.socket], None]:
 
     def behave(sock: socket.socket) -> None:
         hello = read_hello(sock)
-        welcome = Welcome(
-            version=PROTOCOL_VERSION,
-            cluster_id=1,
-            incarnation=incarnation or hello.incarnation,
-            remote_accessible=hello.remote_accessible,
-            pid=1,
-            host="evil",
-            cookie=bytes(16),
-            transport=None,
-            nonce=bytes(16),
-            lane_share=b"",
-            fabric="",
-            rendezvous="@llm-datadist-x",
-            lane_token=bytes(16),
-            proof=secrets.token_bytes(32),
-        )
-        sock.sendall(frame(welcome))
+        who = {"pid": 1, "host": "evil", "remote_accessible": hello.remote_accessible, "proof": secrets.token_bytes(32)}
+        sock.sendall(wire.frame(welcome_of(1, incarnation or hello.incarnation, bytes(16), **who)))
 
     return behave
 
@@ -89,8 +56,8 @@ def test_attack_poc1_a_listener_that_echoes_our_incarnation_is_no_peer_of_this_p
 def test_attack_poc1_a_dialler_that_echoes_our_incarnation_is_no_peer_of_this_process(shm_pair: Pair) -> None:
     shm_pair.start()
     with Stranger(shm_pair.prompt.port, incarnation=shm_pair.prompt.do(_incarnation)) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello())
-        assert "lives in this process, the peer does not" in stranger.hear(Refused).text
+        stranger.say(wire.CONTROL_PREAMBLE, stranger.hello())
+        assert "lives in this process, the peer does not" in stranger.hear(wire.Refused).text
         assert stranger.is_hung_up_on()
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
 
@@ -104,16 +71,16 @@ def test_attack_poc5_a_stranger_with_a_peers_incarnation_does_not_replace_its_li
     pair.start()
     assert pair.prompt.port is not None
     with Stranger(pair.prompt.port, 2, pair.decoder.do(_incarnation)) as stranger:
-        stranger.say(CONTROL_PREAMBLE, stranger.hello())
-        welcome = stranger.hear(Welcome)
+        stranger.say(wire.CONTROL_PREAMBLE, stranger.hello())
+        welcome = stranger.hear(wire.Welcome)
         if proof is None:
-            choice = TransportChoice(transport, "evil", 1, present=True, proof=bytes(32), share=b"")
+            choice = wire.TransportChoice(transport, "evil", 1, present=True, proof=bytes(32), share=b"")
         else:
             for lane in dial_lanes(("127.0.0.1", pair.prompt.port), welcome.lane_token, 2, Deadline(5_000)):
                 lane.socket.close()
-            choice = TransportChoice(transport, "evil", 1 << 40, present=False, proof=proof, share=bytes(32))
+            choice = wire.TransportChoice(transport, "evil", 1 << 40, present=False, proof=proof, share=bytes(32))
         stranger.say(choice)
-        refused = stranger.hear(Refused)
+        refused = stranger.hear(wire.Refused)
         assert refused.code == LLMStatusCode.LLM_LINK_BUSY
         assert proof is None or "cannot prove" in refused.text
     assert pair.prompt.do(links) == {2: "ready"}
@@ -135,30 +102,17 @@ def test_attack_poc5_a_stranger_at_the_address_of_a_lost_peer_does_not_get_its_l
 class _Visitor(Stranger):
     """A stranger that links over tcp with as many lanes as it gets."""
 
-    def __init__(self, port: int | None, cluster_id: int) -> None:
-        super().__init__(port, cluster_id)
-        self._lanes: list[socket.socket] = []
-
     def join(self) -> str:
         """Become linked; return the text of the refusal, or nothing."""
-        self.say(CONTROL_PREAMBLE, self.hello(transport="tcp"))
-        answer = self.hear(Message)
-        if isinstance(answer, Welcome):
+        self.say(wire.CONTROL_PREAMBLE, self.hello(transport="tcp"))
+        answer = self.hear(wire.Message)
+        if isinstance(answer, wire.Welcome):
             address = self.sock.getpeername()[:2]
             dialled = dial_lanes(address, answer.lane_token, MAX_LANES, Deadline(10_000))
-            self._lanes = [lane.socket for lane in dialled]
-            self.say(TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
-            answer = self.hear(Message)
-        return answer.text if isinstance(answer, Refused) else ""
-
-    def __exit__(self, *exc_info: object) -> None:
-        super().__exit__(*exc_info)
-        for lane in self._lanes:
-            lane.close()
-
-
-def _descriptors(world: World) -> int:
-    return len(os.listdir("/proc/self/fd"))
+            self.lanes = [lane.socket for lane in dialled]
+            self.say(wire.TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
+            answer = self.hear(wire.Message)
+        return answer.text if isinstance(answer, wire.Refused) else ""
 
 
 def _pins_end_within(world: World) -> float:
@@ -168,14 +122,14 @@ def _pins_end_within(world: World) -> float:
 def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
     tcp_pair.start(extra={"llm.MaxLinks": "8"})
     prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
-    before = prompt.do(_descriptors)
+    before = prompt.do(residue_of)["fds"].total()
     with ExitStack() as stack:
         refusals = [stack.enter_context(_Visitor(port, 1000 + number)).join() for number in range(40)]
         # One of the four that may come from one address is the decoder's.
         assert len(prompt.do(links)) == 4
         assert [text.partition(" already")[0] for text in refusals if text] == ["there are 4 links from 127.0.0.1"] * 37
         # The last of those that were refused may be leaving.
-        wait_until(lambda: prompt.do(_descriptors) - before <= 3 * (2 + MAX_LANES))
+        wait_until(lambda: prompt.do(residue_of)["fds"].total() - before <= 3 * (2 + MAX_LANES))
         bytes_move_both_ways(prompt, tcp_pair.decoder)
     wait_until(lambda: prompt.do(links) == {2: "ready"})
 
@@ -187,12 +141,12 @@ def test_attack_poc8_a_release_over_lanes_consumes_nothing_that_was_not_sent(tcp
     keys = prompt.do(picture).keys
     with _Visitor(port, 1000) as visitor:
         assert not visitor.join()
-        visitor.say(Resolve(1, False, (Namespace.REQUEST, 7, 0), 0, 0, 2**62))
-        answer = visitor.hear(Resolved)
+        visitor.say(wire.Resolve(1, False, (Namespace.REQUEST, 7, 0), 0, 0, 2**62))
+        answer = visitor.hear(wire.Resolved)
         assert (answer.regions, answer.offsets) == (b"", b""), "no address leaves the owner"
         assert prompt.do(_pins_end_within) <= 24 * 3600 + 2
-        visitor.say(Release(answer.pin, 0, 4), Ping(2))
-        visitor.hear(Pong)
+        visitor.say(wire.Release(answer.pin, 0, 4), wire.Ping(2))
+        visitor.hear(wire.Pong)
         assert len(keys) == 1
         assert prompt.do(picture).keys == keys
     assert prompt.do(picture).pins == 0
@@ -208,15 +162,15 @@ def test_attack_t1_a_guessed_address_is_written_only_where_the_owner_allows_it_a
     with _Visitor(end.port, 1000) as visitor:
         assert not visitor.join()
         for _ in range(2):
-            visitor.say(Locate(1, np.array([cache.tensor_addrs[0] + 4], "<u8").tobytes(), 8))
-            answer: Message = visitor.hear(Located | Failed)  # type: ignore[arg-type]
-            assert isinstance(answer, Located if allowed else Failed)
-            if isinstance(answer, Failed):
+            visitor.say(wire.Locate(1, np.array([cache.tensor_addrs[0] + 4], "<u8").tobytes(), 8))
+            answer: wire.Message = visitor.hear(wire.Located | wire.Failed)  # type: ignore[arg-type]
+            assert isinstance(answer, wire.Located if allowed else wire.Failed)
+            if isinstance(answer, wire.Failed):
                 assert answer.code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
                 assert "llm.WriteByAddress is 0" in answer.text
         if not allowed:
-            visitor.say(Resolve(2, True, None, cache.cache_id, 0, 1000))
-            assert "remote cache access" in visitor.hear(Failed).text
+            visitor.say(wire.Resolve(2, True, None, cache.cache_id, 0, 1000))
+            assert "remote cache access" in visitor.hear(wire.Failed).text
     said = [each.getMessage() for each in caplog.records if "can be written" in each.getMessage()]
     assert len(said) == allowed
     assert all(f"cache {cache.cache_id} can be written by it" in text for text in said)
@@ -234,7 +188,7 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
     def ask(generation: int) -> LaneGrant:
-        handle = encode_handle(cache.cache_id, 0, [Guarded(guard.slot, generation)])
+        handle = encode_handle(cache.cache_id, 0, [wire.Guarded(guard.slot, generation)])
         return target.on_read(object(), LaneRequest(handle, 48, plan))
 
     assert ask(guard.generation).guards[0][1] == guard.generation

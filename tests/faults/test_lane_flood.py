@@ -3,7 +3,6 @@ nobody else notices (architecture rule 8). The lanes are made by the real handsh
 the test."""
 
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Final
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from faults.lane_ends import READ, frame_of
 from llm_datadist import BlocksCacheKey
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request
@@ -29,8 +29,6 @@ KEY: Final = BlocksCacheKey(1, 3)
 STRIDE: Final = 2 << 20
 #: As native/lane.hpp and native/wire.hpp have it.
 WINDOW, WINDOW_BYTES = 32, 4 << 20
-HEADER: Final = struct.Struct("<IBBHQQQQ")
-MAGIC, READ = 0x31444C44, 1
 
 
 class Flood:
@@ -73,7 +71,7 @@ class Flood:
         meta = encode_request(self.remote.handle, self.remote.extent, Plan(0, 0, 1, runs, False, nbytes), False)
         for _ in range(times):
             self.asked += 1
-            lane.sendall(HEADER.pack(MAGIC, READ, 0, 0, self.asked, len(meta), 0, 0) + meta)
+            lane.sendall(frame_of(READ, self.asked, meta))
 
     def stop(self) -> None:
         self._open.close()

@@ -106,19 +106,27 @@ def _pulled(pair: Pair) -> bool:
 # --- init -------------------------------------------------------------------------------------------------------------
 
 
-def init_with(world: World, limit: Any, free: int) -> str:
-    """Return what init under a limit came to: a status, or "done" and finalized; nothing may be left."""
+def init_with(world: World, limit: Any, free: int, v1: bool = False) -> str:
+    """Return what init under a limit came to, "" for success: nothing may be left, and without the limit it succeeds.
+
+    ``v1``: for that interface, whose modules nobody has imported yet.
+    """
     before = baseline(world)
-    options, world.dd = make_config(listen_ip_info="127.0.0.1:0"), LLMDataDist(LLMRole.PROMPT, 1)
-    outcome = "done"
+    settings = {"enable_cache_manager": None, "host_mem_pool_cfg": None} if v1 else {}
+    options, world.dd = make_config(listen_ip_info="127.0.0.1:0", **settings), LLMDataDist(LLMRole.PROMPT, 1)
+    for name in ("llm_datadist.kv_cache_manager", "llm_datadist._transfer.v1") if v1 else ():
+        sys.modules.pop(name, None)
+    outcome = ""
     try:
         with limit(free):
             world.dd.init(options)
     except LLMException as error:
-        outcome = error.status_code.name
-    else:
-        world.dd.check_integrity()
-        world.dd.finalize()
+        outcome = f"{error.status_code.name}: {error}"
+    if outcome:
+        assert settled(before) == before
+        world.dd.init(options)
+    world.dd.check_integrity()
+    world.dd.finalize()
     del world.dd
     assert settled(before) == before
     return outcome
@@ -135,32 +143,14 @@ def init_with(world: World, limit: Any, free: int) -> str:
 )
 def test_init_at_a_limit_fails_with_a_code_and_leaves_nothing(limit: Any, steps: range, code: str) -> None:
     with closing(ChildEnd("limited")) as end:
-        outcomes = [end.do(init_with, limit, free) for free in steps]
-    assert (outcomes[0] != "done", outcomes[-1]) == (True, "done")
-    assert {code} <= set(outcomes) - {"done"} <= {"LLM_FAILED", "LLM_OUT_OF_MEMORY"}
-
-
-def init_v1(world: World) -> str:
-    """Initialise for the v1 interface, whose modules nobody has imported yet, without a descriptor; then with."""
-    before = baseline(world)
-    options, world.dd = make_config(enable_cache_manager=None, host_mem_pool_cfg=None), LLMDataDist(LLMRole.DECODER, 1)
-    for name in ("llm_datadist.kv_cache_manager", "llm_datadist._transfer.v1"):
-        sys.modules.pop(name, None)
-    try:
-        with few_descriptors(0):
-            world.dd.init(options)
-    except LLMException as error:
-        outcome = f"{error.status_code.name}: {error}"
-    assert settled(before) == before
-    world.dd.init(options)
-    world.dd.finalize()
-    del world.dd
-    return outcome
+        outcomes = [end.do(init_with, limit, free).partition(":")[0] for free in steps]
+    assert (outcomes[0] != "", outcomes[-1]) == (True, "")
+    assert {code} <= set(outcomes) - {""} <= {"LLM_FAILED", "LLM_OUT_OF_MEMORY"}
 
 
 def test_init_that_cannot_read_its_own_modules_fails_with_a_code_and_leaves_nothing() -> None:
     with closing(ChildEnd("without modules")) as end:
-        assert "LLM_FAILED: init: [Errno 24] Too many open files" in end.do(init_v1)
+        assert "LLM_FAILED: init: [Errno 24] Too many open files" in end.do(init_with, few_descriptors, 0, True)
 
 
 LITTLE = """

@@ -2,7 +2,7 @@
 lie."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -67,16 +67,6 @@ def victim() -> Iterator[ChildEnd]:
     child.kill()
 
 
-@contextmanager
-def successor() -> Iterator[ChildEnd]:
-    child = ChildEnd("successor")
-    try:
-        yield child
-        child.stop()
-    finally:
-        child.kill()
-
-
 # --- meeting ----------------------------------------------------------------------------------------------------------
 
 
@@ -109,13 +99,14 @@ def test_r22_killed_while_joining(end: LocalEnd, victim: ChildEnd, tmp_path: Pat
         end.do(join, name, ranks, table(host(0), host(0)))
     comm_id = 1 if end.do(picture).communicators[0].comm_id == 1 else 2
     assert end.do(status, comm_id) is PREPARING
-    with successor() as next_one:
+    with closing(ChildEnd("successor")) as next_one:
         next_one.start("MIX", MEETING[step][0], extra={"llm.Transport": transport}, **SETTINGS)
         next_one.do(join, name, ranks, table(host(0), host(0)))
         assert settle([end, next_one], [comm_id, 1]) == [OK, OK]
         bytes_move_both_ways(end, next_one)
         end.do(drop, comm_id)
         alone(next_one)
+        next_one.stop()
 
 
 @pytest.mark.parametrize(("step", "transport"), list(zip(UNDECIDED, cycle(["tcp", "shm"]))))
@@ -182,12 +173,13 @@ def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
     end.do(forget, "kv")
     wait_until(lambda: end.do(picture).quarantined_bytes == 0)
     end.do(make, "kv", KV, 5)
-    with successor() as next_one:
+    with closing(ChildEnd("successor")) as next_one:
         next_one.start("DECODER", 2, extra={"llm.Transport": transport})
         assert next_one.do(link, [info(1, end.port)]) == SUCCESS
         next_one.do(make, "kv", KV, 6)
         assert end.do(addresses, "kv") == config.dst_addrs
         assert next_one.do(send, "kv", [config]).first is LLMStatusCode.LLM_SUCCESS
+        next_one.stop()
 
 
 @OVER_BOTH

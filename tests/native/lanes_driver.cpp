@@ -20,12 +20,6 @@ constexpr std::uint64_t block = 3000;
 constexpr std::uint64_t blocks = 400;
 constexpr std::int64_t second_ns = 1'000'000'000;
 
-std::pair<int, int> new_pair() {
-    int fds[2];
-    CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
-    return {fds[0], fds[1]};
-}
-
 bool sealed = false;  // all lanes from now on
 
 LaneKeys keys_of(int end) {
@@ -35,10 +29,13 @@ LaneKeys keys_of(int end) {
     return keys;
 }
 
-// Adds one end of a lane, 0 or 1.
-std::uint64_t add(LaneEngine& engine, int fd, int end) {
-    const LaneKeys keys = keys_of(end);
-    return engine.add_lane(fd, sealed ? &keys : nullptr);
+// Joins two engines by a lane; returns its number at either end.
+std::pair<std::uint64_t, std::uint64_t> join(LaneEngine& near, LaneEngine& far) {
+    int fds[2];
+    CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
+    const LaneKeys ours = keys_of(0), theirs = keys_of(1);
+    const std::uint64_t lane = near.add_lane(fds[0], sealed ? &ours : nullptr);
+    return {lane, far.add_lane(fds[1], sealed ? &theirs : nullptr)};
 }
 
 // A tensor and the arrays an End points to.
@@ -143,11 +140,7 @@ void parallel_reads() {
     std::mt19937 random(1);
     fill(target.memory.bytes, random);
     std::vector<std::uint64_t> lanes;
-    for (int i = 0; i < 5; ++i) {
-        const auto [a, b] = new_pair();
-        lanes.push_back(add(near, a, 0));
-        add(far, b, 1);
-    }
+    for (int i = 0; i < 5; ++i) lanes.push_back(join(near, far).first);
     std::vector<std::thread> threads;
     for (unsigned n = 0; n < 4; ++n)
         threads.emplace_back([&, n] {
@@ -172,8 +165,7 @@ void parallel_reads() {
 void writes_both_ways() {
     LaneEngine near(1), far(1);
     Target at_far(far), at_near(near);
-    const auto [a, b] = new_pair();
-    const std::uint64_t near_lane = add(near, a, 0), far_lane = add(far, b, 1);
+    const auto lanes = join(near, far);
     auto push = [](LaneEngine& engine, std::uint64_t lane, Target& target, unsigned seed) {
         std::mt19937 random(seed);
         Memory local;
@@ -186,8 +178,8 @@ void writes_both_ways() {
             check_moved(target.sink, local, runs, before);
         }
     };
-    std::thread other([&] { push(far, far_lane, at_near, 2); });
-    push(near, near_lane, at_far, 1);
+    std::thread other([&] { push(far, lanes.second, at_near, 2); });
+    push(near, lanes.first, at_far, 1);
     other.join();
 }
 
@@ -201,11 +193,7 @@ void give_ups() {
     Memory local;
     int ended[5] = {};
     for (int i = 0; i < 400; ++i) {
-        if (i % 8 == 0) {  // it may have been lost
-            const auto [a, b] = new_pair();
-            lane = add(near, a, 0);
-            add(far, b, 1);
-        }
+        if (i % 8 == 0) lane = join(near, far).first;  // it may have been lost
         const auto runs = random_runs(random, random() % blocks);
         const bool write = random() % 2 != 0;
         const auto id = near.start(lane, write ? Kind::write : Kind::read, encode(runs),
@@ -226,11 +214,7 @@ void quiesces() {
     LaneEngine near(2), far(2);
     Target target(far);
     std::vector<std::uint64_t> lanes;
-    for (int i = 0; i < 4; ++i) {
-        const auto [a, b] = new_pair();
-        lanes.push_back(add(near, a, 0));
-        add(far, b, 1);
-    }
+    for (int i = 0; i < 4; ++i) lanes.push_back(join(near, far).first);
     std::atomic<bool> stop{false};
     std::vector<std::thread> threads;
     std::atomic<int> goods{0}, others{0};
@@ -271,18 +255,14 @@ void drops() {
         Memory local;
         const auto runs = random_runs(random, blocks);
         for (int i = 0; i < 100; ++i) {
-            const auto [a, b] = new_pair();
-            const std::uint64_t lane = add(*near, a, 0), other = add(*far, b, 1);
+            const auto [lane, other] = join(*near, *far);
             const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), true);
             i % 2 != 0 ? near->drop_lane(lane) : far->drop_lane(other);
             const Outcome outcome = finish(*near, id, 20 * second_ns);
             CHECK(outcome.ending == Ending::lost || outcome.ending == Ending::good);
         }
         for (int i = 0; i < 50; ++i) {
-            const auto [a, b] = new_pair();
-            const std::uint64_t lane = add(*near, a, 0);
-            add(*far, b, 1);
-            near->start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src), true);
+            near->start(join(*near, *far).first, Kind::write, encode(runs), local.spans(runs, &Run::src), true);
         }
         near->close();
     }

@@ -139,12 +139,14 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
             connection.begin("near")
             for error, extent, kind, text in (
                 (errors.CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
+                (errors.ParamError("not there"), 64, errors.CacheMismatch, "not there"),
                 (ZeroDivisionError(), 64, TransferFailed, "the target failed"),
                 (None, 63, errors.CacheMismatch, "have 63 bytes, not 64"),
             ):
                 handler.error, handler.extent = error, extent
-                with pytest.raises(kind, match=text):
-                    move(connection, into)
+                for write in (False, True):
+                    with pytest.raises(kind, match=text):
+                        move(connection, into, write=write)
             assert "a handler failed" in caplog.text
             handler.extent = 64
             assert (move(connection, into), into.tolist()) == (64, list(range(64)))

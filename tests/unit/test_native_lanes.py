@@ -6,9 +6,8 @@ import resource
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import product
 from tempfile import TemporaryFile
 
@@ -21,7 +20,7 @@ from llm_datadist import _native as native
 from llm_datadist._native import NO_DEADLINE, Ending, LaneEngine, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
 from llm_datadist._native.lanes import LOST, TORN
 from llm_datadist.errors import ParamError
-from llm_datadist.testing.scene import kernel_threads
+from llm_datadist.testing.scene import descriptors, kernel_threads
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until
@@ -204,14 +203,17 @@ def test_a_wait_that_is_cancelled_gives_its_job_up(by: str) -> None:
         assert np.array_equal(again, source[:100])
 
 
-def test_a_job_that_has_ended_is_told_to_whoever_was_cancelled_too() -> None:
-    source, into = twin.noise(9, 1, 100)[0], np.zeros(100, np.uint8)
+def test_a_job_that_has_ended_is_told_once_and_to_whoever_was_cancelled_or_gives_it_up_too() -> None:
+    source, into = twin.noise(9, 1, 100)[0], np.zeros((3, 100), np.uint8)
     with joined() as ends, Target(ends.far, tensors(source)):
-        job = ends.start(ends.lanes[0], one_row(100), tensors(into))
-        later = ends.move(ends.lanes[0], one_row(100), tensors(into.copy()))  # they go one after the other
-        assert later.ending is Ending.GOOD
-        assert ends.near.wait(job, NO_DEADLINE, bytearray(b"\1")) == (Ending.GOOD, 0, 100, "")
-        assert np.array_equal(into, source)
+        one, other = (ends.start(ends.lanes[0], one_row(100), tensors(each)) for each in into[:2])
+        later = ends.move(ends.lanes[0], one_row(100), tensors(into[2]))  # they go one after the other
+        outcomes = [later, ends.near.wait(one, NO_DEADLINE, bytearray(b"\1")), ends.near.give_up(other)]
+        assert outcomes == [(Ending.GOOD, 0, 100, "")] * 3
+        for job in (one, other):
+            with pytest.raises(ParamError, match="told before"):
+                ends.near.give_up(job)
+        assert (into == source).all()
 
 
 HALF_WAY = [(one_row(3 * MIB), 3 * MIB, False), (scattered(SMALL, 1200), SMALL * 1200, True)]
@@ -310,21 +312,15 @@ def interrupted_wait(ends: Ends, job: int) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_signal_ends_a_wait_and_its_job() -> None:
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     source, into = twin.noise(8, 1, 4096)[0], np.zeros(4096, np.uint8)
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with joined() as ends:
             begun = False
             while not begun:  # a signal that comes before the wait ends nothing of the engine's
                 job = ends.start(ends.lanes[0], one_row(4096), tensors(into))
                 asked = next_event(ends.far, ReadAsked)
-                with pytest.raises(Interrupted):
+                with pytest.raises(KeyboardInterrupt):
                     interrupted_wait(ends, job)
                 try:
                     ends.near.give_up(job)
@@ -369,7 +365,7 @@ def test_threads_are_named_and_take_no_signals() -> None:
 
 
 def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
-    others = set(os.listdir("/proc/self/fd"))
+    others, ours = descriptors(), ("eventpoll", "eventfd", "socket:", "memfd:lldd")
     with joined(lanes=3, threads=2) as ends:
         assert ends.works(ends.lanes[0])  # so that there is all that lanes make when it is needed
 
@@ -379,17 +375,10 @@ def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
                     call()
             ends.close()
             ends.close()
-            assert not [fd for fd in os.listdir("/proc/self/fd") if fd not in others and _is_ours(fd)]
+            assert not [each for each in descriptors() if each not in others and any(kind in each for kind in ours)]
 
         in_a_forked_child(close)
         assert all(map(ends.works, ends.lanes))
-
-
-def _is_ours(fd: str) -> bool:
-    with suppress(FileNotFoundError):
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        return any(kind in path for kind in ("eventpoll", "eventfd", "socket:", "memfd:lldd"))
-    return False
 
 
 # Arguments
@@ -457,13 +446,3 @@ def test_an_engine_takes_the_lanes_of_a_thousand_links_and_refuses_what_is_beyon
             engine.add_lane(os.dup(near.fileno()))  # there is room again
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_started_job_is_forgotten_once_its_end_is_told() -> None:
-    source, into = twin.noise(8, 1, 64)[0], np.zeros(64, np.uint8)
-    with joined() as ends, Target(ends.far, tensors(source)):
-        job = ends.start(ends.lanes[0], one_row(64), tensors(into))
-        time.sleep(0.01)
-        assert ends.near.give_up(job) in ((Ending.GOOD, 0, 64, ""), (Ending.TIMEOUT, 0, 0, ""))
-        with pytest.raises(ParamError, match="told before"):
-            ends.near.give_up(job)

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from faults import lane_ends
-from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, WRITE, Target, Wire, deadline, joined, next_event, one_row
+from faults.lane_ends import BIG, DATA, READ, WRITE, Target, Wire, deadline, frame_of, joined, next_event, one_row
 from faults.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, Tensors, WriteAsked
 from llm_datadist._native import encode_request as encode
 from llm_datadist.errors import ParamError
+from llm_datadist.testing.scene import descriptors
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for
@@ -36,10 +37,6 @@ pytestmark = pytest.mark.usefixtures("only_sealed", "nothing_left")
 @pytest.fixture
 def only_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_ends.Kind, "sealed", True)
-
-
-def lost_because(engine: LaneEngine) -> str:
-    return next_event(engine, LaneLost).reason
 
 
 def record(content: bytes) -> bytes:
@@ -109,14 +106,14 @@ def test_no_bytes_go_out_in_the_clear(engine: LaneEngine) -> None:
         lane = engine.add_lane(near.detach(), NEAR_KEYS)
         engine.start_write(lane, b"the meta " * 20, one_row(payload.size), tensors(payload))
         seen = b""
-        while len(opener.plain) < HEADER.size + 180 + payload.size:
+        while len(opener.plain) < lane_ends.HEADER.size + 180 + payload.size:
             seen += (more := far.recv(MIB))
             opener.feed(more)
         assert opener.plain.endswith(b"the meta " * 20 + payload.tobytes())
-        for part in (secret[:8], b"the meta", MAGIC.to_bytes(4, "little")):
+        for part in (secret[:8], b"the meta", lane_ends.MAGIC.to_bytes(4, "little")):
             assert part not in seen
         lengths = [LENGTH.unpack_from(record)[0] for record in records_of(seen)]
-        assert lengths[0] == HEADER.size + 180, "what comes before a payload is a record, and the payload not moved"
+        assert lengths[0] == lane_ends.HEADER.size + 180, "what comes before a payload is a record, the payload unmoved"
         assert sum(lengths[1:]) == payload.size
         assert max(lengths) == MAX_RECORD
 
@@ -171,7 +168,7 @@ def test_records_of_any_size_are_taken(engine: LaneEngine, size: int, mapped: bo
     with Wire(engine) as wire:
         job = engine.start_read(wire.lane, b"", plan, Tensors(tensors(into).bases, into.size, mapped=mapped))
         id = wire.header()[1]
-        frame = HEADER.pack(MAGIC, DATA, 0, 0, id, 0, plan.nbytes, 0) + payload.tobytes() + bytes(8)
+        frame = frame_of(DATA, id, b"", payload.tobytes()) + bytes(8)
         sealer = Sealer(FAR_KEYS[0])
         stream = sealer.seal(frame, size)
         sealer.close()
@@ -181,7 +178,6 @@ def test_records_of_any_size_are_taken(engine: LaneEngine, size: int, mapped: bo
     assert np.array_equal(into, expected)
 
 
-READ_HEAD = HEADER.pack(MAGIC, READ, 0, 0, 1, 0, 0, 0)
 CHANGED, INSIDE = "a sealed record is not as the peer sent it", "the peer closed the connection inside a sealed record"
 BREACHES = [
     # Told by the length alone: what it announces need not come.
@@ -190,11 +186,11 @@ BREACHES = [
     ("empty, with a right tag", record(b""), "a sealed record of 0 bytes"),
     ("above the limit, with a right tag", record(bytes(MAX_RECORD + 1))[:1000], f"record of {MAX_RECORD + 1} bytes"),
     # Nothing of a record that was changed is interpreted: its header is a breach of its own, with another text.
-    *((f"changed at {at}", changed(record(bytes(HEADER.size)), at), CHANGED) for at in (0, 4, 20, 44, 59)),
+    *((f"changed at {at}", changed(record(bytes(lane_ends.HEADER.size)), at), CHANGED) for at in (0, 4, 20, 44, 59)),
 ]
 BREACHES += [
-    (f"ends after {left} bytes", record(READ_HEAD)[:left], INSIDE)
-    for left in (1, LENGTH.size - 1, LENGTH.size, 30, HEADER.size + OVERHEAD - 1)
+    (f"ends after {left} bytes", record(frame_of(READ, 1))[:left], INSIDE)
+    for left in (1, LENGTH.size - 1, LENGTH.size, 30, lane_ends.HEADER.size + OVERHEAD - 1)
 ]
 
 
@@ -204,7 +200,7 @@ def test_what_is_no_record_of_the_peers_costs_the_lane(engine: LaneEngine, strea
         wire.sock.sendall(stream)
         wire.sock.shutdown(socket.SHUT_WR)
         assert wire.is_closed()
-        assert lost_because(engine).endswith(why)
+        assert next_event(engine, LaneLost).reason.endswith(why)
 
 
 def test_the_stream_ends_between_two_records(engine: LaneEngine) -> None:
@@ -224,7 +220,7 @@ def test_a_lane_that_breaks_in_its_payload_breaks_nothing_else(at: str) -> None:
     source, into, other = twin.noise(4, 1, BIG)[0], np.zeros(BIG, np.uint8), np.zeros(BIG, np.uint8)
     with joined() as ends, Wire(ends.near) as wire, Target(ends.far, tensors(source)):
         job = ends.near.start_read(wire.lane, b"", one_row(BIG), tensors(into))
-        wire.sendall(HEADER.pack(MAGIC, DATA, 0, 0, wire.header()[1], 0, BIG, 0) + bytes(MIB))
+        wire.sendall(frame_of(DATA, wire.header()[1], b"", bytes(MIB), BIG))
         if at == "trailer":
             wire.sendall(bytes(BIG - MIB))
         nbytes = 1000 if at == "payload" else 8
@@ -238,8 +234,7 @@ def test_a_lane_that_breaks_in_its_payload_breaks_nothing_else(at: str) -> None:
 
 def transits() -> int:
     """Return how many files this process has for bytes on their way to memory that can be unmapped."""
-    links = [Path(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
-    return sum("lldd-transit" in os.readlink(each) for each in links if each.is_symlink())
+    return sum("lldd-transit" in each for each in descriptors())
 
 
 def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
@@ -256,10 +251,6 @@ def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
 # What is in hand when the socket is silent
 
 
-def request(kind: int, id: int, meta: bytes = b"", payload: bytes = b"") -> bytes:
-    return HEADER.pack(MAGIC, kind, 0, 0, id, len(meta), len(payload), 0) + meta + payload
-
-
 @pytest.mark.parametrize("size", [50, 1000, MAX_RECORD])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: int) -> None:
@@ -268,7 +259,7 @@ def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: in
     payloads = twin.noise(5, 8, 3000)
     engine = LaneEngine(threads)
     with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
-        frames = b"".join(request(WRITE, n, b"m", payloads[n].tobytes()) for n in range(8)) + request(READ, 9, b"last")
+        frames = b"".join(frame_of(WRITE, n, b"m", payloads[n].tobytes()) for n in range(8)) + frame_of(READ, 9, b"end")
         wire.sock.sendall(sealer.seal(frames, size))
         for n in range(8):
             asked = next_event(engine, WriteAsked)
@@ -278,7 +269,7 @@ def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: in
             else:
                 engine.accept_write(asked.lane, n, one_row(3000), tensors(memory[n]), [], 0)
             assert wire.result()[:2] == (n, 7 if n % 4 == 3 else 0)
-        assert next_event(engine, ReadAsked).meta == b"last"
+        assert next_event(engine, ReadAsked).meta == b"end"
     engine.close()
     for n in range(8):
         assert np.array_equal(memory[n], payloads[n] if n % 4 != 3 else np.zeros(3000, np.uint8))
@@ -297,7 +288,7 @@ def test_a_silent_peer_with_more_than_a_slice_in_hand(engine: LaneEngine) -> Non
         engine.attach_lane(lane, near.detach(), grants, NEAR_KEYS)
         meta = encode(b"m", nbytes, one_row(nbytes), True)
         for n in range(count):
-            stream = sealer.seal(request(WRITE, n, meta, payload.tobytes()), 60_000 + n)
+            stream = sealer.seal(frame_of(WRITE, n, meta, payload.tobytes()), 60_000 + n)
             far.sendall(stream)
             assert far.recv(1000)  # its RESULT
             assert np.array_equal(memory, payload)
@@ -316,7 +307,7 @@ def test_the_last_bytes_of_a_payload_wake_the_thread_over_tcp(cut: int, engine: 
         lane = engine.add_lane(descriptor, NEAR_KEYS)
         job = engine.start_read(lane, b"", one_row(MIB), tensors(into))
         assert far.recv(1000)
-        stream = sealer.seal(request(DATA, job, b"", payload.tobytes()) + bytes(8))
+        stream = sealer.seal(frame_of(DATA, job, b"", payload.tobytes()) + bytes(8))
         far.sendall(stream[:-cut])
         wait_for(lambda: fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)) == bytes(4))
         far.sendall(stream[-cut:])
@@ -335,7 +326,7 @@ def test_what_a_caller_leaves_in_hand_the_thread_takes() -> None:
         engine = LaneEngine(1)
         with Wire(engine, buffer=1 << 20) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
             job = engine.start_read(wire.lane, b"", plan, tensors(into))
-            stream = sealer.seal(request(DATA, wire.header()[1], b"", payload.tobytes()) + bytes(8))
+            stream = sealer.seal(frame_of(DATA, wire.header()[1], b"", payload.tobytes()) + bytes(8))
             sender = threading.Thread(target=wire.sock.sendall, args=(stream,))
             sender.start()
             assert engine.wait(job, deadline()) == (Ending.GOOD, 0, nbytes, "")
@@ -353,7 +344,7 @@ def test_answers_in_one_record_reach_callers_that_wait_by_themselves(engine: Lan
             jobs = [engine.start_read(wire.lane, b"", one_row(100), tensors(into)) for into in (first, second)]
             for _ in jobs:
                 wire.header()
-            frames = [request(DATA, job, b"", bytes([n]) * 100) + bytes(8) for job in jobs]
+            frames = [frame_of(DATA, job, b"", bytes([n]) * 100) + bytes(8) for job in jobs]
             wire.sock.sendall(sealer.record(b"".join(frames)))
             for job in jobs:
                 assert engine.wait(job, deadline()).ending is Ending.GOOD
@@ -363,7 +354,7 @@ def test_answers_in_one_record_reach_callers_that_wait_by_themselves(engine: Lan
 
 def test_a_payload_that_is_dropped_ends_although_all_of_it_is_in_hand(engine: LaneEngine) -> None:
     with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
-        wire.sock.sendall(sealer.record(request(WRITE, 1, b"", bytes(5000)) + request(READ, 2)))
+        wire.sock.sendall(sealer.record(frame_of(WRITE, 1, b"", bytes(5000)) + frame_of(READ, 2)))
         asked = next_event(engine, WriteAsked)
         engine.refuse(asked.lane, 1, 3, "no")
         assert wire.result() == (1, 3, "no")

@@ -26,18 +26,9 @@ MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("kind_of_lane", "nothing_left")
 
 
-def header(
-    kind: int,
-    *,
-    magic: int = MAGIC,
-    flags: int = 0,
-    zero: int = 0,
-    id: int = 1,
-    meta: int = 0,
-    size: int = 0,
-    last: int = 0,
-) -> bytes:
-    return HEADER.pack(magic, kind, flags, zero, id, meta, size, last)
+def header(kind: int, **fields: int) -> bytes:
+    good = {"magic": MAGIC, "kind": kind, "flags": 0, "zero": 0, "id": 1, "meta": 0, "size": 0, "last": 0}
+    return HEADER.pack(*(good | fields).values())
 
 
 UNASKED = [

@@ -73,12 +73,8 @@ class Mover:
         if (holder := self.holder) is None:
             return execute(plan, *((far, near) if write else (near, far)), pool, deadline_ns, cancelled)
         memory = ProcessMemory(holder.pid, holder.pidfd, holder.cookie_address, COOKIE, holder.canaries)
-        moved: int = by(memory, write)(plan, near.native, far.native, pool, deadline_ns, cancelled)
-        return moved
-
-
-def by(memory: ProcessMemory, write: bool) -> Any:
-    return memory.write if write else memory.read
+        verb = memory.write if write else memory.read
+        return verb(plan, near.native, far.native, pool, deadline_ns, cancelled)
 
 
 @pytest.fixture(scope="module")
@@ -319,10 +315,6 @@ def test_a_deadline_ends_a_copy_between_chunks(mover: Mover, pool: CopyPool, ord
     assert np.array_equal(near[:-TAIL], far[:-TAIL])
 
 
-class Alarm(Exception):
-    pass
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("end", ["a flag", "a signal"])
@@ -334,20 +326,17 @@ def test_another_python_thread_runs_during_a_large_copy_and_ends_it(
     plan, remote, deadline = long_plan(ordered, 20_000), mover.place([far]), Deadline(BOUND_S * 1000, cancellable=True)
     main = threading.get_ident()
 
-    def ring(*_: object) -> None:
-        raise Alarm
-
     def stop() -> None:
         assert Deadline(BOUND_S * 1000).poll(lambda: bool(near[0]))
         deadline.cancel() if end == "a flag" else signal.pthread_kill(main, signal.SIGALRM)
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     pool = CopyPool(threads) if threads else None
     stopper = threading.Thread(target=stop)
     stopper.start()
     try:
         if end == "a signal":
-            with pytest.raises(Alarm):
+            with pytest.raises(KeyboardInterrupt):
                 mover.move(plan, tensors_over(near), remote, pool)
         else:
             done = mover.move(plan, tensors_over(near), remote, pool, NO_DEADLINE, deadline.cancelled)
@@ -489,8 +478,8 @@ def test_a_process_whose_pid_is_another_ones_by_now(holder: Holder, write: bool)
 def move(memory: ProcessMemory, at: int, ours: twin.Bytes, plan: Plan = ROW, *, write: bool = False) -> int:
     """Move between one local tensor and the one at an address of the other process."""
     remote = Tensors(np.array([at], np.uint64), ours.size)
-    moved: int = by(memory, write)(plan, tensors_over(ours).native, remote.native, None, NO_DEADLINE)
-    return moved
+    verb = memory.write if write else memory.read
+    return verb(plan, tensors_over(ours).native, remote.native, None, NO_DEADLINE)
 
 
 @pytest.mark.parametrize("reaped", [False, True])

@@ -32,13 +32,8 @@ def copy(pool: CopyPool) -> None:
 
 def copy_on(cpu: int, pool: CopyPool) -> None:
     """Copy on that CPU, in a thread that ends, so that this one may run where it could before."""
-
-    def pinned() -> None:
-        os.sched_setaffinity(0, {cpu})
-        copy(pool)
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(pinned).result()
+    with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, {cpu})) as thread:
+        thread.submit(copy, pool).result()
 
 
 def test_a_pool_names_its_threads_and_joins_them() -> None:

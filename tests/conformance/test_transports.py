@@ -1,10 +1,11 @@
-"""The transports within one host keep the contract of all transports: inproc, shm and cma."""
+"""The transports keep the contract of all transports: inproc, and shm, cma and tcp between two real processes."""
 
 from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
+from faults.lanepeer import LanePeerProcess
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._transport import inproc
@@ -12,9 +13,9 @@ from llm_datadist._transport.cma import CmaConnection
 from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.shm import ShmConnection
-from llm_datadist.errors import LinkError, ParamError, PeerLost, ProtocolError, TransferFailed
+from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing import LocalPeer, Peer, PeerProcess, TransportConformance
-from llm_datadist.testing.conformance import ProcessConformance, one_row
+from llm_datadist.testing.conformance import ProcessConformance, ServedConformance, one_row
 from llm_datadist.testing.scene import tensors_over, unchanged
 
 
@@ -51,6 +52,14 @@ class TestCma(ProcessConformance):
             with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
                 verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))
         assert connection.bytes_read == connection.bytes_written == 0
+
+
+class TestTcp(ServedConformance):
+    lost = PeerLost, LinkRefused, TransferFailed
+
+    @staticmethod
+    def start() -> LanePeerProcess:
+        return LanePeerProcess()
 
 
 def test_a_finalised_peer_is_lost_and_its_memory_stays_until_the_connection_closes() -> None:
