@@ -19,6 +19,7 @@ from llm_datadist.bench.processes import Build, Process, RunningSide
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.workload import Op, Workload
 from tests.support.moves import wait_until
+from tests.support.source import PATHS
 
 #: For what must not take long on a machine under load, and for what has to hang.
 LONG_S, SHORT_S = 120.0, 4.0
@@ -43,6 +44,11 @@ class Told:
 
     def progress(self, case: Case, side: str, done: int, total: int) -> None:
         self.steps.append((side, done, total))
+
+
+@pytest.fixture(autouse=True)
+def _workers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", PATHS["PYTHONPATH"], prepend=os.pathsep)
 
 
 @pytest.fixture
