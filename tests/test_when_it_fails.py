@@ -39,6 +39,7 @@ from tests.support.world import World, make_config, residue_of, small_pool
 T = TypeVar("T")
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
 PLAIN: Final = Spec(blocks=True)
+ROWS: Final = Spec(keys=(CacheKey(1, 10),))
 PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
 ACCESSIBLE, INPROC = {"llm.EnableRemoteCacheAccessible": "1"}, {"llm.Transport": "inproc"}
 KINDS: Final = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
@@ -273,7 +274,6 @@ def _(stage: Stage) -> None:
 
 
 # --- pulling and pushing ----------------------------------------------------------------------------------------------
-ROWS: Final = Spec(keys=(CacheKey(1, 10),))
 BY_KEY: Final = ("pull_cache", CacheKey(1, 10), Use("kv"))
 
 
