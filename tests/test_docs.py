@@ -33,6 +33,7 @@ LINKING: Final = [*PAGES, *sorted(DOCS.glob("notes/*.md"))]
 
 #: `file.py`, `folder/`, with `:name` or `:Class.name` behind a module.
 _FILE: Final = re.compile(r"^(\.?[\w-][\w./-]*(?:\.(?:py|pyi|cpp|hpp|md|toml)|/))(?::([\w.]+))?$")
+CLASSES: Final = {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
 _MEMBER: Final = re.compile(r"^([A-Z]\w*)\.(\w+)$")
 
 
@@ -81,16 +82,11 @@ def _exists(span: str) -> bool:
         found = next((each / path for each in (ROOT, SOURCE) if (each / path).exists()), None)
         last = (name or "").rpartition(".")[2]
         return found is not None and (name is None or bool(re.search(rf"\b{last}\b", found.read_text())))
-    cls = _classes().get(member[1]) if (member := _MEMBER.match(span)) else None
+    cls = CLASSES.get(member[1]) if (member := _MEMBER.match(span)) else None
     if member is None or cls is None:
         return True
     annotated = rf"(?m)(self\.|^ +){member[2]}: "
     return hasattr(cls, member[2]) or bool(re.search(annotated, inspect.getsource(cls)))
-
-
-@cache
-def _classes() -> dict[str, type]:
-    return {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -195,7 +195,7 @@ def _own(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 # --- interface R23 ----------------------------------------------------------------------------------------------------
-def test_r23_star_import_works_with_nothing_else_installed() -> None:
+def test_r23_star_import_and_a_whole_life_work_with_nothing_else_installed() -> None:
     script = """
     import json
     refused = []
@@ -205,17 +205,7 @@ def test_r23_star_import_works_with_nothing_else_installed() -> None:
         except ModuleNotFoundError:
             refused.append(name)
     from llm_datadist import *
-    print(json.dumps([refused, sorted(n for n in dir() if n[:2] != "__")]))
-    """
-    refused, names = _run(_BARE + textwrap.dedent(script))
-    assert refused == ["torch", "typer", "rich", "pytest", "hypothesis"], "the interpreter of these tests is not bare"
-    assert set(names) - {"Bare", "json", "name", "refused", "sys"} == set(llm_datadist.__all__)
-
-
-def test_r23_a_whole_life_works_with_nothing_else_installed() -> None:
-    script = """
-    import json
-    from llm_datadist import *
+    names = [name for name in dir() if name[:2] != "__"]
     config = LLMConfig()
     config.device_id, config.enable_cache_manager, config.listen_ip_info = 0, True, "127.0.0.1:0"
     config.mem_pool_cfg = '{"memory_size": 1048576}'
@@ -226,9 +216,12 @@ def test_r23_a_whole_life_works_with_nothing_else_installed() -> None:
     end.check_integrity()
     operations = {each.name: each.nbytes for each in end.statistics().operations}
     end.finalize()
-    print(json.dumps(operations))
+    print(json.dumps([refused, names, operations]))
     """
-    assert _run(_BARE + textwrap.dedent(script)) == {"allocate_blocks_cache": 0, "copy_blocks": 2 * 2 * 8 * 4}
+    refused, names, operations = _run(_BARE + textwrap.dedent(script))
+    assert refused == ["torch", "typer", "rich", "pytest", "hypothesis"], "the interpreter of these tests is not bare"
+    assert set(names) - {"Bare", "json", "name", "refused", "sys"} == set(llm_datadist.__all__)
+    assert operations == {"allocate_blocks_cache": 0, "copy_blocks": 2 * 2 * 8 * 4}
 
 
 def test_r23_all_documented_names_are_there_and_no_others_and_v2_list_is_the_first_23_of_26() -> None:

@@ -1,12 +1,11 @@
 """Tests that keep faults away that were found before: each one named in docs/notes/regressions.md runs."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).parent.parent
+from tests.support.source import ROOT, run
+
 #: Prints the id of each collected test that is not skipped.
 _COLLECT: Final = """
 import sys
@@ -26,8 +25,7 @@ def test_every_test_of_a_regression_is_collected_and_not_skipped() -> None:
     named = sorted(set(re.findall(r"`((?:tests|faults)/[\w/]+\.py(?:::\w+(?:::\w+)?(?:\[[^`]+\])?)?)`", text)))
     assert len(named) > 50
     files = sorted({each.partition("::")[0] for each in named})
-    command = [sys.executable, "-c", _COLLECT, *files]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    done = run(sys.executable, "-c", _COLLECT, *files, cwd=ROOT, timeout=None)
     assert done.returncode == 0, done.stdout + done.stderr
     ids = set(done.stdout.split("\n"))
     known = ids | {each.partition("[")[0] for each in ids} | {each.partition("::")[0] for each in ids}

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import sys
 import termios
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import pytest
 
@@ -26,7 +26,7 @@ _COMMAND: Final = re.compile(r"(first|second)\$ (.*)")
 
 
 class Terminal:
-    """A shell. What it is sent goes to the program that runs in it, line by line, as keys do. A context manager."""
+    """A shell. What it is sent goes to the program that runs in it, line by line, as keys do. Close it."""
 
     def __init__(self, folder: Path) -> None:
         self._keys, keyboard = os.openpty()
@@ -38,12 +38,7 @@ class Terminal:
         os.close(keyboard)
         self.send(f"cd {ROOT} && . .venv/bin/activate && cd {folder}")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         os.close(self._keys)  # ends what still reads from it
         self._shell.communicate()
 
@@ -79,7 +74,7 @@ def play(terminals: dict[str, Terminal], session: str) -> None:
 def follow(text: str, folder: Path) -> int:
     """Do what a text says, in its order; return the number of sessions."""
     text, sessions = text.replace("26000", str(free_port())), 0
-    with Terminal(folder) as first, Terminal(folder) as second:
+    with closing(Terminal(folder)) as first, closing(Terminal(folder)) as second:
         terminals = {"first": first, "second": second}
         for step in _STEP.finditer(text):
             if step["file"]:

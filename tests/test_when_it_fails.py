@@ -12,12 +12,11 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from mmap import PAGESIZE, mmap
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
@@ -40,45 +39,27 @@ from tests.support.world import World, make_config, residue_of, small_pool
 T = TypeVar("T")
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
 PLAIN: Final = Spec(blocks=True)
+ROWS: Final = Spec(keys=(CacheKey(1, 10),))
 PULL: Final = ("pull_blocks", BLOCKS, Use("kv"), [1, 6], [0, 3])
 ACCESSIBLE, INPROC = {"llm.EnableRemoteCacheAccessible": "1"}, {"llm.Transport": "inproc"}
 KINDS: Final = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
 
 
-@dataclass(frozen=True)
-class Symptom:
-    """The first cell of a row: names, and one or more texts, in which "..." stands for anything."""
-
-    cell: str
-
-    @property
-    def kinds(self) -> list[str]:
-        return [span for span in self._spans if span in KINDS]
-
-    @property
-    def texts(self) -> list[str]:
-        return [span for span in self._spans if " " in span]
-
-    @property
-    def names(self) -> list[str]:
-        return [span for span in self._spans if " " not in span]
-
-    @property
-    def _spans(self) -> list[str]:
-        return re.findall("`([^`]+)`", self.cell)
-
-    def faults(self, printed: list[str]) -> list[str]:
-        """Return what of this was not printed: each name, and a text as a whole line, behind a kind if there is any."""
-        kind = rf"(?:.*[ .])?(?:{'|'.join(self.kinds)}): " if self.kinds else ""
-        texts = "|".join(re.escape(text).replace(r"\.\.\.", ".*") for text in self.texts)
-        wrong = [name for name in self.names if not any(name in line for line in printed)]
-        if texts and not any(re.fullmatch(f"{kind}(?:{texts})", line) for line in printed):
-            wrong += self.texts
-        return wrong
+def faults(cell: str, printed: list[str]) -> list[str]:
+    """Return what of a cell was not printed: names, and a text ("..." is anything) as a whole line, behind its kind."""
+    spans = re.findall("`([^`]+)`", cell)
+    kinds, texts = [span for span in spans if span in KINDS], [span for span in spans if " " in span]
+    kind = rf"(?:.*[ .])?(?:{'|'.join(kinds)}): " if kinds else ""
+    either = "|".join(re.escape(text).replace(r"\.\.\.", ".*") for text in texts)
+    wrong = [span for span in spans if " " not in span and not any(span in line for line in printed)]
+    if texts and not any(re.fullmatch(f"{kind}(?:{either})", line) for line in printed):
+        wrong += texts
+    return wrong
 
 
+#: The first cell of each row.
 SYMPTOMS: Final = [
-    Symptom(line.split("|")[1].strip())
+    line.split("|")[1].strip()
     for line in (ROOT / "docs" / "when-it-fails.md").read_text().splitlines()
     if line.startswith("|") and not line.startswith(("|---", "| you see |"))
 ]
@@ -89,7 +70,7 @@ def secrets(stage: Stage, name: str) -> dict[str, str]:
 
 
 class Stage:
-    """Where a symptom is made: ends that are gone afterwards, and what was printed. A context manager."""
+    """Where a symptom is made: ends that are gone after ``leaving``, and what was printed."""
 
     def __init__(
         self, request: pytest.FixtureRequest, folder: Path, log: pytest.LogCaptureFixture, patch: pytest.MonkeyPatch
@@ -97,16 +78,6 @@ class Stage:
         self._request, self.folder, self.log, self.patch = request, folder, log, patch
         self.printed: list[str] = []
         self.leaving = ExitStack()
-
-    def __enter__(self) -> Self:
-        self.log.set_level(logging.INFO)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leaving.close()
-        self.printed += self.log.messages
 
     def fails(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Call it; what it raises is printed, as Python prints what a program does not catch."""
@@ -172,6 +143,9 @@ SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "the listener at": lambda stage: stage.links(stage.listens(), 3),
     "RemoteCacheAccessible differs": lambda stage: stage.links(stage.listens(**ACCESSIBLE)),
     "cannot reach the peer": lambda stage: stage.links(stage.family("auto").born("PROMPT", 1).port, **INPROC),
+    "does not speak this protocol": lambda stage: stage.links(
+        stage.enter(listener(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")))
+    ),
     "secrets of the two ends differ": lambda stage: stage.links(stage.believes("theirs"), **secrets(stage, "ours")),
     "this listener asks": lambda stage: stage.links(stage.believes("theirs")),
     "does not believe this end": lambda stage: stage.links(stage.listens(), **secrets(stage, "ours")),
@@ -179,6 +153,9 @@ SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "num_tensors differ": lambda stage: stage.call_fails(*PULL, target=Spec(tensors=2, blocks=True)),
     "push_blocks needs": lambda stage: stage.call_fails("push_blocks", BLOCKS, Use("kv"), [0], [1]),
     "but got None": lambda stage: stage.call_fails("pull_blocks", None, Use("kv"), [0], [1]),
+    "no such grant": lambda stage: stage.call_fails("claim_grant", 1, bytes(16), 1, False),
+    "cannot hold": lambda stage: stage.fails(stage.pair().prompt.do, make, "big", Spec(stride=1 << 30), 1),
+    "is bound to cache": lambda stage: stage.fails(stage.pair(source=ROWS).prompt.do, make, "again", ROWS, 1),
     "outside its pools": lambda stage: stage.call_fails(
         *PULL, transport="shm", source=replace(PAGED, memory="private")
     ),
@@ -262,14 +239,6 @@ def _(stage: Stage) -> None:
     stage.links(stage.enter(listener(of_another_version)))
 
 
-@scene("does not speak this protocol")
-def _(stage: Stage) -> None:
-    def serve(sock: socket.socket) -> None:
-        sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-    stage.links(stage.enter(listener(serve)))
-
-
 @scene("came to nothing")
 def _(stage: Stage) -> None:
     with socket.create_connection(("127.0.0.1", stage.listens() or 0)) as scanner:
@@ -305,9 +274,7 @@ def _(stage: Stage) -> None:
 
 
 # --- pulling and pushing ----------------------------------------------------------------------------------------------
-ROWS: Final = Spec(keys=(CacheKey(1, 10),))
 BY_KEY: Final = ("pull_cache", CacheKey(1, 10), Use("kv"))
-TOKEN: Final = b"a grant's token."
 
 
 @scene("is not linked; ")
@@ -335,11 +302,6 @@ def _(stage: Stage) -> None:
     pair = stage.pair()
     grant = Grant.from_bytes(pair.prompt.do(revoked))
     stage.fails(pair.decoder.do, partial(call, grant=grant), *PULL)
-
-
-@scene("no such grant")
-def _(stage: Stage) -> None:
-    stage.fails(stage.pair().decoder.do, partial(call, wait=False), "claim_grant", 1, TOKEN)
 
 
 @scene("link again to recover")
@@ -401,12 +363,6 @@ def _(stage: Stage) -> None:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-@scene("cannot hold")
-def _(stage: Stage) -> None:
-    stage.end.start("PROMPT", 1)
-    stage.fails(stage.end.do, make, "kv", Spec(stride=1 << 30), 1)
-
-
 @scene("quarantined_bytes")
 def _(stage: Stage) -> None:
     owner, pusher = stage.end, stage.family("shm").child("decoder")
@@ -423,13 +379,6 @@ def _(stage: Stage) -> None:
         with pytest.raises(errors.TransferFailed):
             push.finish()
     wait_until(lambda: owner.do(statistics).quarantined_bytes == 0)
-
-
-@scene("is bound to cache")
-def _(stage: Stage) -> None:
-    stage.end.start("PROMPT", 1)
-    stage.end.do(make, "kv", ROWS, 1)
-    stage.fails(stage.end.do, make, "again", ROWS, 1)
 
 
 @scene("a handle of")
@@ -522,29 +471,31 @@ def _(stage: Stage) -> None:
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda each: each.cell[:60])
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda each: each[:60])
 def test_a_symptom_of_the_page_happens_and_is_printed_as_the_page_says(
-    symptom: Symptom,
+    symptom: str,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (make_it,) = (function for part, function in SCENES.items() if part in symptom.cell)
-    with Stage(request, tmp_path, caplog, monkeypatch) as stage:
+    (make_it,) = (function for part, function in SCENES.items() if part in symptom)
+    caplog.set_level(logging.INFO)
+    stage = Stage(request, tmp_path, caplog, monkeypatch)
+    with stage.leaving:
         make_it(stage)
-    assert symptom.faults(stage.printed) == [], "\n".join(stage.printed)
+    printed = stage.printed + caplog.messages
+    assert faults(symptom, printed) == [], "\n".join(printed)
 
 
 def test_the_page_has_every_exception_and_a_row_for_each_scene_and_what_is_not_printed_is_found() -> None:
-    seen = {word for symptom in SYMPTOMS for word in re.findall(r"\w+", symptom.cell)}
+    seen = {word for symptom in SYMPTOMS for word in re.findall(r"\w+", symptom)}
     assert KINDS - seen == {"TransferAborted"}, "of which a transfer makes NotLinked or PeerLost"
-    assert [part for part in SCENES if sum(part in symptom.cell for symptom in SYMPTOMS) != 1] == []
-    symptom = Symptom("`KeyInUse`: `... is bound to ...`")
-    for line, faults in (
+    assert [part for part in SCENES if sum(part in symptom for symptom in SYMPTOMS) != 1] == []
+    for line, count in (
         ("llm_datadist.errors.KeyInUse: key 1 is bound to cache 1", 0),
         ("link 1: KeyInUse: key 1 is bound to cache 1", 0),
         ("CacheError: key 1 is bound to cache 1", 2),
         ("KeyInUse: key 1 is bound", 1),
     ):
-        assert len(symptom.faults([line])) == faults
+        assert len(faults("`KeyInUse`: `... is bound to ...`", [line])) == count

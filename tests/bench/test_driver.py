@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,9 @@ from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.processes import Build, Process, RunningSide
 from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.workload import Op, Workload
+from tests.support.ends import has_ended, state_of
 from tests.support.moves import wait_until
+from tests.support.source import PATHS
 
 #: For what must not take long on a machine under load, and for what has to hang.
 LONG_S, SHORT_S = 120.0, 4.0
@@ -43,6 +44,11 @@ class Told:
 
     def progress(self, case: Case, side: str, done: int, total: int) -> None:
         self.steps.append((side, done, total))
+
+
+@pytest.fixture(autouse=True)
+def _workers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", PATHS["PYTHONPATH"], prepend=os.pathsep)
 
 
 @pytest.fixture
@@ -108,14 +114,6 @@ def test_a_side_that_cannot_start_leaves_no_descriptor() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def state(pid: int) -> str:
-    """Return the letter of a process's state; empty once there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""
-
-
 DRIVER = """
 from llm_datadist.bench.processes import RunningSide
 from llm_datadist.bench.workload import Op, Workload
@@ -136,18 +134,18 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
                 running.prepare(number)
                 running.run("timed", 1)
                 running.verify(number)
-            wait_until(lambda: {state(pid) for pid in running.pids} == {"T"})
+            wait_until(lambda: {state_of(pid) for pid in running.pids} == {"T"})
         pids = running.pids
         assert len(set(pids)) == 2
-    assert {state(pid) for pid in pids} == {""}, "they are gone at the end"
+    assert {state_of(pid) for pid in pids} == {""}, "they are gone at the end"
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with driver:
         assert driver.stdout is not None
         pids = [int(each) for each in driver.stdout.readline().split()]
         assert len(pids) == 2
-        wait_until(lambda: {state(pid) for pid in pids} == {"T"})
+        wait_until(lambda: {state_of(pid) for pid in pids} == {"T"})
         driver.kill()
-    wait_until(lambda: {state(pid) for pid in pids} <= {"", "Z"})
+    wait_until(lambda: all(map(has_ended, pids)))
 
 
 def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_side_and_the_memory_are_there(
@@ -204,6 +202,6 @@ def test_orders_are_answered_in_turn_or_refused_whatever_else_the_worker_prints(
             pass
         assert ask("busy", on=False) is None
         assert ask("stop") is None
-        wait_until(lambda: state(worker.pid) in ("", "Z"))
+        wait_until(lambda: has_ended(worker.pid))
     finally:
         worker.kill()

@@ -14,52 +14,48 @@ PROBLEM, WARNING = State.PROBLEM, State.WARNING
 DENIED = "Operation not permitted"
 _PRCTL = "import ctypes; assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0"  # PR_SET_THP_DISABLE
 _AFFINITY = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+MOUNTS, NO_NET = {"inside": "unshare -m"}, {"inside": "unshare -n"}
+_NOBODY = MOUNTS | {"preparation": "os.setresuid(65534, 65534, 65534)"}
+_YAMA = "cd /proc/sys; mount -t tmpfs none kernel; mkdir kernel/yama; echo 1 > kernel/yama/ptrace_scope"
+_STRICT = "mount -t tmpfs none /mnt; echo 2 > /mnt/mode; mount --bind /mnt/mode /proc/sys/vm/overcommit_memory"
+_BUFFERS = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
+_VLLM = {"installed": "vllm 0.11.0", "preparation": "sys.path[:] = sys.path[1:2]"}  # and nothing else
+_TWO = "open-datadist 0.0.1, open-datadist 0.0.2"
 #: The check, what surrounds it, and its finding.
-FINDINGS = [
-    ("kernel", "inside", "setarch --uname-2.6", PROBLEM, "2.6.", "boot Linux 6.5"),
-    ("memfd", "forbidden", "memfd_create", PROBLEM, DENIED, "seccomp=PROFILE.json"),
-    ("pidfd", "forbidden", "pidfd_open", PROBLEM, DENIED, "seccomp=PROFILE.json"),
-    ("process_vm_readv", "forbidden", "process_vm_readv", WARNING, DENIED, "--cap-add SYS_PTRACE"),
-    ("user_namespace", "inside", "unshare -Ur", WARNING, "one of its own", "--userns=host"),
-    ("huge_pages", "preparation", _PRCTL, WARNING, "huge_pages is true, but", "shmem_enabled"),
-    ("descriptors", "shell", "ulimit -n 200", PROBLEM, "RLIMIT_NOFILE 200", "ulimit -n 65536"),
-    ("descriptors", "shell", "ulimit -n 1024", WARNING, "RLIMIT_NOFILE 1024", "ulimit -n 65536"),
-    ("address_space", "shell", "ulimit -v 16000000", WARNING, "16384000000", "ulimit -v unlimited"),
-    ("cpus", "preparation", _AFFINITY, WARNING, "1 usable, 1 by affinity", "taskset -pc"),
-    ("loopback", "inside", "unshare -n", PROBLEM, "Network is unreachable", "ip link set lo up"),
+FINDINGS: list[tuple[str, dict[str, str], State, str, str]] = [
+    ("kernel", {"inside": "setarch --uname-2.6"}, PROBLEM, "2.6.", "boot Linux 6.5"),
+    ("memfd", {"forbidden": "memfd_create"}, PROBLEM, DENIED, "seccomp=PROFILE.json"),
+    ("pidfd", {"forbidden": "pidfd_open"}, PROBLEM, DENIED, "seccomp=PROFILE.json"),
+    ("process_vm_readv", {"forbidden": "process_vm_readv"}, WARNING, DENIED, "--cap-add SYS_PTRACE"),
+    ("yama", _NOBODY | {"shell": _YAMA}, WARNING, "ptrace_scope 1", "sysctl -w kernel.yama.ptrace_scope=0"),
+    ("user_namespace", {"inside": "unshare -Ur"}, WARNING, "one of its own", "--userns=host"),
+    ("huge_pages", {"preparation": _PRCTL}, WARNING, "huge_pages is true, but", "shmem_enabled"),
+    ("descriptors", {"shell": "ulimit -n 200"}, PROBLEM, "RLIMIT_NOFILE 200", "ulimit -n 65536"),
+    ("descriptors", {"shell": "ulimit -n 1024"}, WARNING, "RLIMIT_NOFILE 1024", "ulimit -n 65536"),
+    ("address_space", {"shell": "ulimit -v 16000000"}, WARNING, "16384000000", "ulimit -v unlimited"),
+    ("memlock", {"shell": "ulimit -l 64", "installed": "nixl 1.0"}, WARNING, "65536 bytes", "ulimit -l unlimited"),
+    ("overcommit", MOUNTS | {"shell": _STRICT}, WARNING, "overcommit_memory 2", "sysctl -w vm.overcommit_memory=0"),
+    ("cpus", {"preparation": _AFFINITY}, WARNING, "1 usable, 1 by affinity", "taskset -pc"),
+    ("loopback", NO_NET, PROBLEM, "Network is unreachable", "ip link set lo up"),
+    ("tcp_buffers", NO_NET | {"shell": _BUFFERS}, WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem="),
+    ("library", {"installed": _TWO.replace("-", "_")}, WARNING, _TWO, "pip uninstall open-datadist"),
+    ("nixl", {"installed": "nixl_cu12 1.2.3"}, State.OK, "nixl-cu12 1.2.3", ""),
+    ("vllm", _VLLM, WARNING, "vllm 0.11.0, without aiohttp", "pip install 'open-datadist[vllm]'"),
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "what", "state", "value", "mend"), FINDINGS, ids=[row[0] for row in FINDINGS])
+@pytest.mark.parametrize(("name", "around", "state", "value", "mend"), FINDINGS, ids=[row[0] for row in FINDINGS])
 def test_a_finding_says_what_is_so_and_how_to_mend_it(
-    name: str, how: str, what: str, state: State, value: str, mend: str
+    name: str, around: dict[str, str], state: State, value: str, mend: str, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {how: what}
-    if how == "inside":
-        settings = {"inside": needs(*what.split())}
-    elif how == "forbidden":
-        settings = {"preparation": forbid(what)}
+    settings: dict[str, Any] = {**around}
+    if "inside" in around:
+        settings["inside"] = needs(*around["inside"].split())
+    if "forbidden" in around:
+        settings = {"preparation": forbid(around["forbidden"])}
+    for each in filter(None, settings.pop("installed", "").split(", ")):
+        settings["path"] = distribution(tmp_path, *each.split())
     is_(found(name, **settings), state, value, mend)
-
-
-def test_yama_setting_as_another_user() -> None:
-    if os.geteuid():
-        pytest.skip("only root mounts another /proc/sys/kernel, and becomes another user")
-    shell = "cd /proc/sys; mount -t tmpfs none kernel; mkdir kernel/yama; echo 1 > kernel/yama/ptrace_scope"
-    finding = found("yama", "os.setresuid(65534, 65534, 65534)", inside=needs("unshare", "-m"), shell=shell)
-    is_(finding, State.WARNING, "ptrace_scope 1", "sysctl -w kernel.yama.ptrace_scope=0")
-
-
-def test_little_memory_to_lock_where_nixl_is_installed(tmp_path: Path) -> None:
-    shell, path = "ulimit -l 64", distribution(tmp_path, "nixl", "1.0")
-    is_(found("memlock", shell=shell, path=path), State.WARNING, "65536 bytes", "ulimit -l unlimited")
-
-
-def test_strict_overcommit(tmp_path: Path) -> None:
-    (tmp_path / "mode").write_text("2\n")
-    shell = f"mount --bind {tmp_path}/mode /proc/sys/vm/overcommit_memory"
-    finding = found("overcommit", inside=needs("unshare", "-m"), shell=shell)
-    is_(finding, State.WARNING, "overcommit_memory 2", "sysctl -w vm.overcommit_memory=0")
 
 
 @pytest.fixture
@@ -94,34 +90,11 @@ def test_two_numa_nodes() -> None:
     is_(finding, State.WARNING, "2 of 2 nodes: node0, node1", "numactl --cpunodebind=0")
 
 
-def test_small_tcp_buffers() -> None:
-    shell = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
-    finding = found("tcp_buffers", inside=needs("unshare", "-n"), shell=shell)
-    is_(finding, State.WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem=")
-
-
-def test_two_versions_of_the_library(tmp_path: Path) -> None:
-    versions = [distribution(tmp_path, "open_datadist", version) for version in ("0.0.1", "0.0.2")]
-    finding = found("library", path=versions[0])
-    is_(finding, State.WARNING, "open-datadist 0.0.1, open-datadist 0.0.2", "pip uninstall open-datadist")
-
-
-def test_version_of_nixl(tmp_path: Path) -> None:
-    finding = found("nixl", path=distribution(tmp_path, "nixl_cu12", "1.2.3"))
-    assert finding.state is State.OK
-    assert "nixl-cu12 1.2.3" in finding.value
-
-
 def test_cuda_without_a_driver(tmp_path: Path) -> None:
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is a driver")
     finding = found("cuda", path=distribution(tmp_path, "nvidia_cuda_runtime_cu12", "12.8.90"))
     is_(finding, State.WARNING, "nvidia-cuda-runtime-cu12 12.8.90, no driver", "docker run --gpus all")
-
-
-def test_vllm_without_aiohttp(tmp_path: Path) -> None:
-    finding = found("vllm", f"sys.path[:] = [{distribution(tmp_path, 'vllm', '0.11.0')!r}]")
-    is_(finding, State.WARNING, "vllm 0.11.0, without aiohttp", "pip install 'open-datadist[vllm]'")
 
 
 def test_check_that_cannot_be_made_is_an_unknown_finding_and_the_worst_finding_gives_the_exit_code() -> None:

@@ -14,13 +14,18 @@ from tests.support.tables import WIDTHS, printed
 _PAGE = (ROOT / "docs" / "doctor.md").read_text()
 
 
-def test_the_table_lists_exactly_the_checks_of_the_code() -> None:
+def test_the_page_lists_exactly_the_checks_and_the_options_of_the_code() -> None:
     own = [each.__name__ for module in (kernel, limits, versions) for each in module.CHECKS]
     far = dict.fromkeys(re.findall(r'Finding\(\s*"(peer_\w+)"', inspect.getsource(peer)))
     table = _PAGE.partition("## Checks")[2]
     shown = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
     assert shown[: len(own)] == own
     assert sorted(shown[len(own) :]) == sorted(far) != []
+    typer = pytest.importorskip("typer", reason="the command needs the extra [cli]")
+    from llm_datadist.cli.app import app
+
+    known = {name for each in typer.main.get_command(app).commands["doctor"].params for name in each.opts}
+    assert set(re.findall(r"^\| `(--[\w-]+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -30,12 +35,3 @@ def test_at_every_width_the_command_prints_what_its_json_says(width: int | None)
     shown = printed(command, width).splitlines()
     lines = [f"{each['state']:8}{each['name']}: {each['value']}" for each in found]
     assert [line for line in shown if not line.startswith("        ")] == lines
-
-
-def test_the_page_lists_exactly_the_options_of_the_command() -> None:
-    typer = pytest.importorskip("typer", reason="the command needs the extra [cli]")
-    from llm_datadist.cli.app import app
-
-    command = typer.main.get_command(app).commands["doctor"]
-    known = {name for each in command.params for name in each.opts}
-    assert set(re.findall(r"^\| `(--[\w-]+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}

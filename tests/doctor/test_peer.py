@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from faults.strangers import listener
 from llm_datadist.doctor import peer
 from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
@@ -144,6 +145,18 @@ def test_link_that_is_much_slower_than_one_stream() -> None:
 
 
 @contextmanager
+def _listening(handler: Any, port: int) -> Iterator[None]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def _relayed(port: int) -> Iterator[int]:
     """Yield a port whose connections reach ``port`` at 4 MB/s each; the port above it reaches the one above."""
     here = _two_ports()
@@ -166,11 +179,7 @@ def _relayed(port: int) -> Iterator[int]:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    with ExitStack() as servers:
-        for number in (here, here + 1):
-            server = servers.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", number), Relay))
-            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-            servers.callback(server.shutdown)
+    with _listening(Relay, here), _listening(Relay, here + 1):
         yield here
 
 
@@ -221,23 +230,16 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
     ("answer", "mend"), [(b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
 )
 def test_port_of_something_else(answer: bytes, mend: str) -> None:
-    class Other(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.sendall(answer)
-            while self.request.recv(1 << 16):  # until the doctor gives up
-                pass
-
-    with _listening(Other) as port:
+    with listener(lambda sock: sock.sendall(answer)) as port:
         _fails(port, finding="peer_link", value="", mend=mend)
 
 
 def test_clock_that_differs() -> None:
-    class Ahead(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            while self.request.recv(1):
-                self.request.sendall(CLOCK.pack(time.time_ns() + 3600 * 10**9))
+    def ahead(sock: socket.socket) -> None:
+        while sock.recv(1):
+            sock.sendall(CLOCK.pack(time.time_ns() + 3600 * 10**9))
 
-    with _listening(Ahead) as port:
+    with listener(ahead) as port:
         finding = peer.clock("127.0.0.1", port - 1, deadline(60_000))
     is_(finding, State.WARNING, "+3600", "chronyc makestep")
 
@@ -287,15 +289,3 @@ def test_port_that_is_taken_ends_serve_with_one_line() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("llm-datadist doctor: ")
     assert done.stderr.count("\n") == 1
-
-
-@contextmanager
-def _listening(handler: Any, port: int = 0) -> Iterator[int]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", port), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()

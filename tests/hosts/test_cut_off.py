@@ -44,15 +44,12 @@ class Scene:
         self.pages_here = self.decoder.do(make, "pages", PAGED, 4)
         self.keys = len(self.prompt.do(picture).keys)
 
-    def begin(self, name: str, pull: tuple[Any, ...]) -> None:
-        self.decoder.do(begin_there, name, call, *pull)
-
     def begin_bulk(self) -> None:
         """Have the decoder pull the bulk, slowly, and wait until it is in the middle of it."""
         host = self.hosts[0]
         host.limit(MEGABITS)
         sent = host.bytes_sent()
-        self.begin("bulk", PULL_BULK)
+        self.decoder.do(begin_there, "bulk", call, *PULL_BULK)
         wait_until(lambda: host.bytes_sent() > sent + (1 << 20))
         assert self.prompt.do(picture).pins == 1
 
@@ -65,10 +62,6 @@ class Scene:
                 self.network.cut(prompt, decoder)
             case "answers lost":
                 self.network.lose(prompt, decoder)
-
-    def others_are_fine(self) -> None:
-        """The decoder's other link moves bytes both ways."""
-        bytes_move_both_ways(self.decoder, self.other)
 
     def error(self, name: str) -> LLMException:
         """Return how a pull that was begun has failed; it must have, before long."""
@@ -117,9 +110,9 @@ def test_r7_a_pull_from_a_host_that_is_cut_off_ends_at_its_deadline_and_the_link
         scene.cut(how)
     else:
         scene.cut(how)
-        scene.begin("bulk", PULL_BULK)
+        scene.decoder.do(begin_there, "bulk", call, *PULL_BULK)
         wait_until(lambda: scene.prompt.do(picture).pins == 1)
-    scene.others_are_fine()
+    bytes_move_both_ways(scene.decoder, scene.other)
     error = scene.error("bulk")
     assert isinstance(error, DeadlineExceeded), error
     assert (error.status_code, error.phase) == (LLMStatusCode.LLM_TIMEOUT, phase)
@@ -141,8 +134,8 @@ def test_r22_a_host_that_stays_cut_off_is_lost_at_both_ends_and_linked_again_wit
     scene = Scene(cluster, budget=LONG, extra=IMPATIENT)
     scene.begin_bulk()
     scene.cut(how)
-    scene.begin("pages", PULL_PAGES)
-    scene.others_are_fine()
+    scene.decoder.do(begin_there, "pages", call, *PULL_PAGES)
+    bytes_move_both_ways(scene.decoder, scene.other)
     for name, phase in (("bulk", "copy"), ("pages", "resolve")):
         error = scene.error(name)
         assert isinstance(error, PeerLost), error
@@ -156,6 +149,6 @@ def test_r22_a_host_that_stays_cut_off_is_lost_at_both_ends_and_linked_again_wit
         with pytest.raises(NotLinked):
             scene.decoder.do(call, *pull)
     same_bytes(scene.decoder.do(show, "pages"), scene.pages_here)
-    scene.others_are_fine()
+    bytes_move_both_ways(scene.decoder, scene.other)
     scene.network.heal()
     scene.works_again()

@@ -27,7 +27,6 @@ from tests.support.moves import wait_until  # noqa: E402
 COMMAND = (sys.executable, "-m", "llm_datadist.cli")
 APP = typer.main.get_command(app)
 LEAKS = "always::ResourceWarning"  # a forgotten close in the parent or in a role shows up on standard error
-STARTED = re.compile(r" (\w+) +process (\d+) started")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -174,7 +173,7 @@ def test_a_reader_that_has_ended_is_no_traceback() -> None:
 # --- the demo ---------------------------------------------------------------------------------------------------------
 def processes(text: str) -> dict[str, int]:
     """Role -> process id, as the progress lines tell."""
-    return {role: int(pid) for role, pid in STARTED.findall(text)}
+    return {role: int(pid) for role, pid in re.findall(r" (\w+) +process (\d+) started", text)}
 
 
 @pytest.mark.parametrize(("transport", "memory"), [("inproc", "pool"), ("tcp", "pool"), ("cma", "registered")])

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Final
 
 import pytest
 
+from tests.support.linking import free_port
 from tests.support.source import ROOT, run
 
 pytestmark = pytest.mark.covers(
@@ -47,12 +47,12 @@ PRINTED: Final = {
     "xpyd": (r"decoder-1: pulled from clusters \d+, \d+", r"decoder-2: pulled from clusters \d+, \d+"),
 }
 _ENVIRONMENT: Final = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
-SEEN_TO_GO = r"link to cluster \d+ .* ended: the peer closed the connection"
 
 
 def _complaints(error: str) -> list[str]:
     """Where both ends unlink by force, the second one may see the first one go."""
-    return [line for line in error.splitlines() if not re.fullmatch(SEEN_TO_GO, line)]
+    seen_to_go = r"link to cluster \d+ .* ended: the peer closed the connection"
+    return [line for line in error.splitlines() if not re.fullmatch(seen_to_go, line)]
 
 
 def _run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -77,10 +77,8 @@ def test_the_page_lists_every_example_and_no_other() -> None:
 
 
 def test_the_roles_start_one_by_one_as_on_two_machines() -> None:
-    with socket.socket() as picked:
-        picked.bind(("127.0.0.1", 0))
-        meet = f"127.0.0.1:{picked.getsockname()[1]}"
-    command = [sys.executable, "-W", "error", str(ROOT / "examples/push_blocks.py"), "--meet", meet, "--role"]
+    meet = ["--meet", f"127.0.0.1:{free_port()}", "--role"]
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/push_blocks.py"), *meet]
     # The decoder first: it has to wait for the prompt.
     pipe = subprocess.PIPE
     ends = [

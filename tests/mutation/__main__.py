@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from tests.mutation import headers
-from tests.mutation.mutant import Mutant
+from tests.mutation import Mutant, headers
 from tests.mutation.runner import PACKAGE, ROOT, Baseline, Copy, NoMutantError
 from tests.mutation.session import KILLED, NO_MUTANT, SURVIVED, Session, compare
 

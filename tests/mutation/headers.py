@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Final
 
-from tests.mutation.mutant import Mutant
-
-__all__ = ["mutants"]
+from tests.mutation import Mutant
 
 #: What is found in a line of code -> what stands there instead.
 _CHANGES: Final = (

@@ -11,9 +11,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
-from tests.mutation.mutant import Mutant
-
-__all__ = ["mutants"]
+from tests.mutation import Mutant
 
 
 def mutants(module: str, source: str, operators: Sequence[str], sample: int | None, seed: int) -> Iterator[Mutant]:

@@ -14,9 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from tests.mutation.mutant import Mutant
-
-__all__ = ["PACKAGE", "ROOT", "UNENDING", "Baseline", "Copy", "NoMutantError"]
+from tests.mutation import Mutant
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = Path("src/llm_datadist")

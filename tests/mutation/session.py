@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Final
 
-__all__ = ["KILLED", "NO_MUTANT", "STAGES", "SURVIVED", "Session", "compare"]
-
 STAGES: Final = ("unit", "wide", "full")
 KILLED, SURVIVED = "killed", "survived"
 #: C++ that does not compile.

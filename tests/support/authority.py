@@ -11,8 +11,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from llm_datadist._links.credentials import CLUSTER_URI
 
-__all__ = ["Authority", "secret_file"]
-
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)
 

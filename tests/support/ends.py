@@ -185,24 +185,24 @@ def _files_of_ours() -> list[str]:
     return sorted(name for name in names if name.lstrip(".").startswith(("llm-datadist", "llm_datadist")))
 
 
+def state_of(task: int) -> str:
+    """Return the letter of the state of a process or thread; empty once there is none."""
+    try:
+        return Path(f"/proc/{task}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def has_ended(pid: int) -> bool:
     """Return whether a process is at most an entry that its parent, who may not be ours, has not collected yet."""
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text("ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return state_of(pid) in ("", "Z")
 
 
 def freeze(end: End) -> None:
     """SIGSTOP, and wait until no thread of it runs any more: until then it may still answer."""
     assert isinstance(end, ChildEnd), "it is in this process"
     end.signal(signal.SIGSTOP)
-    threads = Path(f"/proc/{end.pid}/task")
-
-    def state(thread: Path) -> str:
-        return (thread / "stat").read_text("ascii").rpartition(")")[2].split()[0]
-
-    wait_until(lambda: all(state(thread) == "T" for thread in threads.iterdir()))
+    wait_until(lambda: {state_of(int(thread)) for thread in os.listdir(f"/proc/{end.pid}/task")} == {"T"})
 
 
 @contextmanager

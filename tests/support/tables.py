@@ -12,8 +12,6 @@ from contextlib import suppress
 
 from tests.support.source import ROOT, run
 
-__all__ = ["WIDTHS", "on_terminal", "printed", "tables", "uncoloured"]
-
 WIDTHS = (80, 200, None)
 """Of terminals; None for a pipe."""
 

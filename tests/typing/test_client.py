@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tests.support.source import ROOT
+from tests.support.source import ROOT, run
 
 CLIENT: Final = Path(__file__).with_name("client.py")
 #: In place of what stands in client.py, and the word that a checker has to name.
@@ -43,14 +43,9 @@ def test_a_client_of_the_whole_surface_passes_and_each_typo_in_it_is_named(check
         programs[f"typo{number}"] = text.replace(right, wrong)
     for name, program in programs.items():
         (tmp_path / f"{name}.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "-m", checker, *CHECKERS[checker], *(f"{name}.py" for name in programs)],
-        cwd=tmp_path,
-        env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},  # else it asks npm for a newer one
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", checker, *CHECKERS[checker], *(f"{name}.py" for name in programs)]
+    environment = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}  # else it asks npm for a newer one
+    done = run(*command, cwd=tmp_path, env=environment, timeout=None)
     said = _ERROR.findall(done.stdout)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [each for each in said if each[0] == "client"] == []
