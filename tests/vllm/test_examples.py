@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from servers import Servers
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
     )
 
 
