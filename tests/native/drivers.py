@@ -25,9 +25,8 @@ class Driver:
     """One program: ``<name>_driver.cpp`` beside this file."""
 
     name: str
-    #: Arguments for fewer rounds, where each takes long: under sanitizers, and without them.
+    #: Arguments for fewer rounds, where each takes long.
     fewer: tuple[str, ...] = ()
-    fewest: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path:
@@ -37,8 +36,8 @@ class Driver:
 
 DRIVERS: Final = (
     Driver("lanes"),
-    Driver("writers", ("60", "3000"), ("10", "3000")),
-    Driver("pool", ("12",), ("12",)),
+    Driver("writers", ("60", "3000")),
+    Driver("pool", ("12",)),
     Driver("movers"),
 )
 
