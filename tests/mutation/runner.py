@@ -10,18 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from llm_datadist._native import _native
 from tests.mutation import Mutant
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = Path("src/llm_datadist")
-_SPEC: Final = find_spec("llm_datadist._native._native")
-assert _SPEC is not None
-assert _SPEC.origin is not None
-_COMPILED: Final = Path(_SPEC.origin)
+_COMPILED: Final = Path(_native.__file__)
 #: The killer of a mutant with which the tests did not end, or could not be collected.
 UNENDING: Final = "no end"
 #: A mutant may take this many times as long as the code itself, and this much longer.

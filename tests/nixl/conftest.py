@@ -1,10 +1,11 @@
 """The tests of the transport nixl run where NIXL is installed; `make test-nixl` makes an environment that has it."""
 
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
+
+from llm_datadist._transport.nixl_agent import installed
 
 # What NIXL says of peers that were killed on purpose.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -12,7 +13,7 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is in this folder where there is no NIXL; `make test-nixl` requires it."""
-    if importlib.util.find_spec("nixl") or os.environ.get("LLM_DATADIST_NIXL") == "required":
+    if installed() or os.environ.get("LLM_DATADIST_NIXL") == "required":
         return
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):

@@ -140,7 +140,10 @@ def _serve(name: str, fd: int) -> None:
         pipe.send(answer)
     world.stop()
     # What the control thread dropped may still be on its way, see llm_datadist._memory.unmap.
-    wait_until(lambda: residue()["memfd mappings"] == 0)
+    with suppress(AssertionError):
+        wait_until(lambda: residue()["memfd mappings"] == 0, 5.0)
+    left = residue()
+    assert left["memfd mappings"] == 0, left
 
 
 def _main(control: socket.socket) -> None:
