@@ -258,9 +258,9 @@ def test_a_push_that_was_given_up_writes_nothing_once_the_owner_has_been_told(tc
     with Relay(("127.0.0.1", prompt.port)) as relay:
         assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
         assert relay.now("lane", "up", Fault("stall", at=50_000)) > 1
+        old = relay.carried("lane")  # before others are dialled in their place
         with pytest.raises(DeadlineExceeded):
             decoder.do(call, "push_blocks", BLOCKS, Use("first"), [0], [1])
-        old = relay.carried("lane")
         if again:
             wait_until(lambda: in_time(decoder, call, "push_blocks", BLOCKS, Use("later"), [0], [1]))
             arrived = moved(was, later, [(1, 0)])
