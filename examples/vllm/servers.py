@@ -246,7 +246,8 @@ class Servers:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,
+                # Not a session: a worker that waits by sched_yield may keep a core from other sessions (docs/vllm.md).
+                process_group=0,
             )
         server = Server(name, port, process, log)
         self._started.append(server)
