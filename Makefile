@@ -94,7 +94,7 @@ example-hf: $(FULL_VENV)/.installed
 
 # Each file's tests in one process (docs/testing.md); more processes than cores, because many tests wait. They keep the
 # byte code of the tests, whatever the environment says: to make it takes each of them ten seconds.
-WORKERS ?= $(shell echo $$((3 * $$(nproc) / 2)))
+WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(TEST),-n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)

@@ -188,7 +188,7 @@ def processes(text: str) -> dict[str, int]:
     return {role: int(pid) for role, pid in re.findall(r" (\w+) +process (\d+) started", text)}
 
 
-@pytest.mark.parametrize(("transport", "memory"), [("inproc", "pool"), ("tcp", "pool"), ("cma", "registered")])
+@pytest.mark.parametrize(("transport", "memory"), [("inproc", "pool"), ("cma", "registered")])
 def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: str) -> None:
     done = run("demo", "--json", "--transport", transport, "--memory", memory, PYTHONWARNINGS=LEAKS)
     assert done.returncode == 0, done.stderr
@@ -250,7 +250,7 @@ def running() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
         demo.kill()
 
 
-@pytest.mark.parametrize("victim", ["prompt", "decoder", "demo", None])
+@pytest.mark.parametrize("victim", ["prompt", "demo", None])
 def test_a_role_that_dies_and_an_interrupt_end_the_demo_and_leave_no_process(victim: str | None) -> None:
     with running() as (demo, started):
         if victim is None:
