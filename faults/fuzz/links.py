@@ -267,7 +267,7 @@ def _lie(stage: Stage, forge: Forge, verdicts: Verdicts) -> None:
         with suppress(OSError):
             socket_of(link).send(FRAME_HEADER.pack(len(data)) + data)
 
-    friend.options = replace(options, sync_kv_timeout_ms=50)  # a lie that answers another question is waited for
+    friend.options = replace(options, sync_kv_timeout_ms=500)  # a lie that answers another question is waited for
     try:
         with stage.probe.answered(Resolve, lie):
             stage.friend.cache_manager.pull_blocks(BlocksCacheKey(VICTIM, 5), stage.paged, [0, 1], [2, 3])
