@@ -1,4 +1,4 @@
-"""Check the models of this folder: what ``make model`` runs (docs/memory-order.md).
+"""Check the models of this folder: what ``make model`` runs (docs/notes/memory-order.md).
 
 First the models are compared with the source: each step that a model quotes has to be there, and in that order. Then
 Relacy runs each model, which must pass, and each model without one of its steps, which must fail.
