@@ -216,7 +216,7 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 docs: $(VENV)/.docs
-	@$(BIN)/python scripts/check_citations.py
+	@$(BIN)/python -m scripts.check_pages
 	@$(BIN)/python -m scripts.coverage
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
