@@ -230,16 +230,19 @@ def threads() -> Iterator[str]:
 
 
 def locks() -> Iterator[str]:
-    """Find the locks that architecture.md names in the source."""
+    """Find the locks that architecture.md names in the source, by their class or module."""
     found = set()
-    for path in _files(SOURCE, tools=False):
-        for cls in ast.walk(_tree(path)) if path.suffix == ".py" else ():
-            for node in ast.walk(cls) if isinstance(cls, ast.ClassDef) else ():
-                if isinstance(node, ast.Assign) and re.match(
-                    r"threading\.(R?Lock|Condition)\(", ast.unparse(node.value)
-                ):
-                    found |= {f"{cls.name}.{ast.unparse(each).rpartition('.')[2]}" for each in node.targets}
-    shown = {span for row in _table("architecture", "lock", "is held while") for span in _spans(row[0])}
+    for path, nodes in _library():
+        owners = [
+            (path.stem, _tree(path).body),
+            *((each.name, ast.walk(each)) for each in nodes if isinstance(each, ast.ClassDef)),
+        ]
+        for owner, inside in owners:
+            for node in inside:
+                if re.search(r" = threading\.(R?Lock|Condition)\(", ast.unparse(node).partition("\n")[0]):
+                    found.add(f"{owner}.{re.split(r'[ :]', ast.unparse(node))[0].removeprefix('self.')}")
+    rows = _table("architecture", "lock", "is held while")
+    shown = {span for row in rows for span in _spans(row[0])}
     shown |= {span for span in _spans(_page("architecture")) if re.fullmatch(r"\w+\._?lock", span)}
     yield from (f"architecture.md: there is no lock {each}" for each in sorted(shown - found))
 
