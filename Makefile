@@ -92,7 +92,7 @@ $(FULL_VENV)/.installed: $(FULL_VENV)/.peers $(FULL_VENV)/.library
 example-hf: $(FULL_VENV)/.installed
 	@$(FULL_BIN)/python examples/transformers/prefill_decode.py $(HF)
 
-# Each file's tests in one process (docs/testing.md); more processes than cores, because many tests wait. They keep the
+# Each file's tests in one process (docs/notes/testing.md); more processes than cores, because many tests wait. They keep the
 # byte code of the tests, whatever the environment says: to make it takes each of them ten seconds.
 WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 test: export PYTHONDONTWRITEBYTECODE :=
@@ -124,7 +124,7 @@ faults: $(STAMP)
 	@$(BIN)/python -m faults campaign $(FAULTS)
 	@$(BIN)/python -m faults fuzz --frames $(FRAMES)
 
-# Moments that a test cannot choose, each met often (docs/testing.md).
+# Moments that a test cannot choose, each met often (docs/notes/testing.md).
 trials: $(STAMP)
 	@for each in trials rebind grants interrupts tamper stuck-readers crowd unmapping; do \
 		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
@@ -216,7 +216,7 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 docs: $(VENV)/.docs
-	@$(BIN)/python scripts/check_citations.py
+	@$(BIN)/python -m scripts.check_pages
 	@$(BIN)/python -m scripts.coverage
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"

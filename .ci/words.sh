@@ -17,7 +17,7 @@ table() {
     return $failed
 }
 
-# The tests between hosts need network namespaces (docs/testing.md). On a machine that has what they need a skip is a
+# The tests between hosts need network namespaces (docs/notes/testing.md). On a machine that has what they need a skip is a
 # failure; on another one they skip, and the log says so here and in the summary of the tests.
 if { unshare --net true || unshare --user --map-root-user --net true; } 2>/dev/null \
     && command -v ip tc >/dev/null; then

@@ -4,7 +4,7 @@ The steps are those of walk 1 of docs/architecture.md, by number: :data:`STEPS`.
 (`llm_datadist._native.steps`) and calls this module at each of them while a gate is shut or arrivals are counted; a
 pull_cache or another public method is wrapped instead. A gate is two files in a folder: ``reached`` appears when the
 end is there, and it goes on when ``go`` appears. An end that stands at a gate can be killed or stopped by a signal. See
-docs/faults.md.
+docs/notes/faults.md.
 
 Each gate stops one call, the first that comes. At a step of the target its control thread stops: such an end sends no
 heartbeat and answers nothing meanwhile.
@@ -59,8 +59,8 @@ STEPS: Final[dict[str, Step]] = {
     "target answered": Step(5, "target", "handled", "what had to be pinned is, and the answer is on its way", Resolve),
     "answer": Step(6, "initiator", "answer", "the answer has come, nothing of it has been mapped"),
     "resolved": Step(6, "initiator", "resolved", "the answer is mapped, nothing has been compared"),
-    "plan": Step(7, "initiator", "plan", "the guards were fine, there is no plan yet"),
-    "guards": Step(8, "initiator", "guards", "the guards have not been compared"),
+    "guards": Step(7, "initiator", "guards", "the guards have not been compared"),
+    "plan": Step(8, "initiator", "plan", "the guards were fine, there is no plan yet"),
     "before copy": Step(9, "initiator", "copy", "there is a plan, no byte has moved", False),
     "before write": Step(9, "initiator", "copy", "as before copy", True),
     "deadline": Step(9, "initiator", "copy", "as before copy, and the call's time passes there", False, expire=True),

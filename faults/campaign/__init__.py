@@ -1,1 +1,1 @@
-"""The long campaign of faults: random harm from a seed, and a judge of every byte. See docs/faults.md."""
+"""The long campaign of faults: random harm from a seed, and a judge of every byte. See docs/notes/faults.md."""

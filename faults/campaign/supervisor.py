@@ -1,4 +1,4 @@
-"""The long campaign of faults, see docs/faults.md: epoch after epoch, each followed by healing, proof and a last look.
+"""The long campaign of faults (docs/notes/faults.md): epochs, each followed by healing, proof and a last look.
 
 The supervisor sees the workers as processes that are killed, stopped, and born again at the same address.
 """

@@ -1,4 +1,4 @@
-"""2,000 connections of strangers at a listener (docs/faults.md, Attacks); ``strangers.py`` measures what they cost."""
+"""2,000 connections of strangers at a listener (docs/notes/faults.md, Attacks); ``crowd.py`` measures their cost."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Interrupts in every call, a sample of what ``python -m faults interrupts`` does (docs/faults.md, Attacks)."""
+"""Interrupts in every call, a sample of what ``python -m faults interrupts`` does (docs/notes/faults.md, Attacks)."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""Attacks that once worked: valid messages with false claims. docs/faults.md has the table."""
+"""Attacks that once worked: valid messages with false claims. docs/notes/faults.md has the table."""
 
 import secrets
 import socket

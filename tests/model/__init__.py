@@ -1,1 +1,1 @@
-"""Models of the protocols that depend on memory order, and what checks them (docs/memory-order.md)."""
+"""Models of the protocols that depend on memory order, and what checks them (docs/notes/memory-order.md)."""

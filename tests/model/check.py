@@ -1,4 +1,4 @@
-"""Check the models of this folder: what ``make model`` runs (docs/memory-order.md).
+"""Check the models of this folder: what ``make model`` runs (docs/notes/memory-order.md).
 
 First the models are compared with the source: each step that a model quotes has to be there, and in that order. Then
 Relacy runs each model, which must pass, and each model without one of its steps, which must fail.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from scripts import check_citations
+from scripts import check_pages
 from tests.native.drivers import NATIVE, ROOT, Unsupported, compiler
 from tests.support import debian
 
@@ -52,11 +52,11 @@ def main() -> int:
 def mistakes() -> list[str]:
     """Return where the models and the source differ, one line each."""
     sources = {name: (HERE / f"{name}.cpp").read_text() for name in MODELS}
-    known = check_citations.headings(ROOT / "docs")
+    known = check_pages.headings(ROOT / "docs")
     found = [
         f"{name}.cpp:{line}: {what}"
         for name, text in sources.items()
-        for line, what in check_citations.mistakes(text, known)
+        for line, what in check_pages.mistakes(text, known)
     ]
     for name, text in sources.items():
         found += [f"{name}.cpp: {what}" for what in _misquoted(text)]

@@ -1,4 +1,4 @@
-// What the models share: steps that can be left out, and the run over the schedules (docs/memory-order.md).
+// What the models share: steps that can be left out, and the run over the schedules (docs/notes/memory-order.md).
 //
 // A comment with a name, a file and a quotation says which step of the source the line below it stands for. check.py
 // compares these quotations with the source.

@@ -1,4 +1,4 @@
-"""The native code under sanitizers: what ``make asan`` runs (docs/testing.md).
+"""The native code under sanitizers: what ``make asan`` runs (docs/notes/testing.md).
 
 The module is built with the address and undefined-behaviour sanitizers into an environment of its own, and the tests
 of the native code and of the transports run there. The C++ drivers run with the same two and with the thread sanitizer.

@@ -2,7 +2,8 @@
 
 apt-get works with lists and a status of its own here, so that neither the system's architectures nor its packages
 change, and root is not needed. qemu translates each thread to ordinary instructions of this machine: it shows whether
-the module works, and nothing of the order in which a real arm64 machine makes stores visible (docs/memory-order.md).
+the module works, and nothing of the order in which a real arm64 machine makes stores visible
+(docs/notes/memory-order.md).
 """
 
 import shutil
