@@ -137,7 +137,7 @@ def test_ratios_of_the_readme_are_the_lowest_measured_with_their_range() -> None
 
 def test_the_five_references_are_the_same_on_every_page() -> None:
     tables = [list(_rows(text, 3)) for text in (_section(README, "Five references"), _text(DOCS / "index.md"))]
-    long = list(_rows(_section(DOCS / "vllm.md", "Why the answers are right"), 3))
+    long = list(_rows(_section(DOCS / "vllm.md", "Correctness"), 3))
     assert tables[0] == tables[1]
     assert len(long) == 6
     for short, whole in zip(tables[0][1:], long[1:], strict=True):
