@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ import llm_datadist
 from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, config, cpp_api, errors
 from llm_datadist._cache import registry
 from llm_datadist._links import link
+from llm_datadist._links.messages import MAX_READERS
+from llm_datadist._memory.guards import GuardTable
 from llm_datadist.cache_manager import CacheManager
 from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules, run
@@ -257,6 +260,18 @@ def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_th
     used = set(re.findall(r"LLMStatusCode\.(LLM_\w+)", code)) | defaults
     codes = {_code_spans(row[0])[0] for row in list(_rows(_section(DOCS / "errors.md", "Status codes"), 2))[1:]}
     assert used <= codes <= set(errors.LLMStatusCode.__members__)
+
+
+def test_the_limits_of_the_page_about_scaling_are_those_of_the_code() -> None:
+    shown = {row[0]: re.findall(r"\d[\d,]*", row[1]) for row in _rows(_section(DOCS / "scaling.md", "Limits"), 3)}
+    with closing(GuardTable()) as guards:
+        limits = {
+            "links that peers dial to one instance": config.Options(role=LLMRole.PROMPT, device_id=0).max_links,
+            "pins of one peer": registry.MAX_PINS_PER_PEER,
+            "readers of a grant": MAX_READERS,
+            "caches, bound keys and grants together": guards.capacity,
+        }
+    assert [what for what, number in limits.items() if f"{number:,}" not in shown[what]] == []
 
 
 def test_the_sizes_of_the_page_about_pools_are_those_that_a_pool_gives() -> None:
