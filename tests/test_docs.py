@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ import llm_datadist
 from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, config, cpp_api, errors
 from llm_datadist._cache import registry
 from llm_datadist._links import link
+from llm_datadist._links.messages import MAX_READERS
+from llm_datadist._memory.guards import GuardTable
 from llm_datadist.cache_manager import CacheManager
 from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules, run
@@ -124,8 +127,12 @@ def test_the_readme_is_short_and_says_what_it_is_not_before_the_picture() -> Non
 
 def test_ratios_of_the_readme_are_the_lowest_measured_with_their_range() -> None:
     measured = list(_rows(_section(DOCS / "performance.md", "Results"), 3))
-    floors = {row[0]: row[3] for row in _rows(_section(DOCS / "performance.md", "Results"), 6)}
-    assert all(floors[what] == three for what, three, _ in measured[1:]), "two tables of that page"
+    rows = list(_rows(_text(DOCS / "notes" / "floors.md"), 6))[1:]
+    floors = {row[0]: row[3] for row in rows}
+    assert all(floors[what] == three for what, three, _ in measured[1:]), "the page and its note"
+    met = sum(row[5] == "met" for row in rows)
+    assert f"Of {len(rows)} floors" in _text(DOCS / "performance.md")
+    assert f"{met} are met" in _text(DOCS / "performance.md")
     shown = [row[1:] for row in _rows(_section(README, "How fast"), 3)][1:]
     runs = [[float(each) for each in re.findall(r"[\d.]+", f"{three} {alone}")] for _, three, alone in measured[1:]]
     assert shown == [[f"{min(each):.1f}", f"{min(each):.1f} to {max(each):.1f}"] for each in runs]
@@ -133,7 +140,7 @@ def test_ratios_of_the_readme_are_the_lowest_measured_with_their_range() -> None
 
 def test_the_five_references_are_the_same_on_every_page() -> None:
     tables = [list(_rows(text, 3)) for text in (_section(README, "Five references"), _text(DOCS / "index.md"))]
-    long = list(_rows(_section(DOCS / "vllm.md", "Why the answers are right"), 3))
+    long = list(_rows(_section(DOCS / "vllm.md", "Correctness"), 3))
     assert tables[0] == tables[1]
     assert len(long) == 6
     for short, whole in zip(tables[0][1:], long[1:], strict=True):
@@ -235,7 +242,7 @@ def test_every_option_is_documented_and_extensions_lists_ours_those_without_effe
 
 
 def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_that_the_code_uses() -> None:
-    rows = list(_rows(_section(DOCS / "errors.md", "The tree"), 6))[1:]
+    rows = list(_rows(_section(DOCS / "errors.md", "The tree"), 5))[1:]
     shown = {_code_spans(row[0])[0]: (_code_spans(row[1]), _code_spans(row[2]), row[3]) for row in rows}
     classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
     assert shown == {
@@ -247,12 +254,24 @@ def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_th
         for each in classes
         if issubclass(each, errors.LLMException)
     }
-    assert all(row[5] for row in rows), "every row says what to do"
+    assert all(row[4] for row in rows), "every row says what to do"
     code = "".join(path.read_text() for module, path in modules().items() if not module.endswith("errors"))
     defaults = {each.default_status.name for each in errors.LLMException.__subclasses__()}
     used = set(re.findall(r"LLMStatusCode\.(LLM_\w+)", code)) | defaults
     codes = {_code_spans(row[0])[0] for row in list(_rows(_section(DOCS / "errors.md", "Status codes"), 2))[1:]}
     assert used <= codes <= set(errors.LLMStatusCode.__members__)
+
+
+def test_the_limits_of_the_page_about_scaling_are_those_of_the_code() -> None:
+    shown = {row[0]: re.findall(r"\d[\d,]*", row[1]) for row in _rows(_section(DOCS / "scaling.md", "Limits"), 3)}
+    with closing(GuardTable()) as guards:
+        limits = {
+            "links that peers dial to one instance": config.Options(role=LLMRole.PROMPT, device_id=0).max_links,
+            "pins of one peer": registry.MAX_PINS_PER_PEER,
+            "readers of a grant": MAX_READERS,
+            "caches, bound keys and grants together": guards.capacity,
+        }
+    assert [what for what, number in limits.items() if f"{number:,}" not in shown[what]] == []
 
 
 def test_the_sizes_of_the_page_about_pools_are_those_that_a_pool_gives() -> None:
