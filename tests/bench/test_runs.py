@@ -182,10 +182,10 @@ def test_a_bad_value_is_refused_and_leaves_no_file(
 #: Three steps, each with a line of its own; the number of threads meanwhile is the exit status.
 _STEPS: Final = """
 import sys, threading
-from llm_datadist.bench.progress import Progress, steps
+from llm_datadist.bench.progress import BenchProgress, steps
 for each in steps("abc", "step {}".format):
     print("did", each, flush=True)
-with Progress(sys.stderr, "frames") as progress:
+with BenchProgress(sys.stderr, "frames") as progress:
     progress.begin(2)
     for each in (1, 2):
         progress.show(each, "[red]")

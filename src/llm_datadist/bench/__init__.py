@@ -1,7 +1,7 @@
 """``llm-datadist bench``: this library beside the limits of the machine and other software, every byte verified.
 
-A *side* (``sides/``) moves one workload in worker processes of its own. The driver runs all sides of a case in turn,
-pass after pass, and makes rows of results. Each exception here ends one side or one case; the run goes on.
+A *contender* (``contenders/``) moves one workload in worker processes of its own. The driver runs all contenders of a case in turn,
+pass after pass, and makes rows of results. Each exception here ends one contender or one case; the run goes on.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ class WrongBytes(BenchError):
     """A transfer did not move what it should have, or moved more."""
 
 
-class SideFailed(BenchError):
-    """A process of a side died, hung, or reported an error."""
+class ContenderFailed(BenchError):
+    """A process of a contender died, hung, or reported an error."""

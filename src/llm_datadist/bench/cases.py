@@ -1,4 +1,4 @@
-"""Cases of the bench: one of our sides beside a limit and peers, made from the options of the user.
+"""Cases of the bench: one of our contenders beside a limit and peers, made from the options of the user.
 
 A case becomes one row of results for each peer.
 """
@@ -12,9 +12,9 @@ import msgspec
 
 from llm_datadist._native import usable_cpus
 from llm_datadist.bench import BenchError
-from llm_datadist.bench.sides import LIMITS, PEERS
-from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.workload import MOVES, Memory, Op, Workload
+from llm_datadist.bench.contenders import LIMITS, PEERS
+from llm_datadist.bench.contenders.base import Role
+from llm_datadist.bench.workload import MOVES, BenchMemory, BenchWorkload, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +80,7 @@ class Request:
     block_bytes: int | None = None
     blocks: int | None = None
     tensors: int | None = None
-    memory: Memory | None = None
+    memory: BenchMemory | None = None
     threads: int | None = None
     against: tuple[str, ...] | None = None
     passes: int | None = None
@@ -89,10 +89,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One of our sides beside a limit and peers, on one workload.
+    """One of our contenders beside a limit and peers, on one workload.
 
     Attributes:
-        side: Name of our side.
+        contender: Name of our contender.
         call: The call that is timed, as shown to the user.
         transport: What is asked for; "local" where nothing leaves the process.
         workload: What is moved.
@@ -103,10 +103,10 @@ class Case:
         busy: In which of our processes a thread of pure Python runs.
     """
 
-    side: str
+    contender: str
     call: str
     transport: str
-    workload: Workload
+    workload: BenchWorkload
     limit: str | None = None
     peers: tuple[str, ...] = ()
     passes: int = 5
@@ -114,9 +114,9 @@ class Case:
     busy: Role | None = None
 
     @property
-    def sides(self) -> tuple[str, ...]:
-        """All sides, ours first."""
-        return (self.side, *([self.limit] if self.limit else []), *self.peers)
+    def contenders(self) -> tuple[str, ...]:
+        """All contenders, ours first."""
+        return (self.contender, *([self.limit] if self.limit else []), *self.peers)
 
     @property
     def bytes_timed(self) -> int:
@@ -145,12 +145,12 @@ class Case:
         shape = f"{work.blocks} x {size_text(work.block_bytes)} x {work.tensors}"
         return f"{work.op} {self.call} over {self.transport}, {shape}{busy}"
 
-    def without(self, side: str) -> Case:
+    def without(self, contender: str) -> Case:
         """Return the case without a limit or peer."""
         return replace(
             self,
-            limit=None if side == self.limit else self.limit,
-            peers=tuple(each for each in self.peers if each != side),
+            limit=None if contender == self.limit else self.limit,
+            peers=tuple(each for each in self.peers if each != contender),
         )
 
 
@@ -166,21 +166,21 @@ def cases_of(request: Request) -> list[Case]:
     """Return the cases of one op.
 
     Raises:
-        BenchError: An option that the op does not take, or a side that does not exist; the text names the option.
+        BenchError: An option that the op does not take, or a contender that does not exist; the text names the option.
     """
     check_options(request, request.op, _TAKES[request.op])
     return list(_MAKERS[request.op](request))
 
 
 def check_options(request: Request, name: str, takes: set[str]) -> None:
-    """Refuse options that are not in ``takes``, and sides that do not exist."""
+    """Refuse options that are not in ``takes``, and contenders that do not exist."""
     given = {each for each in _WORK if getattr(request, each) is not None}
     for each in sorted(given - takes):
         known = ", ".join(_option(one) for one in sorted(takes))
         raise BenchError(f"{_option(each)}: bench {name} does not take it; about the work it takes {known}")
-    for side in request.against or ():
-        if side not in LIMITS and side not in PEERS:
-            raise BenchError(f"--against: {side!r} is unknown, known: {', '.join([*LIMITS, *PEERS])}")
+    for contender in request.against or ():
+        if contender not in LIMITS and contender not in PEERS:
+            raise BenchError(f"--against: {contender!r} is unknown, known: {', '.join([*LIMITS, *PEERS])}")
 
 
 def _option(name: str) -> str:
@@ -198,7 +198,7 @@ def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
     return ()
 
 
-def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
+def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
     names = _usual_against(request.op, transport) if request.against is None else request.against
     if transport in _BETWEEN_HOSTS:
@@ -211,24 +211,24 @@ def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...
 
 
 def _case(
-    request: Request, side: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
+    request: Request, contender: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
 ) -> Case:
-    """Return the case of one side, with ``blocks`` blocks where the user gave no number."""
-    limit, peers = _sides(request, transport)
+    """Return the case of one contender, with ``blocks`` blocks where the user gave no number."""
+    limit, peers = _contenders(request, transport)
     tensors = request.tensors or _TENSORS.get(request.op, 1)
     block_bytes = request.block_bytes or _BLOCK_BYTES
     fitting = max(1, request.set_bytes // (block_bytes * tensors))
     private = transport == "cma" and request.op is not Op.LINK
-    workload = Workload(
+    workload = BenchWorkload(
         op=request.op,
         block_bytes=block_bytes,
         blocks=request.blocks or blocks or fitting,
         tensors=tensors,
-        memory=request.memory or (Memory.REGISTERED if private else Memory.POOL),
+        memory=request.memory or (BenchMemory.REGISTERED if private else BenchMemory.POOL),
         threads=request.threads or usable_cpus(),
     )
     return Case(
-        side=side,
+        contender=contender,
         call=call,
         transport=transport,
         workload=workload,
@@ -269,7 +269,7 @@ def _latency(request: Request) -> Iterator[Case]:
         return
     yield from _beside_python(idle)
     # A pull consumes its key only where the cache is in a pool.
-    pooled = replace(request, memory=request.memory or Memory.POOL, against=())
+    pooled = replace(request, memory=request.memory or BenchMemory.POOL, against=())
     by_key = _case(pooled, f"ours-{transport}-key", "pull_cache by key", transport, blocks=min(_KEY_BLOCKS, most))
     by_key = replace(by_key, samples=by_key.workload.blocks)
     yield by_key
@@ -277,7 +277,7 @@ def _latency(request: Request) -> Iterator[Case]:
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread on either side, without peers.
+    """Yield the case with a busy thread on either contender, without peers.
 
     It has fewer steps, because one may take 10 ms.
     """
@@ -298,8 +298,8 @@ def _single(request: Request) -> Iterator[Case]:
         transport = request.transport or "shm"
         if transport == "inproc":
             raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
-        side = f"ours-{transport}-link"
-        yield _case(request, side, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
+        contender = f"ours-{transport}-link"
+        yield _case(request, contender, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
 
 
 _MAKERS: Final = {

@@ -33,7 +33,7 @@ _STYLE: Final[dict[Any, Any]] = {
 }
 
 Points = dict[str, dict[int, float]]
-"""Side -> block size -> GB/s."""
+"""Contender -> block size -> GB/s."""
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
@@ -64,12 +64,12 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
         if row.op not in MOVES or row.gb_per_s is None:
             continue
         where = "" if row.transport == "local" else f" over {row.transport}"
-        sides = found.setdefault(f"{row.call}{where}", {})
+        contenders = found.setdefault(f"{row.call}{where}", {})
         limit = row.limit and row.limit.partition(" (")[0]  # without its fastest way, another one for each size
         for name, rate in ((_OURS, row.gb_per_s), (limit, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
             if name is not None and rate is not None:
                 # Where blocks of one size were moved in several numbers the largest set counts, and comes first.
-                sides.setdefault(name, {}).setdefault(row.block_bytes, rate)
+                contenders.setdefault(name, {}).setdefault(row.block_bytes, rate)
     return found
 
 

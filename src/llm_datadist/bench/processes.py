@@ -1,7 +1,7 @@
-"""The worker processes of a side, from the driver: start them, give orders, and end them in every case.
+"""The worker processes of a contender, from the driver: start them, give orders, and end them in every case.
 
 The thread ``bench-answers`` of each process reads its answers; everything else is used by one thread. A process that
-dies, hangs or reports an error is a :class:`SideFailed`, with the end of what it wrote to standard error.
+dies, hangs or reports an error is a :class:`ContenderFailed`, with the end of what it wrote to standard error.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llm_datadist.bench import SideFailed
-from llm_datadist.bench.sides import find
-from llm_datadist.bench.sides.base import Role
+from llm_datadist.bench import ContenderFailed
+from llm_datadist.bench.contenders import find
+from llm_datadist.bench.contenders.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from llm_datadist.bench.workload import Workload
+    from llm_datadist.bench.workload import BenchWorkload
 
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
-# Each side sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
+# Each contender sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # On one host all that runs on UCX takes the loopback device: with more devices UCX spreads messages over all of them.
 _LOOPBACK: Final = {"UCX_NET_DEVICES": "lo"}
@@ -58,14 +58,14 @@ class Process:
     """One worker process.
 
     Attributes:
-        name: "side (role)", for messages.
+        name: "contender (role)", for messages.
     """
 
-    def __init__(self, side: str, role: Role, build: Build) -> None:
-        self.name = side if role is Role.ALONE else f"{side} ({role})"
+    def __init__(self, contender: str, role: Role, build: Build) -> None:
+        self.name = contender if role is Role.ALONE else f"{contender} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
-            [*build.within.get(role, ()), build.python, "-m", "llm_datadist.bench.worker", side, role],
+            [*build.within.get(role, ()), build.python, "-m", "llm_datadist.bench.worker", contender, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -73,7 +73,7 @@ class Process:
                 **(os.environ if build.environment is None else build.environment),
                 **_ENVIRONMENT,
                 **({} if build.within else _LOOPBACK),
-                **find(side).env,
+                **find(contender).env,
             },
             # Ctrl-C goes to the driver alone, which ends the others in order.
             start_new_session=True,
@@ -105,20 +105,20 @@ class Process:
         """Return the value of the next answer.
 
         Raises:
-            SideFailed: The process reported an error, ended, or said nothing for ``timeout_s`` seconds.
+            ContenderFailed: The process reported an error, ended, or said nothing for ``timeout_s`` seconds.
         """
         try:
             line = self._answers.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
-            raise SideFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
+            raise ContenderFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
         if line is None:
-            raise SideFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
+            raise ContenderFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
         try:
             answer = _decode(line)
         except msgspec.DecodeError:
-            raise SideFailed(f"{self.name}: {what}: not an answer: {line[:_TAIL_BYTES]!r}") from None
+            raise ContenderFailed(f"{self.name}: {what}: not an answer: {line[:_TAIL_BYTES]!r}") from None
         if "error" in answer:
-            raise SideFailed(f"{self.name}: {what}: {answer['error']}")
+            raise ContenderFailed(f"{self.name}: {what}: {answer['error']}")
         return answer["value"]
 
     def end(self) -> None:
@@ -151,23 +151,23 @@ class Process:
         return f"; it wrote: {text}" if text else ""
 
 
-class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
-    """The processes of one side, launched at once. A context manager, which ends them.
+class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
+    """The processes of one contender, launched at once. A context manager, which ends them.
 
     Attributes:
-        side: Its name.
+        contender: Its name.
         facts: What its processes returned from ``start`` and ``connect``, for example ``transport``.
     """
 
-    def __init__(self, side: str, timeout_s: float, build: Build | None = None) -> None:
-        self.side = side
+    def __init__(self, contender: str, timeout_s: float, build: Build | None = None) -> None:
+        self.contender = contender
         self.facts: dict[str, Any] = {}
         self._timeout_s = timeout_s
         self._failed = False
         self.processes: list[Process] = []
         try:
-            for role in find(self.side).roles:
-                self.processes.append(Process(self.side, role, build or Build()))
+            for role in find(self.contender).roles:
+                self.processes.append(Process(self.contender, role, build or Build()))
         except BaseException:
             self.kill()
             raise
@@ -190,7 +190,7 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
     def turn(self) -> Iterator[None]:
         """Let the processes run during a ``with`` block, and stop them behind it.
 
-        So nothing that waits for its turn costs another side anything: threads that poll, say.
+        So nothing that waits for its turn costs another contender anything: threads that poll, say.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -225,10 +225,10 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
     def verify(self, seed: int) -> None:
         """Compare all bytes.
 
-        Raises SideFailed when they are wrong, or when no process had any to compare.
+        Raises ContenderFailed when they are wrong, or when no process had any to compare.
         """
         if not any(self.ask_all([("verify", {"seed": seed})])):
-            raise SideFailed(f"{self.side}: no process verified anything")
+            raise ContenderFailed(f"{self.contender}: no process verified anything")
 
     def busy(self, role: Role, *, on: bool) -> None:
         """Run a thread of pure Python in the process of that role, or end it."""
@@ -248,7 +248,7 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
             answers.append(value)
         return answers
 
-    def start(self, workload: Workload) -> None:
+    def start(self, workload: BenchWorkload) -> None:
         """Set up the memory of all processes, and connect them."""
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
@@ -264,7 +264,7 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
     def _answer(self, process: Process, what: str, deadline: float) -> Any:  # noqa: ANN401  a JSON value
         try:
             return process.answer(what, deadline - time.monotonic())
-        except SideFailed:
+        except ContenderFailed:
             # The other process may wait for this one for ever, so both are killed at the end.
             self._failed = True
             raise

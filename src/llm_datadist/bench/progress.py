@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere. Needs rich for the bar."""
+"""BenchProgress of long work: a bar on a terminal, plain lines elsewhere. Needs rich for the bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 _SECONDS: Final = 0.1
 
 
-class Progress:
+class BenchProgress:
     """Lines, and a bar below them where the stream is a terminal. A context manager.
 
     The bar is drawn inside of calls only. A thread that draws it would take time from what is measured.
@@ -87,7 +87,7 @@ def steps(
 ) -> Iterator[_T]:
     """Yield the items; show on standard error which one of how many is in work: a bar, or a line for each."""
     known = list(items)
-    with Progress(stream or sys.stderr, unit) as progress:
+    with BenchProgress(stream or sys.stderr, unit) as progress:
         progress.begin(len(known))
         for number, item in enumerate(known):
             what = str(name(item))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from llm_datadist._tables import show_table
 from llm_datadist.bench.cases import Case, size_text
-from llm_datadist.bench.progress import Progress
+from llm_datadist.bench.progress import BenchProgress
 from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from llm_datadist.bench.suite import Floor
 
 
-class Reporter(Progress):
-    """Progress on standard error: a bar on a terminal, else a line for each case. A context manager."""
+class BenchReporter(BenchProgress):
+    """BenchProgress on standard error: a bar on a terminal, else a line for each case. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream, "cases")
@@ -28,11 +28,11 @@ class Reporter(Progress):
         self._cases = list(cases)
         self.begin(len(cases))
 
-    def progress(self, case: Case, side: str, done: int, total: int) -> None:
+    def progress(self, case: Case, contender: str, done: int, total: int) -> None:
         """Move the bar by the part of the passes that is done."""
         number = self._cases.index(case)
-        self.show(number + done / total, f"{case.title}: {side}")
-        if not self.live and done == 0 and side == case.side:
+        self.show(number + done / total, f"{case.title}: {contender}")
+        if not self.live and done == 0 and contender == case.contender:
             self.say(f"{number + 1} of {len(self._cases)}: {case.title}")
 
 

@@ -57,14 +57,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Measured:
-    """Times of one side. Only passes whose bytes were verified count.
+    """Times of one contender. Only passes whose bytes were verified count.
 
     Attributes:
         first: Seconds of the first pass, which touches memory for the first time; of single steps their median.
         steady: Seconds of the later passes, or of all their single steps.
         cpu_seconds: CPU seconds of all its processes, of each later pass.
         passes: How many later passes.
-        way: Which of its ways the side found to be the fastest, or nothing.
+        way: Which of its ways the contender found to be the fastest, or nothing.
     """
 
     first: float = 0.0

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
-from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.bench.contenders.base import Role
+from llm_datadist.bench.workload import BenchMemory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ _SIZES: Final = tuple(size * _KIB for size in (4, 16, 64, 256, 1024))
 _FEW_SIZES: Final = tuple(size * _KIB for size in (4, 64, 1024))
 _COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
 _SMALLEST_SET: Final = 1 << 20
-#: Of the memory that is there: three sides, each with both ends, twice what is moved.
+#: Of the memory that is there: three contenders, each with both ends, twice what is moved.
 _MEMORY_PER_SET: Final = 3 * 2 * 2
 _SHARE: Final = 0.8
 #: Blocks of that size and above move over tcp at the speed of a stream.
@@ -28,7 +28,7 @@ _TCP_LARGE: Final = 64 * _KIB
 _BY_KEY: Final = "pull_cache by key"
 #: How long a thread of Python keeps the interpreter from another one that waits for it (sys.getswitchinterval()).
 _SWITCH_US: Final = 5000.0
-#: After the first: few, because setting up and touching the memory of every side takes longer than all of them.
+#: After the first: few, because setting up and touching the memory of every contender takes longer than all of them.
 _PASSES: Final = 3
 
 
@@ -40,7 +40,7 @@ def standard(request: Request) -> list[Case]:
             is not.
 
     Raises:
-        BenchError: Another option is given, or a side does not exist.
+        BenchError: Another option is given, or a contender does not exist.
     """
     check_options(request, "standard", {"threads", "against"})
     request = replace(request, set_bytes=_fitting(request.set_bytes))
@@ -57,7 +57,7 @@ def _all(request: Request) -> Iterator[Case]:
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
             yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size, passes=_PASSES))
-    registered = replace(half, transport="tcp", memory=Memory.REGISTERED, against=("tcp-raw",), passes=_PASSES)
+    registered = replace(half, transport="tcp", memory=BenchMemory.REGISTERED, against=("tcp-raw",), passes=_PASSES)
     for op in (Op.PULL, Op.PUSH):
         yield from cases_of(replace(registered, op=op))
     for op in (Op.COPY, Op.SWAP):
@@ -86,7 +86,7 @@ def _counts(request: Request) -> Iterator[Case]:
 
 
 def _fitting(nbytes: int) -> int:
-    """Return ``nbytes``, halved until three sides fit into memory."""
+    """Return ``nbytes``, halved until three contenders fit into memory."""
     available, _ = available_memory()
     while nbytes * _MEMORY_PER_SET > available * _SHARE and nbytes > _SMALLEST_SET:
         nbytes //= 2
@@ -97,9 +97,13 @@ def _against(case: Case, names: tuple[str, ...] | None) -> Case:
     """Return the case without the limits and peers that the user did not name."""
     if names is None:
         return case
-    for side in (case.limit, *case.peers):
-        if side is not None and side.removesuffix("-tcp").removesuffix("-prepared") not in names and side not in names:
-            case = case.without(side)
+    for contender in (case.limit, *case.peers):
+        if (
+            contender is not None
+            and contender.removesuffix("-tcp").removesuffix("-prepared") not in names
+            and contender not in names
+        ):
+            case = case.without(contender)
     return case
 
 

@@ -1,4 +1,4 @@
-"""One process of a side: ``python -m llm_datadist.bench.worker SIDE ROLE``.
+"""One process of a contender: ``python -m llm_datadist.bench.worker SIDE ROLE``.
 
 Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
 standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver has ended, and the process
@@ -20,31 +20,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llm_datadist.bench.sides import find
-from llm_datadist.bench.sides.base import Role, Side
-from llm_datadist.bench.workload import Workload
+from llm_datadist.bench.contenders import find
+from llm_datadist.bench.contenders.base import Contender, Role
+from llm_datadist.bench.workload import BenchWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ORPHANED: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
-_OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
+_OF_THE_CONTENDER: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
 
 Order = dict[str, Any]
 _decode_order: Final = msgspec.json.Decoder(Order).decode
 
 
-class Worker:
-    """Executes orders: commands of its own, and methods of its side.
+class BenchWorker:
+    """Executes orders: commands of its own, and methods of its contender.
 
     The other fields of an order are the keywords.
     """
 
-    def __init__(self, side: str, role: Role) -> None:
-        self._name = side
+    def __init__(self, contender: str, role: Role) -> None:
+        self._name = contender
         self._role = role
-        self._side: Side | None = None
+        self._side: Contender | None = None
         self._busy: Busy | None = None
         self._own: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
@@ -64,25 +64,25 @@ class Worker:
     def stop(self) -> None:
         """Free everything. Idempotent."""
         self._be_busy(on=False)
-        side, self._side = self._side, None
-        if side is not None:
-            side.stop()
+        contender, self._side = self._side, None
+        if contender is not None:
+            contender.stop()
 
     def _command(self, name: str) -> Callable[..., object]:
         if name in self._own:
             return self._own[name]
-        if self._side is None or name not in _OF_THE_SIDE:
+        if self._side is None or name not in _OF_THE_CONTENDER:
             raise ValueError(f"{name}: no such command, or not started")
         command: Callable[..., object] = getattr(self._side, name)
         return command
 
     def _start(self, workload: object) -> object:
-        work = msgspec.convert(workload, Workload)  # noqa: TID251 (in the only thread)
+        work = msgspec.convert(workload, BenchWorkload)  # noqa: TID251 (in the only thread)
         self._side = find(self._name)(self._role, work)
         return self._side.start()
 
     def _be_busy(self, *, on: bool) -> None:
-        """Run a thread of pure Python beside the side, or end it."""
+        """Run a thread of pure Python beside the contender, or end it."""
         if self._busy is not None:
             self._busy.end()
         self._busy = Busy() if on else None
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     stopping = threading.Event()
     threading.Thread(target=_read_orders, args=(orders, stopping), name="bench-orders", daemon=True).start()
-    worker = Worker(name, Role(role))
+    worker = BenchWorker(name, Role(role))
     while True:
         order = _decode_order(orders.get())
         last = order.get("do") == "stop"

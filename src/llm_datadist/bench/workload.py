@@ -49,15 +49,15 @@ MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
 """Those that move many blocks in one call: their results are rates, those of the others times."""
 
 
-class Memory(StrEnum):
+class BenchMemory(StrEnum):
     """Where our own caches lie; peers and limits have no such choice."""
 
     POOL = "pool"
     REGISTERED = "registered"
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of work, the same for all sides of a case.
+class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of work, the same for all contenders of a case.
 
     Attributes:
         op: What is done.
@@ -73,7 +73,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     blocks: int
     tensors: int = 1
-    memory: Memory = Memory.POOL
+    memory: BenchMemory = BenchMemory.POOL
     threads: int = 1
     seed: int = 1
 
@@ -124,13 +124,13 @@ def poison(views: Sequence[Bytes]) -> None:
         view.fill(POISON)
 
 
-def poison_blocks(views: Sequence[Bytes], workload: Workload) -> None:
+def poison_blocks(views: Sequence[Bytes], workload: BenchWorkload) -> None:
     """Poison only the blocks that are to be written, for copies inside one cache."""
     for view in views:
         view[1::SPREAD] = POISON
 
 
-def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: bool = False) -> None:
+def verify(views: Sequence[Bytes], workload: BenchWorkload, seed: int, *, in_place: bool = False) -> None:
     """Compare every byte of the destination: the blocks that were addressed, and all others.
 
     Args:
@@ -157,7 +157,7 @@ def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: b
                 pass
 
 
-def verify_front(views: Sequence[Bytes], workload: Workload, seed: int) -> None:
+def verify_front(views: Sequence[Bytes], workload: BenchWorkload, seed: int) -> None:
     """Compare every byte of a destination that took the first ``blocks`` rows of the source, in order.
 
     Raises:

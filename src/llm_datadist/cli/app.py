@@ -16,7 +16,7 @@ from llm_datadist.cli.size import size
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, answer, examples
 from llm_datadist.demo.runner import run_demo
-from llm_datadist.demo.workload import Memory, Setup, Transport
+from llm_datadist.demo.workload import DemoMemory, DemoTransport, Setup
 
 app = typer.Typer(
     name="llm-datadist",
@@ -58,11 +58,11 @@ def _common(
 )
 def demo(
     transport: Annotated[
-        Transport, typer.Option(help="auto lets the library choose; inproc runs both roles in one process.")
-    ] = Transport.AUTO,
+        DemoTransport, typer.Option(help="auto lets the library choose; inproc runs both roles in one process.")
+    ] = DemoTransport.AUTO,
     memory: Annotated[
-        Memory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")
-    ] = Memory.POOL,
+        DemoMemory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")
+    ] = DemoMemory.POOL,
     secure: Annotated[
         bool,
         typer.Option("--secure", help="Both roles prove a secret to each other; what leaves the host is encrypted."),

@@ -16,9 +16,9 @@ from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Request, cases_of
 from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.plot import draw
-from llm_datadist.bench.report import Reporter, show_floors, show_rows
+from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
-from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.bench.workload import BenchMemory, Op
 
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
@@ -49,7 +49,7 @@ class What(StrEnum):
     LINK = "link"
 
 
-class Transport(StrEnum):
+class BenchTransport(StrEnum):
     """What ``--transport`` accepts."""
 
     SHM = "shm"
@@ -62,13 +62,13 @@ class Transport(StrEnum):
 def bench(
     what: Annotated[What, typer.Argument(metavar="WHAT", show_default=False)] = What.STANDARD,
     transport: Annotated[
-        Transport | None, typer.Option(help="pull, push, latency, link: over what (shm).", show_default=False)
+        BenchTransport | None, typer.Option(help="pull, push, latency, link: over what (shm).", show_default=False)
     ] = None,
     block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
     blocks: Annotated[int | None, typer.Option(help="Blocks moved in each tensor (as many as the set holds).")] = None,
     tensors: Annotated[int | None, typer.Option(help="Tensors of a cache (1; plan, alloc: 122).")] = None,
     memory: Annotated[
-        Memory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
+        BenchMemory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads that copy, in each process (the usable CPUs).")] = None,
     against: Annotated[
@@ -76,7 +76,7 @@ def bench(
     ] = None,
     passes: Annotated[int | None, typer.Option(help="Passes after the first (5).")] = None,
     set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, where --blocks is not given.")] = 512,
-    timeout: Annotated[int, typer.Option(help="Seconds that a side may take for one step.")] = 120,
+    timeout: Annotated[int, typer.Option(help="Seconds that a contender may take for one step.")] = 120,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there, a list of rows.")
     ] = None,
@@ -112,7 +112,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         asked = standard(request) if suite else cases_of(request)
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
-    with Reporter(sys.stderr) as reporter:
+    with BenchReporter(sys.stderr) as reporter:
         cases = prepare(asked, reporter, timeout)
         if not cases:
             reporter.say("nothing is left to run")

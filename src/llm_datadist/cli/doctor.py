@@ -13,14 +13,14 @@ from rich.console import Console
 
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.doctor import kernel, limits, peer, versions
-from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
+from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
 from llm_datadist.doctor.serve import CLUSTER, serving
 from llm_datadist.errors import LLMException
 from llm_datadist.types.cluster import show_address
 
 _FAILED: Final = 2
 _PORT: Final = 26000
-_STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}
+_STYLES: Final = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red", Severity.UNKNOWN: "cyan"}
 
 
 def doctor(
@@ -100,5 +100,5 @@ def _show(findings: list[Finding]) -> None:
         console.print(f"{each.state:8}", style=_STYLES[each.state], end="")
         value = "".join(c if c.isprintable() else "?" for c in each.value)  # it may be a peer's own words
         console.print(f"{each.name}: {value}", markup=False)
-        if each.state is not State.OK:
+        if each.state is not Severity.OK:
             console.print(f"        means: {each.meaning}\n        mend:  {each.mend}", markup=False)

@@ -46,7 +46,7 @@ Inbox = queue.SimpleQueue[tuple[str, Event | Exited]]
 """(role, what happened) of all children, in the order of arrival."""
 
 
-class Child:
+class DemoChild:
     """One process of the demo.
 
     Threads ``demo-<role>`` and ``demo-<role>-log`` put its output into the inbox; the runner uses everything else.

@@ -11,7 +11,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class DemoProgress(msgspec.Struct, frozen=True, tag=True):
     """``done`` of ``total`` units of ``what`` are done."""
 
     what: str
@@ -35,7 +35,7 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
+class DemoOffer(msgspec.Struct, frozen=True, tag=True):
     """What the prompt side has published: what a router hands from prefill to decode.
 
     Attributes:
@@ -53,7 +53,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class DemoOutcome(msgspec.Struct, frozen=True, tag=True):
     """Result of the decoder.
 
     Attributes:
@@ -77,7 +77,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     sealed: bool
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class DemoFailed(msgspec.Struct, frozen=True, tag=True):
     """The role gave up; ``error`` is one line."""
 
     error: str
@@ -87,5 +87,5 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     """Order to a prompt process: the cache is not needed any more."""
 
 
-Event = Said | Progress | Reference | Offer | Outcome | Failed
-Order = Offer | Finish
+Event = Said | DemoProgress | Reference | DemoOffer | DemoOutcome | DemoFailed
+Order = DemoOffer | Finish

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Reporter:
+class DemoReporter:
     """What the user sees of the demo: lines with the seconds since the start, for long tasks one for each quarter."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -45,7 +45,7 @@ class Reporter:
         self._stream.flush()
 
 
-class _RichReporter(Reporter):
+class _RichReporter(DemoReporter):
     """Progress bars and a table, by rich."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -92,8 +92,8 @@ class _RichReporter(Reporter):
         self._bars.stop()
 
 
-def make_reporter(stream: TextIO) -> Reporter:
+def make_reporter(stream: TextIO) -> DemoReporter:
     """Return bars and a table for a terminal with rich, else plain lines."""
     if stream.isatty() and importlib.util.find_spec("rich") is not None:
         return _RichReporter(stream)
-    return Reporter(stream)
+    return DemoReporter(stream)

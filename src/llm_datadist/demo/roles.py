@@ -20,9 +20,9 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
-from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
+from llm_datadist.demo.messages import DemoOffer, DemoOutcome, DemoProgress, Event, Reference, Said
 from llm_datadist.demo.model import Llama, PagedKV
-from llm_datadist.demo.workload import Memory, Setup, Workload
+from llm_datadist.demo.workload import DemoMemory, DemoWorkload, Setup
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _LINK_TIMEOUT_MS: Final = 5_000
 _PULL_TIMEOUT_MS: Final = 10_000
 
 
-def run_reference(workload: Workload, emit: Emit) -> Reference:
+def run_reference(workload: DemoWorkload, emit: Emit) -> Reference:
     """Run prompt and generation in this process on plain NumPy memory, without the library."""
     model = Llama(workload.model)
     tensors = [np.zeros(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
@@ -60,12 +60,12 @@ class PromptSide:
         datadist: Its ``LLMDataDist``, which listens; ``close`` finalizes it.
     """
 
-    def __init__(self, workload: Workload, setup: Setup) -> None:
+    def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
         self._workload = workload
         self._setup = setup
         self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
 
-    def publish(self, model: Llama, emit: Emit) -> Offer:
+    def publish(self, model: Llama, emit: Emit) -> DemoOffer:
         """Run the prompt into a blocks cache for peers; return what they need to know."""
         workload = self._workload
         cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
@@ -78,7 +78,7 @@ class PromptSide:
         emit(Said(f"published cache {cache.cache_id}: {len(blocks)} blocks in {workload.num_tensors} tensors"))
         port = self.datadist.listen_port
         assert port is not None, "the options ask for a port"
-        return Offer(port, blocks, kv.length, first_token, kv.digest())
+        return DemoOffer(port, blocks, kv.length, first_token, kv.digest())
 
     def close(self) -> None:
         """Give back the cache and the port."""
@@ -92,7 +92,7 @@ class DecoderSide:
         datadist: Its ``LLMDataDist``; ``close`` finalizes it.
     """
 
-    def __init__(self, workload: Workload, setup: Setup) -> None:
+    def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
         self._workload = workload
         self._setup = setup
         self.datadist = _start(LLMRole.DECODER, _DECODER_ID, workload, setup)
@@ -101,13 +101,13 @@ class DecoderSide:
             # What does not arrive stays NaN, so that no token can be right by accident.
             tensor.fill(np.nan)
 
-    def run(self, offer: Offer, model: Llama, emit: Emit) -> Outcome:
+    def run(self, offer: DemoOffer, model: Llama, emit: Emit) -> DemoOutcome:
         """Link, pull what ``offer`` names into other block numbers, unlink and generate."""
         cluster = _cluster(offer.port)
         _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
         # Registered memory outside the pools may go another way than they.
-        private = choice.private_transport if self._setup.memory is Memory.REGISTERED else None
+        private = choice.private_transport if self._setup.memory is DemoMemory.REGISTERED else None
         transport = private or choice.transport
         emit(Said(f"linked over {transport}"))
         blocks = self._workload.destination_blocks()
@@ -118,13 +118,13 @@ class DecoderSide:
         emit(Said(f"pulled {len(offer.blocks)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms"))
         _check("unlink_clusters", *self.datadist.unlink_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         tokens = model.generate(offer.first_token, self._workload.generate, kv, _progress(emit, "generate"))
-        return Outcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
+        return DemoOutcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
 
     def close(self) -> None:
         """Give back the cache."""
         self.datadist.finalize()
 
-    def _pull(self, offer: Offer, blocks: list[int]) -> float:
+    def _pull(self, offer: DemoOffer, blocks: list[int]) -> float:
         manager, key = self.datadist.cache_manager, BlocksCacheKey(_PROMPT_ID, 0)
         destination = blocks[: len(offer.blocks)]
         started = time.perf_counter()
@@ -132,7 +132,7 @@ class DecoderSide:
         return time.perf_counter() - started
 
 
-def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> LLMDataDist:
+def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup) -> LLMDataDist:
     page = 1 << _PAGE_SHIFT
     pool_bytes = -(-workload.tensor_bytes // page) * page * workload.num_tensors
     config = LLMConfig()
@@ -153,12 +153,12 @@ def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> 
 
 
 def _blocks_cache(
-    datadist: LLMDataDist, workload: Workload, memory: Memory, key: BlocksCacheKey | None = None
+    datadist: LLMDataDist, workload: DemoWorkload, memory: DemoMemory, key: BlocksCacheKey | None = None
 ) -> tuple[Cache, list[NDArray[Any]]]:
     """Make the cache, and return it with arrays over its tensors."""
     manager = datadist.cache_manager
     desc = CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
-    if memory is Memory.POOL:
+    if memory is DemoMemory.POOL:
         cache = manager.allocate_blocks_cache(desc, key)
         return cache, tensor_views(cache)
     tensors = [np.empty(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
@@ -179,4 +179,4 @@ def _check(what: str, status: LLMStatusCode, each: list[LLMStatusCode]) -> None:
 
 
 def _progress(emit: Emit, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: emit(Progress(what, done, total))
+    return lambda done, total: emit(DemoProgress(what, done, total))

@@ -13,10 +13,10 @@ from typing import Final, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.demo.children import Child, Exited, Inbox
-from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
-from llm_datadist.demo.report import Reporter, make_reporter
-from llm_datadist.demo.workload import Setup, Transport, Workload
+from llm_datadist.demo.children import DemoChild, Exited, Inbox
+from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Event, Finish, Reference, Said
+from llm_datadist.demo.report import DemoReporter, make_reporter
+from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
 
 # The whole demo takes a few seconds; a machine ten times slower still passes.
 _BUDGET_MS: Final = 180_000
@@ -28,7 +28,7 @@ _PARTS: Final = {
     "both": "PROMPT and DECODER as two LLMDataDist in this one process",
 }
 
-_Message = TypeVar("_Message", Reference, Offer, Outcome)
+_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome)
 
 
 class DemoError(RuntimeError):
@@ -41,7 +41,7 @@ class DemoResult:
 
     Attributes:
         ok: Tokens and bytes are equal: the exit status is 0.
-        transport: Transport that moved the bytes.
+        transport: DemoTransport that moved the bytes.
         reason: Why that one.
         tokens_equal: The generated tokens are those of the single-process run.
         blocks: Blocks moved.
@@ -101,13 +101,13 @@ def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
 class _Demo(AbstractContextManager["_Demo"]):
     """One run. Leaving the context ends every process it started."""
 
-    def __init__(self, setup: Setup, reporter: Reporter) -> None:
+    def __init__(self, setup: Setup, reporter: DemoReporter) -> None:
         self._setup = setup
         self._reporter = reporter
-        self._workload = Workload()
+        self._workload = DemoWorkload()
         self._deadline = Deadline(_BUDGET_MS)
         self._inbox: Inbox = queue.SimpleQueue()
-        self._children: list[Child] = []
+        self._children: list[DemoChild] = []
 
     def __exit__(self, *exc_info: object) -> None:
         for child in self._children:
@@ -116,9 +116,9 @@ class _Demo(AbstractContextManager["_Demo"]):
     def run(self) -> DemoResult:
         """Run all roles, show the result and return it."""
         reference = self._run_reference()
-        together = self._setup.transport is Transport.INPROC
+        together = self._setup.transport is DemoTransport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()
-        if self._setup.transport not in (Transport.AUTO, outcome.transport):
+        if self._setup.transport not in (DemoTransport.AUTO, outcome.transport):
             raise DemoError(f"transport: asked for {self._setup.transport}, but the link used {outcome.transport}")
         if outcome.sealed != (self._setup.secrets is not None):
             raise DemoError(f"secure: asked for {self._setup.secrets is not None}, the link says {outcome.sealed}")
@@ -149,45 +149,43 @@ class _Demo(AbstractContextManager["_Demo"]):
         self._reporter.say("reference", f"done: {reference.seconds:.1f} s of forward passes, without the library")
         return reference
 
-    def _run_apart(self) -> tuple[Offer, Outcome]:
+    def _run_apart(self) -> tuple[DemoOffer, DemoOutcome]:
         prompt, decoder = self._start("prompt"), self._start("decoder")
-        offer = self._expect(prompt, Offer)
+        offer = self._expect(prompt, DemoOffer)
         decoder.send(offer)
-        outcome = self._expect(decoder, Outcome)
+        outcome = self._expect(decoder, DemoOutcome)
         self._finish(decoder)
         prompt.send(Finish())
         self._finish(prompt)
         return offer, outcome
 
-    def _run_together(self) -> tuple[Offer, Outcome]:
+    def _run_together(self) -> tuple[DemoOffer, DemoOutcome]:
         child = self._start("both")
-        offer = self._expect(child, Offer)
-        outcome = self._expect(child, Outcome)
+        offer = self._expect(child, DemoOffer)
+        outcome = self._expect(child, DemoOutcome)
         self._finish(child)
         return offer, outcome
 
-    def _start(self, role: str) -> Child:
+    def _start(self, role: str) -> DemoChild:
         try:
-            child = Child(role, self._setup, self._inbox)
+            child = DemoChild(role, self._setup, self._inbox)
         except OSError as error:
             raise DemoError(f"{role}: cannot start its process: {error}") from error
         self._children.append(child)
         self._reporter.say(role, f"process {child.pid} started: {_PARTS[role]}")
         return child
 
-    def _expect(self, child: Child, kind: type[_Message]) -> _Message:
+    def _expect(self, child: DemoChild, kind: type[_Message]) -> _Message:
         """Show what the children say until ``child`` sends a ``kind``."""
         while True:
-            role, event = self._next(f"{child.role}: no {kind.__name__.lower()}")
+            role, event = self._next(f"{child.role}: no {_word(kind)}")
             if isinstance(event, kind) and role == child.role:
                 return event
             if isinstance(event, Exited) and role == child.role:
-                raise DemoError(
-                    f"{role}: the process ended with status {event.returncode} before its {kind.__name__.lower()}"
-                )
+                raise DemoError(f"{role}: the process ended with status {event.returncode} before its {_word(kind)}")
             self._handle(role, event)
 
-    def _finish(self, child: Child) -> None:
+    def _finish(self, child: DemoChild) -> None:
         """Show what the children say until ``child`` has ended well."""
         while True:
             role, event = self._next(f"{child.role}: still running after its work")
@@ -205,17 +203,17 @@ class _Demo(AbstractContextManager["_Demo"]):
         match event:
             case Said(text):
                 self._reporter.say(role, text)
-            case Progress(what, done, total):
+            case DemoProgress(what, done, total):
                 self._reporter.progress(role, what, done, total)
-            case Failed(error):
+            case DemoFailed(error):
                 raise DemoError(f"{role}: {error}")
             case Exited(returncode):
                 if returncode != 0:
                     raise DemoError(f"{role}: the process ended with status {returncode}")
             case _:
-                raise DemoError(f"{role}: unexpected message {type(event).__name__}")
+                raise DemoError(f"{role}: unexpected message {_word(type(event))}")
 
-    def _show(self, result: DemoResult, reference: Reference, offer: Offer) -> None:
+    def _show(self, result: DemoResult, reference: Reference, offer: DemoOffer) -> None:
         work, seconds, nbytes = self._workload, result.seconds or 0, result.bytes or 0
         together = "both roles as two LLMDataDist in one process"
         apart = "prompt and decoder, each with its own LLMDataDist"
@@ -233,6 +231,10 @@ class _Demo(AbstractContextManager["_Demo"]):
             ("security", _describe_security(result)),
         ]
         self._reporter.show("Tokens equal." if result.ok else "NOT equal.", rows)
+
+
+def _word(kind: type) -> str:
+    return kind.__name__.removeprefix("Demo").lower()
 
 
 def _describe_security(result: DemoResult) -> str:
@@ -255,7 +257,7 @@ def _describe_tokens(result: DemoResult, reference: Reference) -> str:
     return f"different from the single-process run, {where}"
 
 
-def _describe_bytes(result: DemoResult, reference: Reference, offer: Offer) -> str:
+def _describe_bytes(result: DemoResult, reference: Reference, offer: DemoOffer) -> str:
     if not result.kv_equal:
         return "what arrived differs from what the prompt side published"
     if offer.digest != reference.digest:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FLOAT_BYTES: Final = 4
 
 
-class Transport(StrEnum):
+class DemoTransport(StrEnum):
     """What ``--transport`` accepts."""
 
     AUTO = "auto"
@@ -35,7 +35,7 @@ class Transport(StrEnum):
     """Both roles as two ``LLMDataDist`` in one process."""
 
 
-class Memory(StrEnum):
+class DemoMemory(StrEnum):
     """What ``--memory`` accepts: where the KV caches lie."""
 
     POOL = "pool"
@@ -54,13 +54,13 @@ class Setup:
         secrets: File of the secret that both ends prove to each other; None: links are not authenticated.
     """
 
-    transport: Transport
-    memory: Memory
+    transport: DemoTransport
+    memory: DemoMemory
     secrets: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class DemoWorkload:
     """Sizes of the demo.
 
     Attributes:

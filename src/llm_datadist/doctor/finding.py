@@ -10,10 +10,10 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Finding", "State", "exit_code", "run_checks"]
+__all__ = ["Finding", "Severity", "exit_code", "run_checks"]
 
 
-class State(StrEnum):
+class Severity(StrEnum):
     """How bad a finding is; ``unknown``: the check could not be made."""
 
     OK = "ok"
@@ -26,13 +26,13 @@ class Finding(msgspec.Struct, frozen=True):
     """One finding. ``mend`` is empty where the state is ok."""
 
     name: str
-    state: State
+    state: Severity
     value: str
     meaning: str
     mend: str = ""
 
 
-_EXIT: Final = {State.OK: 0, State.WARNING: 1, State.UNKNOWN: 1, State.PROBLEM: 2}
+_EXIT: Final = {Severity.OK: 0, Severity.WARNING: 1, Severity.UNKNOWN: 1, Severity.PROBLEM: 2}
 
 
 def run_checks(checks: Iterable[Callable[[], Finding]]) -> list[Finding]:
@@ -43,7 +43,7 @@ def run_checks(checks: Iterable[Callable[[], Finding]]) -> list[Finding]:
             findings.append(check())
         except (OSError, ValueError) as error:
             mend = "run the command again with more rights, for example as root"
-            findings.append(Finding(check.__name__, State.UNKNOWN, str(error), "the check could not be made", mend))
+            findings.append(Finding(check.__name__, Severity.UNKNOWN, str(error), "the check could not be made", mend))
     return findings
 
 

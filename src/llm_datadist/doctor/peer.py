@@ -13,7 +13,7 @@ import numpy as np
 
 from llm_datadist import LLMClusterInfo, LLMException, LLMRole
 from llm_datadist._deadline import Deadline
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
 
@@ -48,7 +48,7 @@ def examine(
     except OSError as error:
         yield _unreachable(f"{host}:{port}", port, error)
         return
-    yield Finding("peer_reachable", State.OK, f"{host}:{port} accepts connections", "links can be made to it")
+    yield Finding("peer_reachable", Severity.OK, f"{host}:{port} accepts connections", "links can be made to it")
     if cluster_id == CLUSTER:  # others have no clock, and no cache to pull from
         progress("asking its clock")
         yield clock(host, port, deadline)
@@ -60,7 +60,7 @@ def examine(
         end = make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given)
     except LLMException as error:
         mend = "correct the option that the text names, or the finding about memory above"
-        yield Finding("peer_link", State.PROBLEM, str(error), "no instance can be made here", mend)
+        yield Finding("peer_link", Severity.PROBLEM, str(error), "no instance can be made here", mend)
         return
     try:
         yield from _linked(end, cluster_id, ends, port, progress, deadline)
@@ -79,7 +79,7 @@ def _unreachable(peer: str, port: int, error: OSError) -> Finding:
         mend = (
             f"open the port in the firewalls between the hosts: nft add rule inet filter input tcp dport {port} accept"
         )
-    return Finding("peer_reachable", State.PROBLEM, value, meaning, mend)
+    return Finding("peer_reachable", Severity.PROBLEM, value, meaning, mend)
 
 
 def clock(host: str, port: int, deadline: Deadline) -> Finding:
@@ -89,13 +89,13 @@ def clock(host: str, port: int, deadline: Deadline) -> Finding:
         trips = sorted(_round_trips(host, port + 1, deadline))
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
-        return Finding("peer_clock", State.UNKNOWN, f"port {port + 1}: {error.strerror or error}", meaning, mend)
+        return Finding("peer_clock", Severity.UNKNOWN, f"port {port + 1}: {error.strerror or error}", meaning, mend)
     trip, ahead = trips[0][0], trips[0][1] / 1e6
     middle = statistics.median(each[0] for each in trips)
     value = f"{ahead:+.1f} ms, round trip {middle / 1000:.0f} us (fastest {trip / 1000:.0f} us)"
     if abs(ahead) < _CLOCK_MS:
-        return Finding("peer_clock", State.OK, value, meaning)
-    return Finding("peer_clock", State.WARNING, value, meaning, "chronyc makestep (at the end that is wrong)")
+        return Finding("peer_clock", Severity.OK, value, meaning)
+    return Finding("peer_clock", Severity.WARNING, value, meaning, "chronyc makestep (at the end that is wrong)")
 
 
 def _round_trips(host: str, port: int, deadline: Deadline) -> Iterator[tuple[int, int]]:
@@ -148,7 +148,9 @@ def _linked(
         yield _not_linked(failures[0])
         return
     link = end.explain(wanted)
-    yield Finding("peer_link", State.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it")
+    yield Finding(
+        "peer_link", Severity.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it"
+    )
     yield _authentication(link)
     yield _transport(link, same_host=here == there)
     yield _private_transport(link)
@@ -160,7 +162,7 @@ def _linked(
         mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
         if isinstance(error, DeadlineExceeded):
             mend = f"look for loss, a slow network and load at both ends: ss -ti dst {there}; top"
-        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
+        yield Finding("peer_pull", Severity.PROBLEM, str(error), "pulls from this peer fail", mend)
     end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
 
 
@@ -172,7 +174,7 @@ def _not_linked(error: LLMException) -> Finding:
             "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
             "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
         )
-        return Finding("peer_authentication", State.PROBLEM, text, meaning, mend)
+        return Finding("peer_authentication", Severity.PROBLEM, text, meaning, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
     elif isinstance(error, ProtocolError) or "version" in text or "protocol" in text:
@@ -183,33 +185,33 @@ def _not_linked(error: LLMException) -> Finding:
         )
     else:
         mend = "give both ends the same options: llm-datadist doctor --option KEY=VALUE"
-    return Finding("peer_link", State.PROBLEM, text, meaning, mend)
+    return Finding("peer_link", Severity.PROBLEM, text, meaning, mend)
 
 
 def _authentication(link: LinkStatistics) -> Finding:
     meaning = "without it, every process that reaches the port may read and write what is published"
     if link.authenticated_at is not None:
-        return Finding("peer_authentication", State.OK, "both ends proved a secret or certificate", meaning)
+        return Finding("peer_authentication", Severity.OK, "both ends proved a secret or certificate", meaning)
     mend = "llm-datadist keys new FILE; give it to both ends: --secrets FILE, in programs llm.AuthSecretFile"
-    return Finding("peer_authentication", State.WARNING, "not authenticated", meaning, mend)
+    return Finding("peer_authentication", Severity.WARNING, "not authenticated", meaning, mend)
 
 
 def _transport(link: LinkStatistics, *, same_host: bool) -> Finding:
     meaning = "moves what the peer exports; shm is the fastest between processes of one host, tcp reaches all"
     value = f"{link.transport}: {link.reason}"
     if link.transport != "tcp" or not same_host:
-        return Finding("peer_transport", State.OK, value, meaning)
+        return Finding("peer_transport", Severity.OK, value, meaning)
     mend = "same user and network namespace at both ends, no llm.Transport; or --option llm.SameHostUsers=UID"
-    return Finding("peer_transport", State.WARNING, value, meaning, mend)
+    return Finding("peer_transport", Severity.WARNING, value, meaning, mend)
 
 
 def _private_transport(link: LinkStatistics) -> Finding:
     meaning = "moves memory that the peer registered outside its pools"
     value = link.private_transport or "nothing reaches it"
     if link.transport != "shm" or link.private_transport == "cma":
-        return Finding("peer_private_transport", State.OK, value, meaning)
+        return Finding("peer_private_transport", Severity.OK, value, meaning)
     mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
-    return Finding("peer_private_transport", State.WARNING, f"{value}: {link.reason}", meaning, mend)
+    return Finding("peer_private_transport", Severity.WARNING, f"{value}: {link.reason}", meaning, mend)
 
 
 def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
@@ -224,7 +226,7 @@ def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, dead
 
     one = [_seconds(lambda: pull([0])) for _ in range(_PULLS)]
     value = f"one block of {BLOCK_BYTES >> 10} KiB: median {statistics.median(one) * 1e6:.0f} us"
-    yield Finding("peer_latency", State.OK, value, "a pull of a cache that was resolved before takes no message")
+    yield Finding("peer_latency", Severity.OK, value, "a pull of a cache that was resolved before takes no message")
     passes = [_seconds(lambda: pull(everything)) for _ in range(_PASSES)]
     manager.deallocate_blocks_cache(cache)
     yield bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port, deadline)
@@ -241,12 +243,12 @@ def bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline
         )
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
-        return Finding("peer_bandwidth", State.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)
+        return Finding("peer_bandwidth", Severity.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)
     value = f"pulls {pulls:.2f} GB/s, {of} {limit:.2f} GB/s"
     if pulls >= _SLOW * limit:
-        return Finding("peer_bandwidth", State.OK, value, meaning)
+        return Finding("peer_bandwidth", Severity.OK, value, meaning)
     mend = "look for load and few CPUs at both ends (top); then more threads: --option llm.CopyThreads=4"
-    return Finding("peer_bandwidth", State.WARNING, value, meaning, mend)
+    return Finding("peer_bandwidth", Severity.WARNING, value, meaning, mend)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 
 __all__ = ["CHECKS", "installed"]
 
@@ -29,9 +29,11 @@ def library() -> Finding:
     found = installed("open-datadist")
     value = f"{', '.join(found) or 'run from its sources'}, Python {platform.python_version()}"
     if len(found) < 2:
-        return Finding("library", State.OK, value, "both ends of a link need the same version of the protocol")
+        return Finding("library", Severity.OK, value, "both ends of a link need the same version of the protocol")
     meaning = "several versions are on the path, and the first one is imported"
-    return Finding("library", State.WARNING, value, meaning, "pip uninstall open-datadist; pip install open-datadist")
+    return Finding(
+        "library", Severity.WARNING, value, meaning, "pip uninstall open-datadist; pip install open-datadist"
+    )
 
 
 def nixl() -> Finding:
@@ -39,7 +41,7 @@ def nixl() -> Finding:
     value = ", ".join(installed("nixl")) or "not installed"
     return Finding(
         "nixl",
-        State.OK,
+        Severity.OK,
         value,
         "the transport nixl uses it, for RDMA between hosts; without it links between hosts are tcp",
     )
@@ -52,8 +54,8 @@ def cuda() -> Finding:
     meaning = "not needed: this library moves host memory; vLLM on a GPU needs runtime and driver"
     value = f"{', '.join(runtime) or 'no runtime'}, {driver}"
     if runtime and not _DRIVER.exists():
-        return Finding("cuda", State.WARNING, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
-    return Finding("cuda", State.OK, value, meaning)
+        return Finding("cuda", Severity.WARNING, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
+    return Finding("cuda", Severity.OK, value, meaning)
 
 
 def vllm() -> Finding:
@@ -62,8 +64,10 @@ def vllm() -> Finding:
     meaning = "LLMDataDistConnector runs in it; its proxy needs aiohttp"
     value = ", ".join(found) or "not installed"
     if found and not installed("aiohttp"):
-        return Finding("vllm", State.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'")
-    return Finding("vllm", State.OK, value, meaning)
+        return Finding(
+            "vllm", Severity.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'"
+        )
+    return Finding("vllm", Severity.OK, value, meaning)
 
 
 CHECKS: Final = (library, nixl, cuda, vllm)

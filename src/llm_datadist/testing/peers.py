@@ -228,7 +228,7 @@ class PeerProcess(Peer):
         self.close()
 
 
-class Child:
+class PeerChild:
     """The child's side: the main thread obeys commands, a second one runs the listener's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -294,7 +294,7 @@ def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-def child_main(fd: int, make: Callable[[asyncio.AbstractEventLoop], Child] = Child) -> None:
+def child_main(fd: int, make: Callable[[asyncio.AbstractEventLoop], PeerChild] = PeerChild) -> None:
     """Be the child: obey what comes over the pipe ``fd`` until it ends."""
     with Pipe(fd) as pipe, loop_thread() as loop:
         child = make(loop)

@@ -10,7 +10,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from llm_datadist.integrations.vllm.offers import Orders
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
-from llm_datadist.integrations.vllm.worker import Worker
+from llm_datadist.integrations.vllm.worker import RankWorker
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -46,7 +46,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         schedules = role is KVConnectorRole.SCHEDULER
         self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
-        self._worker: Any = None if schedules else Worker(vllm_config, kv_cache_config)
+        self._worker: Any = None if schedules else RankWorker(vllm_config, kv_cache_config)
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
 
@@ -82,13 +82,13 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.take_orders()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is decoded elsewhere."""
+        """KvOffer the blocks of a request that is decoded elsewhere."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is decoded elsewhere."""
+        """KvOffer the blocks of a request that is decoded elsewhere."""
         return self._scheduler.finished(request, block_ids)
 
     # --- in a worker --------------------------------------------------------------------------------------------------

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.vllm.layout import Share
-    from llm_datadist.integrations.vllm.offers import Endpoint, Offer
+    from llm_datadist.integrations.vllm.offers import KvOffer, RankEndpoint
     from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.grant import Grant
 
-__all__ = ["Claimed", "Engines"]
+__all__ = ["ClaimedOffer", "Engines"]
 
 logger = init_logger("vllm.datadist.engines")
 
@@ -46,7 +46,7 @@ _REPEAT_S: Final = 0.005
 class _Engine:
     """One prefill engine."""
 
-    def __init__(self, ranks: list[Endpoint]) -> None:
+    def __init__(self, ranks: list[RankEndpoint]) -> None:
         self.ranks = ranks
         self.threads = ThreadPoolExecutor(THREADS, "lldd-vllm-engine")
         self.users = 0  # claims under way or held; guarded by the lock of Engines
@@ -66,13 +66,13 @@ class _Engine:
 
 
 @dataclass(eq=False)
-class Claimed:
+class ClaimedOffer:
     """A claim under way or held: a grant of each rank of the prefill engine that this rank reads.
 
     One thread at a time has it, until it is held.
     """
 
-    offer: Offer
+    offer: KvOffer
     token: bytes
     shares: list[Share]
     engine: _Engine
@@ -96,17 +96,17 @@ class Engines:
         self.known: dict[int, _Engine] = {}  # by the cluster id of the first rank, the longest idle first
         self._waiter = ThreadPoolExecutor(1, "lldd-vllm-wait")
 
-    def claim(self, offer: Offer, token: bytes, shares_of: Callable[[Offer], list[Share]]) -> Future[Claimed]:
+    def claim(self, offer: KvOffer, token: bytes, shares_of: Callable[[KvOffer], list[Share]]) -> Future[ClaimedOffer]:
         """Claim what an offer grants of the shares that the function returns or refuses here; never waits."""
-        future: Future[Claimed] = Future()
+        future: Future[ClaimedOffer] = Future()
         try:
-            claimed = Claimed(offer, token, shares_of(offer), self._engine_of(offer.ranks))
+            claimed = ClaimedOffer(offer, token, shares_of(offer), self._engine_of(offer.ranks))
             claimed.engine.threads.submit(self._advance, claimed, future)
         except Exception as error:  # noqa: BLE001 (the request fails with it)
             future.set_exception(error)
         return future
 
-    def release(self, claimed: Claimed) -> None:
+    def release(self, claimed: ClaimedOffer) -> None:
         """Release all grants of a claim. Once."""
         for grant in claimed.grants:
             grant.release()
@@ -115,7 +115,7 @@ class Engines:
             claimed.engine.users -= 1
             self.known[key] = self.known.pop(key)
 
-    def _engine_of(self, ranks: list[Endpoint]) -> _Engine:
+    def _engine_of(self, ranks: list[RankEndpoint]) -> _Engine:
         key = ranks[0].cluster_id
         with self._lock:
             if key not in self.known:
@@ -136,7 +136,7 @@ class Engines:
 
     # --- on a thread of the engine ------------------------------------------------------------------------------------
 
-    def _advance(self, claimed: Claimed, future: Future[Claimed]) -> None:
+    def _advance(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
         """Claim the grants that are left, until one is not given yet."""
         try:
             for share in claimed.shares[len(claimed.grants) :]:
@@ -151,7 +151,7 @@ class Engines:
         else:
             future.set_result(claimed)
 
-    def _claim_of(self, claimed: Claimed, share: Share) -> Grant | None:
+    def _claim_of(self, claimed: ClaimedOffer, share: Share) -> Grant | None:
         """Return the grant of one rank, or None if it is not given yet."""
         engine, endpoint = claimed.engine, claimed.offer.ranks[share.rank]
         claim = partial(self._datadist.cache_manager.claim_grant, endpoint.cluster_id, claimed.token, share.readers)
@@ -170,7 +170,7 @@ class Engines:
                 engine.fail(str(error))
             return None
 
-    def _link_to(self, endpoint: Endpoint) -> LinkStatistics:
+    def _link_to(self, endpoint: RankEndpoint) -> LinkStatistics:
         """Return the link to the process that has made the offer, or raise NotLinked. Addresses say nothing: NAT."""
         cluster_id = endpoint.cluster_id
         link = self._datadist.explain(cluster_id)
@@ -179,7 +179,7 @@ class Engines:
             raise NotLinked(f"cluster {cluster_id} is another process than the one of the reference: {there}")
         return link
 
-    def _link(self, engine: _Engine, endpoint: Endpoint) -> None:
+    def _link(self, engine: _Engine, endpoint: RankEndpoint) -> None:
         where = f"{endpoint.host}:{endpoint.port}"
         _, statuses = self._datadist.link_clusters([self._info(endpoint)], self._link_ms)
         if statuses[0] not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
@@ -201,11 +201,11 @@ class Engines:
             if not again:
                 self._unlink(endpoint)
 
-    def _unlink(self, endpoint: Endpoint) -> None:
+    def _unlink(self, endpoint: RankEndpoint) -> None:
         with suppress(LLMException):
             self._datadist.unlink_clusters([self._info(endpoint)], self._link_ms, force=True)
 
-    def _info(self, endpoint: Endpoint) -> Any:
+    def _info(self, endpoint: RankEndpoint) -> Any:
         info = LLMClusterInfo()
         info.remote_cluster_id = endpoint.cluster_id
         info.append_local_ip_info(self._host, 0)
@@ -214,14 +214,14 @@ class Engines:
 
     # --- claims that wait for their grants ----------------------------------------------------------------------------
 
-    def _repeat_later(self, claimed: Claimed, future: Future[Claimed]) -> None:
+    def _repeat_later(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
         now = time.monotonic()
         claimed.until = min(claimed.until, now + _WAIT_S)
         if now >= claimed.until or not claimed.engine.waiting.acquire(blocking=False):
             raise DeadlineExceeded("the prefill engine has not given the grant in time")
         self._waiter.submit(self._repeat, claimed, future, now + _REPEAT_S)
 
-    def _repeat(self, claimed: Claimed, future: Future[Claimed], when: float) -> None:
+    def _repeat(self, claimed: ClaimedOffer, future: Future[ClaimedOffer], when: float) -> None:
         """Wait on the one thread for that: all claims wait equally long, so none waits for another one."""
         time.sleep(max(0, when - time.monotonic()))
         claimed.engine.waiting.release()

@@ -1,7 +1,7 @@
 """What a prefill engine offers in ``kv_transfer_params``, and what schedulers tell their workers. No I/O.
 
 The params are JSON with the fields of NIXL's connector, so that routers written for that pass them on, and one field
-of ours, ``datadist``: an :class:`Offer` as a signed reference (``integrations/references.py``). The blocks of an offer
+of ours, ``datadist``: an :class:`KvOffer` as a signed reference (``integrations/references.py``). The blocks of an offer
 are under a grant of each rank, whose token is that of the reference. So an offer in which anything was changed is
 refused, and one that is used twice or too late names no grant.
 """
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.references import ReferenceKeys
 
-__all__ = ["ClaimedRequests", "Endpoint", "EndpointMetadata", "Offer", "Orders", "Targets", "asked_of", "prompt_digest"]
+__all__ = [
+    "ClaimedRequests",
+    "EndpointMetadata",
+    "KvOffer",
+    "Orders",
+    "RankEndpoint",
+    "Targets",
+    "asked_of",
+    "prompt_digest",
+]
 
 FIELD: Final = "datadist"
 
@@ -37,7 +46,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Targets = list[tuple[Count, Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]]]
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RankEndpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a rank of the prefill engine listens, and which process that is."""
 
     cluster_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -48,18 +57,18 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 @dataclass
 class EndpointMetadata(KVConnectorHandshakeMetadata):
-    """An :class:`Endpoint` and the :class:`Layout` there, on their way from a worker to the scheduler."""
+    """An :class:`RankEndpoint` and the :class:`Layout` there, on their way from a worker to the scheduler."""
 
-    endpoint: Endpoint
+    endpoint: RankEndpoint
     layout: Layout
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class KvOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The field ``datadist``: what a decode engine needs to fetch the KV of one request."""
 
     prompt: bytes  # digest of the prompt that the blocks are of
     groups: Annotated[Targets, msgspec.Meta(min_length=1, max_length=64)]
-    ranks: Annotated[list[Endpoint], msgspec.Meta(min_length=1, max_length=1024)]  # by tensor-parallel rank
+    ranks: Annotated[list[RankEndpoint], msgspec.Meta(min_length=1, max_length=1024)]  # by tensor-parallel rank
     layout: Layout  # of each rank
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
 
@@ -68,7 +77,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return keys.sign(msgspec.msgpack.encode(self))
 
     @staticmethod
-    def read(reference: object, keys: ReferenceKeys) -> tuple[Offer, bytes]:
+    def read(reference: object, keys: ReferenceKeys) -> tuple[KvOffer, bytes]:
         """Return the offer of a reference, and the token of its grants. Raises ParamError."""
         payload, token = keys.read(reference)
         try:
@@ -77,7 +86,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             raise ParamError(f"reference: signed, but no offer of this version: {error}") from None
 
 
-_decode: Final = msgspec.msgpack.Decoder(Offer).decode
+_decode: Final = msgspec.msgpack.Decoder(KvOffer).decode
 
 
 def asked_of(request: Request) -> dict[str, Any]:
@@ -111,7 +120,7 @@ class Orders(KVConnectorMetadata):
         grants: Requests that are offered: token and blocks.
     """
 
-    claims: dict[str, tuple[Offer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs a step that fails
+    claims: dict[str, tuple[KvOffer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs a step that fails
     fetches: dict[str, Targets] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)

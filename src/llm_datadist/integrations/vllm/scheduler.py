@@ -30,7 +30,7 @@ from llm_datadist.integrations.vllm.offers import (
     FIELD,
     ClaimedRequests,
     EndpointMetadata,
-    Offer,
+    KvOffer,
     Orders,
     Targets,
     asked_of,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from llm_datadist.integrations.vllm.layout import Layout
-    from llm_datadist.integrations.vllm.offers import Endpoint
+    from llm_datadist.integrations.vllm.offers import RankEndpoint
 
 __all__ = ["Scheduler", "init_options"]
 
@@ -74,7 +74,7 @@ class Scheduler:
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
         option = transfer.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
-        self.ranks: list[Endpoint] = []  # empty at an engine that offers nothing
+        self.ranks: list[RankEndpoint] = []  # empty at an engine that offers nothing
         self._layout: Layout
         self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends: False, its reference was refused
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
@@ -100,7 +100,7 @@ class Scheduler:
             return
         self._asked[request.request_id] = False
         try:
-            offer, token = Offer.read(asked.get(FIELD), self._keys)
+            offer, token = KvOffer.read(asked.get(FIELD), self._keys)
             if offer.prompt != prompt_digest(request):
                 raise ParamError("reference: of another prompt than this request's")
         except ParamError as error:
@@ -141,7 +141,7 @@ class Scheduler:
         return found
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is to be decoded elsewhere; return (keep them, the params)."""
+        """KvOffer the blocks of a request that is to be decoded elsewhere; return (keep them, the params)."""
         if request.request_id in self._asked:  # it never got blocks: the prefill engine need not keep its own
             self._drop(request.request_id)
             return False, None
@@ -156,7 +156,7 @@ class Scheduler:
         kept = [block for _, numbers in groups for block in numbers]
         if not kept or not self._hold(request.request_id, kept):
             return False, None
-        reference, token = Offer(prompt, groups, self.ranks, self._layout).sign(self._keys)
+        reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self._orders.grants[request.request_id] = token, kept
         return True, {
             "do_remote_prefill": True,

@@ -28,9 +28,16 @@ from vllm.logger import init_logger
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import LLMException, ParamError
-from llm_datadist.integrations.vllm.engines import Claimed, Engines
+from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
-from llm_datadist.integrations.vllm.offers import ClaimedRequests, Endpoint, EndpointMetadata, Offer, Orders, Targets
+from llm_datadist.integrations.vllm.offers import (
+    ClaimedRequests,
+    EndpointMetadata,
+    KvOffer,
+    Orders,
+    RankEndpoint,
+    Targets,
+)
 from llm_datadist.integrations.vllm.placement import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
@@ -49,7 +56,7 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.layout import Share
     from llm_datadist.types.grant import Grant
 
-__all__ = ["Worker"]
+__all__ = ["RankWorker"]
 
 logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
 
@@ -59,7 +66,7 @@ _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
 
 
-class Worker:
+class RankWorker:
     """The connector's half in one worker. Threads: vLLM's, but for what says otherwise."""
 
     _layout: Layout  # from `register` on
@@ -81,7 +88,7 @@ class Worker:
         #: Answers vLLM's allocation with our pool; None where the cache is to lie elsewhere.
         self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
-        self._claims: dict[str, Future[Claimed]] = {}  # by request, until its fetch or drop
+        self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self._given: dict[str, tuple[Grant, float]] = {}  # by offered request, with when to renew it: 0 until claimed
         self._newly_claimed: set[str] = set()  # offered requests
         self._over: set[str] = set()  # offered requests whose grant could not be given
@@ -137,7 +144,9 @@ class Worker:
         port = self.datadist.listen_port
         if port is None:
             return None
-        return EndpointMetadata(Endpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout)
+        return EndpointMetadata(
+            RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout
+        )
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
@@ -167,7 +176,7 @@ class Worker:
             self._given[request] = grant, 0
             self._stats.add("granted_requests")
 
-    def _shares(self, offer: Offer) -> list[Share]:
+    def _shares(self, offer: KvOffer) -> list[Share]:
         """Return what this rank needs of the others; raise LLMException unless the engines fit each other."""
         self._layout.check(offer.layout)
         if len(offer.ranks) != offer.layout.ranks:
@@ -176,11 +185,11 @@ class Worker:
 
     # --- once a claim has ended, on vLLM's thread or one of the engine ------------------------------------------------
 
-    def _drop(self, claim: Future[Claimed]) -> None:
+    def _drop(self, claim: Future[ClaimedOffer]) -> None:
         if claim.exception() is None:
             self.engines.release(claim.result())
 
-    def _begin_fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
+    def _begin_fetch(self, request: str, targets: Targets, claim: Future[ClaimedOffer]) -> None:
         if (error := claim.exception()) is None:
             claim.result().engine.threads.submit(self._fetch, request, targets, claim.result())
         else:
@@ -188,7 +197,7 @@ class Worker:
 
     # --- on a thread of the engine ------------------------------------------------------------------------------------
 
-    def _fetch(self, request: str, targets: Targets, claimed: Claimed) -> None:
+    def _fetch(self, request: str, targets: Targets, claimed: ClaimedOffer) -> None:
         began = time.perf_counter()
         counted: dict[str, float]
         try:
@@ -199,7 +208,7 @@ class Worker:
         self.engines.release(claimed)
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
-    def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
+    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
         """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
         layout = self._layout
         theirs, ours = _pairs(claimed.offer, targets)
@@ -264,7 +273,7 @@ def _failure(request: str, error: BaseException) -> dict[str, float]:
     return {"failed_fetches": 1}
 
 
-def _pairs(offer: Offer, targets: Targets) -> tuple[list[int], list[int]]:
+def _pairs(offer: KvOffer, targets: Targets) -> tuple[list[int], list[int]]:
     """Return the blocks of the offer that are needed, and the blocks of this engine that they go into."""
     if len(offer.groups) != len(targets):
         raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(targets)}")

@@ -9,10 +9,10 @@ import numpy as np
 from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, compare_blocks
 from llm_datadist.bench import WrongBytes
+from llm_datadist.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.bench.contenders.ours import end_of, make_blocks, pool_bytes_for
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.ours import end_of, make_blocks, pool_bytes_for
-from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _ORDERS: Final = 8
 _PLAN_BYTES: Final = 5 * 8
 
 
-class Local(Side):
+class Local(Contender):
     """One LLMDataDist in one process."""
 
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
@@ -35,7 +35,7 @@ class Local(Side):
     def start(self) -> Facts:
         """Initialize, with a pool for the caches that ``prepare`` makes."""
         work = self.workload
-        one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is Memory.POOL else 0
+        one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is BenchMemory.POOL else 0
         self._end: LLMDataDist = end_of(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
         self.prepare()
         return {"transport": "local"}
@@ -53,7 +53,7 @@ class CopyBlocks(Local):
     ops = (Op.COPY,)
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
@@ -85,7 +85,7 @@ class CopyCache(Local):
     def _make(self) -> tuple[Cache, list[Bytes]]:
         work, manager = self.workload, self._end.cache_manager
         desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
-        if work.memory is Memory.POOL:
+        if work.memory is BenchMemory.POOL:
             cache = manager.allocate_cache(desc)
             return cache, tensor_views(cache)
         tensors = private_tensors(work)
@@ -109,7 +109,7 @@ class SwapBlocks(Local):
         self._end.cache_manager.swap_blocks(self._device, self._host, self._pairs)
 
 
-class Planning(Side):
+class Planning(Contender):
     """The planner alone, for a pull of ``blocks`` random blocks in every tensor.
 
     Moves nothing.
@@ -119,7 +119,7 @@ class Planning(Side):
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return _ORDERS * workload.blocks * _PLAN_BYTES
 
     def start(self) -> Facts:
@@ -159,7 +159,7 @@ class Allocating(Local):
     pool_only = "registered memory is not allocated"
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from llm_datadist import Cache, CacheDesc, CacheKey, DataType, LLMDataDist
-from llm_datadist.bench.sides.base import Facts, Role
-from llm_datadist.bench.sides.ours import CLUSTER, Ours, end_of, pool_bytes_for
+from llm_datadist.bench.contenders.base import Facts, Role
+from llm_datadist.bench.contenders.ours import CLUSTER, Ours, end_of, pool_bytes_for
 from llm_datadist.bench.workload import Op, fill
 from llm_datadist.views import tensor_views
 

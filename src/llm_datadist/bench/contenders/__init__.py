@@ -1,6 +1,6 @@
-"""The sides by name. A side's module is imported when it is asked for, because peers may not be installed.
+"""The contenders by name. A contender's module is imported when it is asked for, because peers may not be installed.
 
-The sides of peers are not part of the package: they are found where it runs from a checkout, in ``benchmarks/peers``.
+The contenders of peers are not part of the package: they are found where it runs from a checkout, in ``benchmarks/peers``.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from llm_datadist.bench import BenchError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from llm_datadist.bench.sides.base import Side
-    from llm_datadist.bench.workload import Workload
+    from llm_datadist.bench.contenders.base import Contender
+    from llm_datadist.bench.workload import BenchWorkload
 
 _CHECKOUT: Final = Path(__file__).parents[4]
 _PEERS_PACKAGE: Final = "benchmarks.peers."
 _IMPORT_S: Final = 120
 
 OURS: Final = {
-    **{f"ours-{name}": f"llm_datadist.bench.sides.ours:Ours@{name}" for name in ("shm", "cma", "tcp", "nixl")},
-    **{f"ours-{name}-key": f"llm_datadist.bench.sides.bykey:ByKey@{name}" for name in ("shm", "cma", "tcp")},
-    **{f"ours-{name}-link": f"llm_datadist.bench.sides.ours:Linking@{name}" for name in ("shm", "cma", "tcp", "nixl")},
-    "ours-inproc": "llm_datadist.bench.sides.ours:Inproc",
-    "ours-copy-blocks": "llm_datadist.bench.sides.local:CopyBlocks",
-    "ours-copy-cache": "llm_datadist.bench.sides.local:CopyCache",
-    "ours-swap": "llm_datadist.bench.sides.local:SwapBlocks",
-    "ours-plan": "llm_datadist.bench.sides.local:Planning",
-    "ours-alloc": "llm_datadist.bench.sides.local:Allocating",
+    **{f"ours-{name}": f"llm_datadist.bench.contenders.ours:Ours@{name}" for name in ("shm", "cma", "tcp", "nixl")},
+    **{f"ours-{name}-key": f"llm_datadist.bench.contenders.bykey:ByKey@{name}" for name in ("shm", "cma", "tcp")},
+    **{
+        f"ours-{name}-link": f"llm_datadist.bench.contenders.ours:Linking@{name}"
+        for name in ("shm", "cma", "tcp", "nixl")
+    },
+    "ours-inproc": "llm_datadist.bench.contenders.ours:Inproc",
+    "ours-copy-blocks": "llm_datadist.bench.contenders.local:CopyBlocks",
+    "ours-copy-cache": "llm_datadist.bench.contenders.local:CopyCache",
+    "ours-swap": "llm_datadist.bench.contenders.local:SwapBlocks",
+    "ours-plan": "llm_datadist.bench.contenders.local:Planning",
+    "ours-alloc": "llm_datadist.bench.contenders.local:Allocating",
 }
 """This library: by transport, and what it does without one."""
 
 LIMITS: Final = {
-    "memcpy": "llm_datadist.bench.sides.limits:Memcpy",
-    "memcpy-nt": "llm_datadist.bench.sides.limits:MemcpyStreaming",
-    "cma": "llm_datadist.bench.sides.limits:Cma",
-    "tcp-raw": "llm_datadist.bench.sides.limits:TcpRaw",
+    "memcpy": "llm_datadist.bench.contenders.limits:Memcpy",
+    "memcpy-nt": "llm_datadist.bench.contenders.limits:MemcpyStreaming",
+    "cma": "llm_datadist.bench.contenders.limits:Cma",
+    "tcp-raw": "llm_datadist.bench.contenders.limits:TcpRaw",
 }
 """What the machine can do, without this library's engine. ``memcpy-nt``: with streaming stores."""
 
@@ -56,26 +59,26 @@ PEERS: Final = {
 }
 """Other software that does the same. ``nixl`` makes each transfer anew, ``nixl-prepared`` only posts one."""
 
-SIDES: Final = OURS | LIMITS | PEERS
+CONTENDERS: Final = OURS | LIMITS | PEERS
 """Name -> ``module:class`` or ``module:class@transport``. Every text of either form is a name, too."""
 
 
-def find(name: str) -> type[Side]:
-    """Import a side by its name.
+def find(name: str) -> type[Contender]:
+    """Import a contender by its name.
 
     Raises:
-        BenchError: There is no such side, or its module cannot be imported here.
+        BenchError: There is no such contender, or its module cannot be imported here.
     """
-    module, _, attribute = SIDES.get(name, name).partition(":")
+    module, _, attribute = CONTENDERS.get(name, name).partition(":")
     attribute, _, transport = attribute.partition("@")
     if not attribute:
-        raise BenchError(f"{name}: no such side; there are {', '.join(SIDES)}")
+        raise BenchError(f"{name}: no such contender; there are {', '.join(CONTENDERS)}")
     try:
         loaded = _peer_module(module) if module.startswith(_PEERS_PACKAGE) else import_module(module)
-        side: type[Side] = getattr(loaded, attribute)
+        contender: type[Contender] = getattr(loaded, attribute)
     except (ImportError, AttributeError) as error:
         raise BenchError(f"not there: {error}") from error
-    return side.over(transport) if transport else side
+    return contender.over(transport) if transport else contender
 
 
 def _peer_module(name: str) -> ModuleType:
@@ -85,15 +88,15 @@ def _peer_module(name: str) -> ModuleType:
     path = _CHECKOUT.joinpath(*name.split(".")).with_suffix(".py")
     spec = spec_from_file_location(name, path)
     if not path.exists() or spec is None or spec.loader is None:
-        raise BenchError("not in this installation: the sides of peers are in benchmarks/peers of a checkout")
+        raise BenchError("not in this installation: the contenders of peers are in benchmarks/peers of a checkout")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[name] = module
     return module
 
 
-def why_not(name: str, workload: Workload) -> str | None:
-    """Return why a side cannot run a workload, or None. Starts nothing."""
+def why_not(name: str, workload: BenchWorkload) -> str | None:
+    """Return why a contender cannot run a workload, or None. Starts nothing."""
     try:
         return find(name).why_not(workload)
     except BenchError as error:

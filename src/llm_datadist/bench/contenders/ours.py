@@ -15,9 +15,9 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides.base import HOST, Facts, Role, Side
-from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ _LINK_POOL_BYTES: Final = 1 << 20
 _PAGE_SHIFT: Final = 16
 
 
-def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, accessible: bool = True) -> LLMDataDist:
+def end_of(
+    role: Role, workload: BenchWorkload, transport: str, *, pool_bytes: int, accessible: bool = True
+) -> LLMDataDist:
     """Return an initialized LLMDataDist: the source listens, the destination links.
 
     Args:
@@ -78,21 +80,23 @@ def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
     return info
 
 
-def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey | None) -> tuple[Cache, list[Bytes]]:
+def make_blocks(
+    datadist: LLMDataDist, workload: BenchWorkload, key: BlocksCacheKey | None
+) -> tuple[Cache, list[Bytes]]:
     """Make a blocks cache of the workload's rows, and arrays over it.
 
     It lies in the pool, or over registered memory.
     """
     desc = CacheDesc(workload.tensors, [workload.rows, workload.block_bytes], DataType.DT_UINT8)
     manager = datadist.cache_manager
-    if workload.memory is Memory.POOL:
+    if workload.memory is BenchMemory.POOL:
         cache = manager.allocate_blocks_cache(desc, key)
         return cache, tensor_views(cache)
     tensors = private_tensors(workload)
     return manager.register_blocks_cache(desc, [each.ctypes.data for each in tensors], key), tensors
 
 
-class Ours(Side):
+class Ours(Contender):
     """pull_blocks and push_blocks of a blocks cache between two processes, over ``transport``.
 
     Block numbers are NumPy arrays, which the library takes beside lists.
@@ -123,7 +127,7 @@ class Ours(Side):
         self._end.finalize()
 
     def _open(self, role: Role) -> LLMDataDist:
-        pool = self.workload.memory is Memory.POOL
+        pool = self.workload.memory is BenchMemory.POOL
         size = pool_bytes_for(self.workload.tensor_bytes, self.workload.tensors) if pool else 0
         return end_of(role, self.workload, self.transport, pool_bytes=size)
 
@@ -139,7 +143,7 @@ class Ours(Side):
     def _transport_used(self, end: LLMDataDist) -> str:
         choice = end.explain(CLUSTER[Role.SOURCE])
         # Memory outside the pools may go another way than they.
-        private = choice.private_transport if self.workload.memory is Memory.REGISTERED else None
+        private = choice.private_transport if self.workload.memory is BenchMemory.REGISTERED else None
         return private or choice.transport
 
 
@@ -175,7 +179,7 @@ class Linking(Ours):
     ops = (Op.LINK,)
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return 2 * _LINK_POOL_BYTES
 
     def start(self) -> Facts:

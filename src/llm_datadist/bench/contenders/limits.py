@@ -1,6 +1,6 @@
-"""The raw limits of this machine as sides: memcpy, process_vm_readv and TCP streams.
+"""The raw limits of this machine as contenders: memcpy, process_vm_readv and TCP streams.
 
-They move the same blocks in the same kind of memory as the side that they are compared with, by plain loops in threads
+They move the same blocks in the same kind of memory as the contender that they are compared with, by plain loops in threads
 of their own (``_native/limits.hpp``). The library's engine takes no part, and nothing else of the library uses them.
 """
 
@@ -21,9 +21,9 @@ import numpy as np
 
 from llm_datadist._native import _native
 from llm_datadist.bench import workload as work
+from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.bench.memory import private_tensors, tensors_like
-from llm_datadist.bench.sides.base import HOST, Facts, Role, Side
-from llm_datadist.bench.workload import Bytes, Op, Workload
+from llm_datadist.bench.workload import BenchWorkload, Bytes, Op
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -177,12 +177,12 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait
     _native.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
 
 
-def useful_threads(workload: Workload) -> int:
+def useful_threads(workload: BenchWorkload) -> int:
     """Return the fastest number of threads, which start anew for every transfer."""
     return max(1, min(workload.threads, workload.nbytes // _THREAD_PAYS_ABOVE))
 
 
-class Memcpy(Side):
+class Memcpy(Contender):
     """memcpy of every block inside one process, in shared pages for pools."""
 
     ops: ClassVar[tuple[Op, ...]] = (*_BETWEEN, Op.COPY, Op.SWAP)
@@ -190,7 +190,7 @@ class Memcpy(Side):
     streaming: ClassVar[bool] = False
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         """Source and destination, or one memory for both."""
         return workload.tensor_bytes * workload.tensors * (1 if workload.op is Op.COPY else 2)
 
@@ -219,11 +219,11 @@ class MemcpyStreaming(Memcpy):
     streaming: ClassVar[bool] = True
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         return super().why_not(workload) if streaming_bits() else "this processor has no streaming stores"
 
 
-class Cma(Side):
+class Cma(Contender):
     """process_vm_readv of another process's private pages, 512 ranges a call; process_vm_writev for a push."""
 
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
@@ -275,7 +275,7 @@ _NO_BOUND: Final = (1 << 31) - 1
 _TRIALS: Final = 4
 
 
-class TcpRaw(Side):
+class TcpRaw(Contender):
     """One or two TCP streams: the bytes of the workload without any framing, the best way there is.
 
     Source and destination have the workload's memory. What is sent is the first ``blocks`` rows of every tensor, which

@@ -1,8 +1,8 @@
-"""The base class of all sides: a side moves the blocks of one workload, in processes of its own.
+"""The base class of all contenders: a contender moves the blocks of one workload, in processes of its own.
 
-A side sets up its memory in ``start``, connects to its other end in ``connect``, and moves blocks in ``transfer`` or
+A contender sets up its memory in ``start``, connects to its other end in ``connect``, and moves blocks in ``transfer`` or
 ``transfer_one``. This base class gives the source its bytes, poisons the destination and compares afterwards, through
-the arrays that the side put into ``source_views`` and ``destination_views``: a side cannot vouch for itself.
+the arrays that the contender put into ``source_views`` and ``destination_views``: a contender cannot vouch for itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from llm_datadist.bench import workload as work
-from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,25 +28,25 @@ Facts = dict[str, Any]
 
 
 class Role(StrEnum):
-    """Which process of a side."""
+    """Which process of a contender."""
 
     SOURCE = "source"
     """Owns the memory that a pull reads and a push writes."""
     DESTINATION = "destination"
     """Starts the transfers."""
     ALONE = "alone"
-    """Both, where a side has one process."""
+    """Both, where a contender has one process."""
 
 
-class Side(ABC):
-    """One process of a side.
+class Contender(ABC):
+    """One process of a contender.
 
     Attributes:
-        ops: What this side can be measured at.
-        roles: The processes of this side, in the order of their start.
+        ops: What this contender can be measured at.
+        roles: The processes of this contender, in the order of their start.
         env: Added to the environment of its processes.
         pool_only: Why it cannot be measured on registered memory; empty if it can.
-        transport: Which one to ask for, where the side has a choice; see :meth:`over`.
+        transport: Which one to ask for, where the contender has a choice; see :meth:`over`.
         role: Which of the processes this is.
         workload: What is to be moved.
         source_views: The tensors that are read, where this process owns them: one uint8 array of shape
@@ -60,7 +60,7 @@ class Side(ABC):
     pool_only: ClassVar[str] = ""
     transport: ClassVar[str] = ""
 
-    def __init__(self, role: Role, workload: Workload) -> None:
+    def __init__(self, role: Role, workload: BenchWorkload) -> None:
         self.role = role
         self.workload = workload
         self.source_views: list[Bytes] = []
@@ -68,22 +68,22 @@ class Side(ABC):
 
     @classmethod
     def over(cls, transport: str) -> type[Self]:
-        """Return this side over one transport."""
+        """Return this contender over one transport."""
         return type(f"{cls.__name__}{transport.title()}", (cls,), {"transport": transport})
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
-        """Return why this side cannot run the workload, or None.
+    def why_not(cls, workload: BenchWorkload) -> str | None:
+        """Return why this contender cannot run the workload, or None.
 
-        The base looks at ``ops`` and ``pool_only``. A side that overrides this imports no other software here.
+        The base looks at ``ops`` and ``pool_only``. A contender that overrides this imports no other software here.
         """
-        if cls.pool_only and workload.memory is Memory.REGISTERED:
+        if cls.pool_only and workload.memory is BenchMemory.REGISTERED:
             return cls.pool_only
         return None if workload.op in cls.ops else f"is for {', '.join(cls.ops)}, not for {workload.op}"
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
-        """Return the bytes that all processes of this side hold, moved blocks and others."""
+    def footprint(cls, workload: BenchWorkload) -> int:
+        """Return the bytes that all processes of this contender hold, moved blocks and others."""
         return 2 * workload.tensor_bytes * workload.tensors
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Side(ABC):
     def connect(self, facts: Facts) -> Facts:
         """Connect the destination to the source, given what its ``start`` returned.
 
-        Returns what the driver should know (``transport``). Sides with one process are not asked.
+        Returns what the driver should know (``transport``). Contenders with one process are not asked.
         """
         return {}
 
@@ -108,10 +108,10 @@ class Side(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no single steps")
 
-    def stop(self) -> None:  # noqa: B027  a side may have nothing to give back
+    def stop(self) -> None:  # noqa: B027  a contender may have nothing to give back
         """Free everything. Called once, also after a failure."""
 
-    # Called by the worker. Few sides override one of these.
+    # Called by the worker. Few contenders override one of these.
 
     @property
     def in_place(self) -> bool:
