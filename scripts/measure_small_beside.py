@@ -59,7 +59,7 @@ class Puller(Ours):
     def pull(self, begin: int, end: int | None) -> float:
         """Pull some of the blocks; return the seconds it took."""
         started = time.perf_counter()
-        self._end.cache_manager.pull_blocks(KEY, self._cache, self._src[begin:end], self._dst[begin:end])
+        self._datadist.cache_manager.pull_blocks(KEY, self._cache, self._src[begin:end], self._dst[begin:end])
         return time.perf_counter() - started
 
     def beside(self) -> tuple[float, list[float]]:

@@ -150,7 +150,7 @@ HUGE = "--blocks 10000000 --block-bytes 1073741824 --against"
         ("pull --timeout 3601", ["--timeout", "3601 is outside [1, 3600]"]),
         ("pull --against memcpy,ucx", ["--against", "'ucx' is unknown", "memcpy", "nixl", "mooncake", "torch"]),
         ("pull --against ours-shm", ["--against", "'ours-shm' is unknown"]),
-        ("link --transport inproc", ["--transport", "'inproc' is one process", "shm, cma or tcp"]),
+        ("link --transport inproc", ["--transport", "'inproc' is one process", "shm, cma, tcp or nixl"]),
         ("copy --transport shm", ["--transport", "bench copy does not take it", "--block-bytes"]),
         ("plan --threads 2", ["--threads", "bench plan does not take it"]),
         ("link --blocks 3", ["--blocks", "bench link does not take it", "--transport"]),

@@ -1,7 +1,6 @@
-"""Runs cases: all contenders of a case in turn, pass after pass, every byte verified.
+"""Driver of cases: all contenders of a case in turns, pass after pass, every byte verified. One thread.
 
-Everything here runs in one thread; the contenders are in processes of their own. A contender that fails loses its own figures
-only, unless it is ours: then its case is left out.
+A contender that fails loses only its own figures. If it is this library's, its case is left out.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 
-#: Of the memory that is available, so that measuring it does not make the machine swap or kill.
+#: Usable part of the available memory; with more the machine might swap or kill.
 _SHARE: Final = 0.9
-#: A contender is tried on this before anything is measured.
+#: Workload of the trial before any measurement.
 _TINY_BLOCKS: Final = 2
 _TINY_BYTES: Final = 4096
 
 
 class BenchListener(Protocol):
-    """Receives the progress of a run."""
+    """Receiver of a run's progress."""
 
     def say(self, text: str) -> None:
         """Take one line for the user."""
@@ -44,22 +43,16 @@ class BenchListener(Protocol):
 
 @dataclass(slots=True)
 class Results:
-    """The results of a run.
-
-    Attributes:
-        rows: The results.
-        failures: What went wrong while it ran, one line each.
-    """
+    """Rows, and a line for each failure during the run."""
 
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
 def prepare(cases: Iterable[Case], tell: BenchListener, timeout_s: float) -> list[Case]:
-    """Return the cases that can run, and say once what is left out.
+    """Return the cases that can run, and say why others, or some contenders, are left out.
 
-    A contender cannot run when it says so, when its processes cannot be started and connected, or when its case needs more
-    memory than there is.
+    A contender may decline the workload, or fail to start and connect. Memory may not suffice for a case.
     """
     check = _Check(tell, timeout_s)
     checked = [check.case(each) for each in cases]
@@ -67,8 +60,6 @@ def prepare(cases: Iterable[Case], tell: BenchListener, timeout_s: float) -> lis
 
 
 class _Check:
-    """Finds out which contenders can run, and tries each once."""
-
     def __init__(self, tell: BenchListener, timeout_s: float) -> None:
         self._tell = tell
         self._timeout_s = timeout_s
@@ -84,7 +75,7 @@ class _Check:
         return self._without_unable(possible, self._try)
 
     def _without_unable(self, case: Case, why_not: Callable[[str, BenchWorkload], str | None]) -> Case | None:
-        """Return the case without contenders for which ``why_not`` has a reason; None without ours."""
+        """Return the case without contenders that have a reason; None without this library's."""
         for contender in case.contenders:
             reason = why_not(contender, case.workload)
             if reason is not None:
@@ -96,7 +87,7 @@ class _Check:
         return case
 
     def _try(self, contender: str, workload: BenchWorkload) -> str | None:
-        """Start a contender once on two small blocks; return why it fails, or None."""
+        """Start a contender once on two small blocks; return the reason of a failure, or None."""
         if contender not in self._tried:
             self._tell.say(f"trying {contender}")
             tiny = msgspec.structs.replace(
@@ -132,7 +123,7 @@ class _Check:
 
 
 def run(cases: Sequence[Case], tell: BenchListener, timeout_s: float, build: Build | None = None) -> Results:
-    """Run the cases one after the other, with workers of ``build``; report contenders that fail."""
+    """Run the cases in order, with workers of ``build``; report contenders that fail."""
     results = Results()
     for case in cases:
         race = _CaseRun(case, tell, timeout_s, results.failures, build)
@@ -145,8 +136,6 @@ def run(cases: Sequence[Case], tell: BenchListener, timeout_s: float, build: Bui
 
 
 class _CaseRun:
-    """One case that is running: its contenders and what was measured of them."""
-
     def __init__(
         self, case: Case, tell: BenchListener, timeout_s: float, failures: list[str], build: Build | None
     ) -> None:
@@ -160,7 +149,7 @@ class _CaseRun:
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
-            # All processes are launched before the first is set up: importing takes longer than anything else.
+            # All processes are launched before the first is set up: imports take longest.
             for contender in self._case.contenders:
                 self._guarded(contender, self._launch, stack, contender)
             for contender in list(self._running):
@@ -175,7 +164,7 @@ class _CaseRun:
         return make_rows(self._case, transport, self._measured[self._case.contender], limit, peers)
 
     def _guarded(self, contender: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Run an action of a contender; drop the contender when it fails, unless it is ours."""
+        """Run an action of a contender; on failure drop the contender, unless it is this library's."""
         try:
             action(*args, **kwargs)
         except (BenchError, OSError) as error:
@@ -202,7 +191,7 @@ class _CaseRun:
 
     def _pass(self, contender: str, number: int) -> None:
         running = self._running[contender]
-        # Every pass of every contender has bytes of its own.
+        # Each pass moves other bytes.
         seed = number + 1
         with running.turn():
             running.prepare(seed)

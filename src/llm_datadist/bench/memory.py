@@ -1,4 +1,4 @@
-"""BenchMemory of a comparison: the pages of contenders that do not bring their own."""
+"""Memory of contenders that bring none of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes
 def private_tensors(workload: BenchWorkload) -> list[Bytes]:
     """Return the workload's tensors, shape (rows, block_bytes), in private pages of the usual size.
 
-    Not from NumPy, which asks for huge pages where it allocates much: with them the same blocks move at another speed.
+    NumPy would ask for huge pages for large arrays: with them the same blocks move at another speed.
     """
     return _tensors(workload, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def tensors_like(workload: BenchWorkload) -> list[Bytes]:
-    """Return the workload's tensors in pages as ``workload.memory`` has: shared for a pool, else private."""
+    """Return the workload's tensors in the kind of pages of ``workload.memory``: shared for a pool, else private."""
     if workload.memory is BenchMemory.POOL:
         return _tensors(workload, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     return private_tensors(workload)

@@ -1,7 +1,7 @@
-"""The worker processes of a contender, from the driver: start them, give orders, and end them in every case.
+"""A contender's worker processes, seen from the driver.
 
-The thread ``bench-answers`` of each process reads its answers; everything else is used by one thread. A process that
-dies, hangs or reports an error is a :class:`ContenderFailed`, with the end of what it wrote to standard error.
+Thread ``bench-answers`` of each process reads its answers. A process that dies, hangs or reports an error raises
+:class:`ContenderFailed` with the end of its standard error.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
-# Each contender sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
+# Contenders set their number of threads; NumPy and peers must start no others.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# On one host all that runs on UCX takes the loopback device: with more devices UCX spreads messages over all of them.
+# On one host UCX uses the loopback device only; it would spread messages over all devices.
 _LOOPBACK: Final = {"UCX_NET_DEVICES": "lo"}
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The installation of llm_datadist whose workers are started; without arguments this one.
+    """An installation of llm_datadist that runs workers; by default this one.
 
     Attributes:
-        python: Its interpreter.
-        environment: Of its workers, or None for that of this process.
-        within: By role, the beginning of a command that runs the rest of it elsewhere, in a network namespace say.
+        environment: Environment of its workers; None: this process's.
+        within: By role, a command prefix that runs the worker elsewhere, for example in a network namespace.
     """
 
     python: str = sys.executable
@@ -55,11 +54,7 @@ class Build:
 
 
 class Process:
-    """One worker process.
-
-    Attributes:
-        name: "contender (role)", for messages.
-    """
+    """One worker process; its name is "contender (role)"."""
 
     def __init__(self, contender: str, role: Role, build: Build) -> None:
         self.name = contender if role is Role.ALONE else f"{contender} ({role})"
@@ -75,7 +70,7 @@ class Process:
                 **({} if build.within else _LOOPBACK),
                 **find(contender).env,
             },
-            # Ctrl-C goes to the driver alone, which ends the others in order.
+            # Ctrl-C reaches only the driver, which ends the workers in order.
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -122,14 +117,14 @@ class Process:
         return answer["value"]
 
     def end(self) -> None:
-        """Ask the process to stop, else kill it, and free pipes and thread. Idempotent."""
+        """Ask the process to stop, or kill it after 5 s; free pipes and thread. Idempotent."""
         self.send("stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process if it lives, and free pipes and thread. Idempotent."""
+        """Kill the process if it lives; free pipes and thread. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_KILL_S)
@@ -145,18 +140,17 @@ class Process:
         self._answers.put(None)
 
     def _tail(self) -> str:
-        """Return the end of what the process wrote to standard error."""
+        """Return the last 600 bytes of its standard error."""
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
 
 class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
-    """The processes of one contender, launched at once. A context manager, which ends them.
+    """A contender's processes, launched at once. Leaving the context ends them.
 
     Attributes:
-        contender: Its name.
-        facts: What its processes returned from ``start`` and ``connect``, for example ``transport``.
+        facts: Results of ``start`` and ``connect``, for example ``transport``.
     """
 
     def __init__(self, contender: str, timeout_s: float, build: Build | None = None) -> None:
@@ -177,21 +171,18 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
             self.kill()
         else:
             self._signal(signal.SIGCONT)
-            # The initiator first, as a user would: it unlinks while its peer is still there.
+            # The initiator ends first, so it unlinks while its peer lives.
             for process in reversed(self.processes):
                 process.end()
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of its processes."""
+        """Ids of its processes."""
         return [process.pid for process in self.processes]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the processes run during a ``with`` block, and stop them behind it.
-
-        So nothing that waits for its turn costs another contender anything: threads that poll, say.
-        """
+        """Let the processes run during a ``with`` block and stop them afterwards; stopped ones cost others nothing."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -209,34 +200,28 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
             process.kill()
 
     def prepare(self, seed: int) -> None:
-        """Give the source new bytes and poison the destination, both processes at once."""
+        """Give the source new bytes and poison the destination."""
         self.ask_all([("fill", {"seed": seed}), ("poison", {})])
 
     def run(self, what: str, count: int) -> tuple[list[float], float]:
-        """Run ``count`` transfers ("timed") or steps ("sample").
-
-        Returns the seconds of each, and the CPU seconds of all processes.
-        """
+        """Run ``count`` transfers ("timed") or steps ("sample"); return the seconds of each, and CPU seconds in all."""
         before = sum(self.ask_all([("cpu", {})]))
         initiator = self.processes[-1]
         seconds = self.ask(initiator, what, count=count)
         return seconds, sum(self.ask_all([("cpu", {})])) - before
 
     def verify(self, seed: int) -> None:
-        """Compare all bytes.
-
-        Raises ContenderFailed when they are wrong, or when no process had any to compare.
-        """
+        """Compare all bytes; raise ContenderFailed if some are wrong, or no process had any."""
         if not any(self.ask_all([("verify", {"seed": seed})])):
             raise ContenderFailed(f"{self.contender}: no process verified anything")
 
     def busy(self, role: Role, *, on: bool) -> None:
-        """Run a thread of pure Python in the process of that role, or end it."""
+        """Start or end a thread of pure Python in that role's process."""
         index = 0 if role is Role.SOURCE else -1
         self.ask(self.processes[index], "busy", on=on)
 
     def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
-        """Give every process all orders at once; return the answers to the last one."""
+        """Give every process all orders at once; return the answers to the last order."""
         deadline = time.monotonic() + self._timeout_s
         for process in self.processes:
             for what, fields in orders:
@@ -249,7 +234,7 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
         return answers
 
     def start(self, workload: BenchWorkload) -> None:
-        """Set up the memory of all processes, and connect them."""
+        """Set up all processes' memory, and connect them."""
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
         if len(self.processes) > 1:
@@ -265,6 +250,6 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
         try:
             return process.answer(what, deadline - time.monotonic())
         except ContenderFailed:
-            # The other process may wait for this one for ever, so both are killed at the end.
+            # The other process may wait for this one for ever: kill both.
             self._failed = True
             raise

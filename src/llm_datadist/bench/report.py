@@ -1,4 +1,4 @@
-"""Output of the bench: lines and a bar while it runs, tables at the end. Needs rich."""
+"""Output of the bench: lines and a bar during the run, tables afterwards. Needs rich."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class BenchReporter(BenchProgress):
-    """BenchProgress on standard error: a bar on a terminal, else a line for each case. A context manager."""
+    """Progress on standard error: a bar on a terminal, else a line for each case. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream, "cases")
         self._cases: list[Case] = []
 
     def take(self, cases: Sequence[Case]) -> None:
-        """Take note of the cases that will run."""
+        """Set the cases that will run."""
         self._cases = list(cases)
         self.begin(len(cases))
 
     def progress(self, case: Case, contender: str, done: int, total: int) -> None:
-        """Move the bar by the part of the passes that is done."""
+        """Move the bar by the finished part of the passes."""
         number = self._cases.index(case)
         self.show(number + done / total, f"{case.title}: {contender}")
         if not self.live and done == 0 and contender == case.contender:
@@ -44,7 +44,7 @@ def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
-    """Print the floors, and which of them are met."""
+    """Print the floors and their verdicts."""
     rows = [
         {
             "what": floor.what,

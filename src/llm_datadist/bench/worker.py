@@ -1,9 +1,8 @@
-"""One process of a contender: ``python -m llm_datadist.bench.worker SIDE ROLE``.
+"""One process of a contender: ``python -m llm_datadist.bench.worker CONTENDER ROLE``.
 
-Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
-standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver has ended, and the process
-exits at once; the kernel kills it, if the driver has stopped it. What other code prints on standard output goes to
-standard error.
+A line of standard input is an order, ``{"do": command, ...}``; a line of standard output its answer,
+``{"value": ...}`` or ``{"error": text}``. The process exits when its input ends. If the driver dies, the kernel kills
+the process, even a stopped one.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _decode_order: Final = msgspec.json.Decoder(Order).decode
 
 
 class BenchWorker:
-    """Executes orders: commands of its own, and methods of its contender.
-
-    The other fields of an order are the keywords.
-    """
+    """Executor of orders: own commands, and methods of its contender with the order's fields as keyword arguments."""
 
     def __init__(self, contender: str, role: Role) -> None:
         self._name = contender
@@ -82,7 +78,6 @@ class BenchWorker:
         return self._side.start()
 
     def _be_busy(self, *, on: bool) -> None:
-        """Run a thread of pure Python beside the contender, or end it."""
         if self._busy is not None:
             self._busy.end()
         self._busy = Busy() if on else None
@@ -97,7 +92,7 @@ class Busy:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop and join it."""
+        """Stop and join the thread."""
         self._ended = True
         self._thread.join()
 
@@ -108,7 +103,7 @@ class Busy:
 
 
 def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) -> None:
-    # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+    # Unbuffered: a daemon thread that holds the lock of sys.stdin makes the interpreter's exit fail.
     with io.FileIO(0, closefd=False) as stdin:
         while line := stdin.readline():
             orders.put(line)
@@ -116,14 +111,14 @@ def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) ->
 
 
 def _take_stdout() -> io.FileIO:
-    """Return the real standard output; redirect that of all other code to standard error."""
+    """Return the real standard output; redirect other code's to standard error."""
     answers = io.FileIO(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the driver until it says stop."""
+    """Execute orders until the driver sends ``stop``."""
     name, role = arguments
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = _take_stdout()
@@ -139,7 +134,7 @@ def main(arguments: list[str]) -> int:
             stopping.set()
         answers.write(msgspec.json.encode(answer) + b"\n")
         if last:
-            # Not by way of the interpreter's end: a peer's library that hangs there would hang the bench.
+            # No interpreter shutdown: a peer's library may hang there.
             os._exit(0)
 
 

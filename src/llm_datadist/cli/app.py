@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-# Imported for itself: without it the demo's terminal output and typer's help are not what the extra promises.
+# The extra promises rich for the demo's output and typer's help; without it the command must not start.
 import rich  # noqa: F401
 import typer
 
@@ -20,7 +20,7 @@ from llm_datadist.demo.workload import DemoMemory, DemoTransport, Setup
 
 app = typer.Typer(
     name="llm-datadist",
-    help="KV caches linked, published and moved between prefill and decode processes.",
+    help="Try, measure and examine the library that moves KV caches between prefill and decode processes.",
     no_args_is_help=True,
     cls=Group,
     epilog=examples("llm-datadist demo", "LLM_DATADIST_LOG=info llm-datadist demo", "llm-datadist bench --help"),
@@ -58,18 +58,21 @@ def _common(
 )
 def demo(
     transport: Annotated[
-        DemoTransport, typer.Option(help="auto lets the library choose; inproc runs both roles in one process.")
+        DemoTransport, typer.Option(help="auto: the library chooses; inproc: both roles run in one process.")
     ] = DemoTransport.AUTO,
     memory: Annotated[
-        DemoMemory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")
+        DemoMemory, typer.Option(help="pool: the library allocates; registered: the roles bring their own memory.")
     ] = DemoMemory.POOL,
     secure: Annotated[
         bool,
-        typer.Option("--secure", help="Both roles prove a secret to each other; what leaves the host is encrypted."),
+        typer.Option(
+            "--secure",
+            help="Authenticate both roles by a secret; encrypt what leaves the host, except KV bytes over nixl.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
-    """Move a real KV cache from a prompt to a decoder process. Its tokens are compared with those of one process."""
+    """Move a real KV cache from a prompt to a decoder process. Compare its tokens with those of one process."""
     raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json, secure=secure))
 
 

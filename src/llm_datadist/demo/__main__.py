@@ -1,7 +1,7 @@
-"""One process of the demo: ``python -m llm_datadist.demo reference|prompt|decoder|both TRANSPORT``.
+"""One process of the demo: ``python -m llm_datadist.demo reference|prompt|decoder|both TRANSPORT MEMORY``.
 
-Started by :mod:`llm_datadist.demo.runner`, which reads events from its standard output and writes orders to its
-standard input. When that input ends the runner is gone, and the process exits at once.
+:mod:`llm_datadist.demo.runner` starts it, reads events from its standard output and writes orders to its standard
+input. The process exits when that input ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llm_datadist.demo.roles import DecoderSide, Emit, PromptSide, run_reference
 from llm_datadist.demo.workload import DemoMemory, DemoTransport, DemoWorkload, Setup
 
 _ORPHANED: Final = 3
-# The runner's own bound is shorter and its end is noticed at once; this one only excludes waiting for ever.
+# Bounds every wait; the runner's bound is shorter.
 _ORDER_TIMEOUT_S: Final = 600.0
 _decode: Final = msgspec.json.Decoder(Order).decode
 
@@ -32,24 +32,21 @@ _Order = TypeVar("_Order", DemoOffer, Finish)
 
 
 class _Orders:
-    """Orders from standard input, read by the thread ``demo-orders``.
-
-    The thread ends the process when the input ends.
-    """
+    """Orders from standard input, read by thread ``demo-orders``, which ends the process with the input."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Order] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="demo-orders", daemon=True).start()
 
     def wait(self, kind: type[_Order]) -> _Order:
-        """Return the next order, which has to be a ``kind``."""
+        """Return the next order, which must be a ``kind``."""
         order = self._queue.get(timeout=_ORDER_TIMEOUT_S)
         if not isinstance(order, kind):
             raise TypeError(f"order: got {order}, expected a {kind.__name__}")
         return order
 
     def _read(self) -> None:
-        # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+        # Unbuffered: a daemon thread that holds the lock of sys.stdin makes the interpreter's exit fail.
         with io.FileIO(0, closefd=False) as stdin:
             while line := stdin.readline():
                 self._queue.put(_decode(line))
@@ -100,7 +97,7 @@ def main() -> int:
     parser.add_argument("--secrets", type=Path)
     arguments = parser.parse_args()
     events = sys.stdout
-    # Text that other code prints must not get between the events.
+    # Other code must not print between the events.
     sys.stdout = sys.stderr
 
     def emit(event: Event) -> None:

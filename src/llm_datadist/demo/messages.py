@@ -1,4 +1,4 @@
-"""Messages between the processes of the demo: one JSON object a line, over the pipes of the child."""
+"""Messages between the demo's processes: one JSON object a line, over the child's pipes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         first_token: The token that follows the prompt.
-        tokens: Those that follow it.
+        tokens: The tokens after the first.
         digest: SHA-256 of the prompt's keys and values.
-        seconds: Seconds the forward passes took.
+        seconds: Seconds of prefill and generation.
     """
 
     first_token: int
@@ -36,11 +36,11 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
 
 
 class DemoOffer(msgspec.Struct, frozen=True, tag=True):
-    """What the prompt side has published: what a router hands from prefill to decode.
+    """The published cache, as a router hands it from prefill to decode.
 
     Attributes:
-        port: Port that the prompt side listens on.
-        blocks: Its block numbers of the prompt, in the order of the sequence.
+        port: The prompt side's listen port.
+        blocks: Its block numbers of the prompt, in sequence order.
         length: Tokens in them.
         first_token: The token that follows the prompt.
         digest: SHA-256 of the prompt's keys and values.
@@ -57,14 +57,14 @@ class DemoOutcome(msgspec.Struct, frozen=True, tag=True):
     """Result of the decoder.
 
     Attributes:
-        tokens: The tokens after the first one.
-        digest: SHA-256 of the keys and values as pulled.
-        transport: Name of the transport the link used.
-        reason: Why that one.
-        blocks: Blocks pulled.
-        nbytes: Bytes pulled, over all tensors.
+        tokens: The tokens after the first.
+        digest: SHA-256 of the pulled keys and values.
+        transport: The transport that moved the blocks.
+        reason: The reason for the link's transport.
+        blocks: Pulled blocks.
+        nbytes: Pulled bytes, over all tensors.
         seconds: Seconds of the ``pull_blocks`` call.
-        sealed: Both ends were authenticated.
+        sealed: Both sides were authenticated.
     """
 
     tokens: list[int]
@@ -84,7 +84,7 @@ class DemoFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Order to a prompt process: the cache is not needed any more."""
+    """Order to a prompt process: the cache is no longer needed."""
 
 
 Event = Said | DemoProgress | Reference | DemoOffer | DemoOutcome | DemoFailed

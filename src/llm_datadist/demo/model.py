@@ -1,7 +1,6 @@
-"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache: what the demo computes.
+"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, greedy sampling. Keys and values are
-written to and read from the cache's blocks only, so a wrong or missing block changes the tokens.
+Keys and values exist only in the cache's blocks, so a wrong or missing block changes the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ModelConfig:
     Attributes:
         layers: Transformer layers; the cache has two tensors (K, V) for each.
         hidden: Width of the residual stream.
-        heads: Query heads; ``hidden / heads`` is the head size.
+        heads: Query heads, each of size ``hidden / heads``.
         kv_heads: Key and value heads, each shared by ``heads / kv_heads`` query heads.
         ffn: Width of the feed-forward layer.
         vocab: Number of tokens.
@@ -52,11 +51,11 @@ class ModelConfig:
 
 
 class PagedKV:
-    """Keys and values of one sequence in blocks that lie anywhere in ``tensors``.
+    """Keys and values of one sequence, in blocks anywhere in ``tensors``.
 
     Attributes:
-        blocks: Block number of tokens ``i * block_tokens`` and following, for each i.
-        length: Tokens whose keys and values are in the cache in every layer.
+        blocks: Block numbers; block i holds tokens from ``i * block_tokens`` on.
+        length: Tokens that every layer's cache holds.
     """
 
     def __init__(self, tensors: Sequence[Array], blocks: Sequence[int], length: int = 0) -> None:
@@ -67,24 +66,18 @@ class PagedKV:
         self.length = length
 
     def write(self, layer: int, keys: Array, values: Array) -> None:
-        """Write the keys and values of the tokens after ``length`` into their blocks.
-
-        Both have shape (T, kv_heads, head_dim).
-        """
+        """Write the keys and values, shape (T, kv_heads, head_dim), of the tokens after ``length``."""
         slots = np.arange(self.length, self.length + len(keys))
         where = (self.blocks[slots // self._block_tokens], slots % self._block_tokens)
         self._tensors[2 * layer][where] = keys
         self._tensors[2 * layer + 1][where] = values
 
     def read(self, layer: int, length: int) -> tuple[Array, Array]:
-        """Gather the keys and values of the first ``length`` tokens.
-
-        Both have shape (length, kv_heads, head_dim).
-        """
+        """Gather the keys and values of the first ``length`` tokens, shape (length, kv_heads, head_dim)."""
         return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
 
     def used_blocks(self) -> NDArray[np.int64]:
-        """Return the numbers of the blocks that hold tokens, in the order of the sequence."""
+        """Return the numbers of the blocks that hold tokens, in sequence order."""
         return self.blocks[: -(-self.length // self._block_tokens)]
 
     def digest(self) -> str:
@@ -112,10 +105,9 @@ class _Layer(NamedTuple):
 
 
 class Llama:
-    """The model: weights made from the seed, and one forward step over a paged cache."""
+    """The model: weights from the seed, and one forward step over a paged cache."""
 
-    # Random weights alone attend to everything equally, and an average over a thousand tokens tells nothing about any
-    # of them. Sharper scores make the output depend on single blocks, which is what the demo wants to show.
+    # Random weights attend to all tokens equally. Sharper scores make the output depend on single blocks.
     _SHARPNESS: Final = 2.0
 
     def __init__(self, config: ModelConfig) -> None:
@@ -171,7 +163,7 @@ class Llama:
     def generate(
         self, token: int, count: int, kv: PagedKV, progress: Callable[[int, int], None] | None = None
     ) -> list[int]:
-        """Feed ``token`` and return the ``count`` tokens that follow it, each the most likely one."""
+        """Feed ``token``; return the ``count`` tokens that follow, each the most likely one."""
         tokens: list[int] = []
         for done in range(1, count + 1):
             token = self.forward(np.array([token]), kv)
@@ -193,17 +185,14 @@ class Llama:
 
 
 def rms_norm(x: Array) -> Array:
-    """Scale each row of ``x`` (shape (T, hidden)) to a root mean square of one."""
+    """Scale each row of ``x``, shape (T, hidden), to a root mean square of one."""
     mean: Array = np.mean(x * x, axis=-1, keepdims=True)
     result: Array = x / np.sqrt(mean + _NORM_EPSILON)
     return result
 
 
 def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
-    """Rotate the two halves of each head by the angles of ``positions``.
-
-    ``x`` has shape (T, heads, head_dim).
-    """
+    """Rotate the halves of each head of ``x``, shape (T, heads, head_dim), by the angles of ``positions``."""
     half = x.shape[-1] // 2
     frequencies = base ** (-np.arange(half) / half)
     angles = positions[:, None, None] * frequencies
@@ -213,16 +202,13 @@ def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
 
 
 def attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
-    """Causal grouped-query attention.
+    """Return causal grouped-query attention, shape (T, heads, head_dim).
 
     Args:
         query: Shape (T, heads, head_dim).
-        keys: Shape (N, kv_heads, head_dim): those of positions 0 to N - 1.
+        keys: Shape (N, kv_heads, head_dim), of positions 0 to N - 1.
         values: Shape (N, kv_heads, head_dim).
-        positions: Shape (T,): where each query stands; it sees the keys up to and with its own position.
-
-    Returns:
-        Shape (T, heads, head_dim).
+        positions: Shape (T,); a query sees keys up to its own position.
     """
     count, heads, head_dim = query.shape
     length, kv_heads, _ = keys.shape

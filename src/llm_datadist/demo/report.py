@@ -1,4 +1,4 @@
-"""How the demo shows what it does: plain lines, or bars and a table on a terminal that has rich."""
+"""Output of the demo: plain lines, or bars and a table on a terminal with rich."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DemoReporter:
-    """What the user sees of the demo: lines with the seconds since the start, for long tasks one for each quarter."""
+    """Plain lines with the seconds since the start; long tasks show one for each quarter."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -21,7 +21,7 @@ class DemoReporter:
         self._quarters: dict[tuple[str, str], int] = {}
 
     def say(self, role: str, text: str) -> None:
-        """Show one line said by ``role``."""
+        """Show one line from ``role``."""
         self._write(f"{time.monotonic() - self._started:6.1f} s  {role:<9}  {text}")
 
     def progress(self, role: str, what: str, done: int, total: int) -> None:
@@ -38,7 +38,7 @@ class DemoReporter:
             self._write(f"  {name:<12} {value}")
 
     def close(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -46,7 +46,7 @@ class DemoReporter:
 
 
 class _RichReporter(DemoReporter):
-    """Progress bars and a table, by rich."""
+    """Progress bars and a table."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -61,7 +61,7 @@ class _RichReporter(DemoReporter):
             MofNCompleteColumn(),
             TextColumn("tokens"),
             console=self._console,
-            auto_refresh=False,  # no thread of this process runs beside the pull that is timed
+            auto_refresh=False,  # no thread here runs beside the timed pull
         )
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._bars.start()

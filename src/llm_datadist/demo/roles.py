@@ -1,4 +1,4 @@
-"""The two ends of the demo, written as a user of the library would write them, and the run they are compared with."""
+"""The demo's two sides, written as users would write them, and the reference run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 Emit = Callable[[Event], None]
-"""Takes the events of a role."""
+"""Receiver of a role's events."""
 
 _PROMPT_ID: Final = 0
 _DECODER_ID: Final = 1
 _HOST: Final = "127.0.0.1"
 _PAGE_SHIFT: Final = 16
 _LINK_TIMEOUT_MS: Final = 5_000
-# Far above what the pull takes: a loaded machine must not fail the demo.
+# Far above the pull's time: a loaded machine must not fail the demo.
 _PULL_TIMEOUT_MS: Final = 10_000
 
 
@@ -54,10 +54,10 @@ def run_reference(workload: DemoWorkload, emit: Emit) -> Reference:
 
 
 class PromptSide:
-    """The prompt (prefill) end: computes the KV cache of the prompt and publishes it.
+    """The prompt (prefill) side: computes and publishes the prompt's KV cache.
 
     Attributes:
-        datadist: Its ``LLMDataDist``, which listens; ``close`` finalizes it.
+        datadist: Its listening ``LLMDataDist``; ``close`` finalizes it.
     """
 
     def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
@@ -66,10 +66,10 @@ class PromptSide:
         self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
 
     def publish(self, model: Llama, emit: Emit) -> DemoOffer:
-        """Run the prompt into a blocks cache for peers; return what they need to know."""
+        """Run the prompt into a blocks cache for peers; return the offer."""
         workload = self._workload
         cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
-        self._tensors = tensors  # registered memory has to outlive its registration
+        self._tensors = tensors  # registered memory must outlive its registration
         for tensor in tensors:
             tensor.fill(0)
         kv = PagedKV(tensors, workload.source_blocks())
@@ -81,12 +81,12 @@ class PromptSide:
         return DemoOffer(port, blocks, kv.length, first_token, kv.digest())
 
     def close(self) -> None:
-        """Give back the cache and the port."""
+        """Free the cache and the port."""
         self.datadist.finalize()
 
 
 class DecoderSide:
-    """The decoder end: links to the prompt side, pulls its blocks and generates from them.
+    """The decoder side: links to the prompt side, pulls its blocks and generates from them.
 
     Attributes:
         datadist: Its ``LLMDataDist``; ``close`` finalizes it.
@@ -98,15 +98,15 @@ class DecoderSide:
         self.datadist = _start(LLMRole.DECODER, _DECODER_ID, workload, setup)
         self._cache, self._tensors = _blocks_cache(self.datadist, workload, setup.memory)
         for tensor in self._tensors:
-            # What does not arrive stays NaN, so that no token can be right by accident.
+            # Missing bytes stay NaN, so that no token is right by accident.
             tensor.fill(np.nan)
 
     def run(self, offer: DemoOffer, model: Llama, emit: Emit) -> DemoOutcome:
-        """Link, pull what ``offer`` names into other block numbers, unlink and generate."""
+        """Link, pull the offered blocks into other block numbers, unlink and generate."""
         cluster = _cluster(offer.port)
         _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
-        # Registered memory outside the pools may go another way than they.
+        # Registered memory may use another transport than pools.
         private = choice.private_transport if self._setup.memory is DemoMemory.REGISTERED else None
         transport = private or choice.transport
         emit(Said(f"linked over {transport}"))
@@ -121,7 +121,7 @@ class DecoderSide:
         return DemoOutcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
 
     def close(self) -> None:
-        """Give back the cache."""
+        """Free the cache."""
         self.datadist.finalize()
 
     def _pull(self, offer: DemoOffer, blocks: list[int]) -> float:
@@ -141,7 +141,7 @@ def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup)
     config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
     config.sync_kv_timeout = _PULL_TIMEOUT_MS
     if role is LLMRole.PROMPT:
-        # Port 0 picks a free one; datadist.listen_port tells which.
+        # Port 0: any free port; datadist.listen_port has it.
         config.listen_ip_info = f"{_HOST}:0"
     options = config.generate_options()
     options["llm.Transport"] = setup.transport.value
@@ -155,7 +155,7 @@ def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup)
 def _blocks_cache(
     datadist: LLMDataDist, workload: DemoWorkload, memory: DemoMemory, key: BlocksCacheKey | None = None
 ) -> tuple[Cache, list[NDArray[Any]]]:
-    """Make the cache, and return it with arrays over its tensors."""
+    """Make the cache; return it with arrays over its tensors."""
     manager = datadist.cache_manager
     desc = CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
     if memory is DemoMemory.POOL:

@@ -1,4 +1,4 @@
-"""The demo from start to end: starts the roles, hands messages between them, compares, prints."""
+"""The whole demo: starts the roles, passes messages between them, compares, prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoP
 from llm_datadist.demo.report import DemoReporter, make_reporter
 from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
 
-# The whole demo takes a few seconds; a machine ten times slower still passes.
+# The demo takes a few seconds; a machine ten times slower passes.
 _BUDGET_MS: Final = 180_000
 _INTERRUPTED: Final = 130
 _PARTS: Final = {
@@ -32,27 +32,26 @@ _Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome)
 
 
 class DemoError(RuntimeError):
-    """The demo could not run to its end; the text is one line."""
+    """The demo ended early; the text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What ``--json`` prints.
+    """Result, as ``--json`` prints it.
 
     Attributes:
         ok: Tokens and bytes are equal: the exit status is 0.
-        transport: DemoTransport that moved the bytes.
-        reason: Why that one.
+        transport: Transport that moved the bytes.
+        reason: Reason for the link's transport.
         tokens_equal: The generated tokens are those of the single-process run.
         blocks: Blocks moved.
         bytes: Bytes moved, over all tensors.
         seconds: Seconds of the one ``pull_blocks`` call.
         gb_per_s: ``bytes / seconds / 1e9``.
-        kv_equal: The keys and values arrived as they were at the prompt side.
-        tokens: The tokens that the decoder generated.
-        processes: 2, or 1 when both roles ran in one process.
-        sealed: Both ends proved a shared secret, and what would leave this host was encrypted.
-        error: Why there is no result, or None.
+        kv_equal: Keys and values arrived as published.
+        processes: 2, or 1 if both roles ran in one process.
+        sealed: Both sides proved a shared secret; messages were encrypted, and over tcp also KV bytes.
+        error: Reason for a missing result, or None.
     """
 
     ok: bool
@@ -71,10 +70,10 @@ class DemoResult:
 
 
 def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
-    """Run the demo and print it; return 0 only when the tokens are equal.
+    """Run the demo and print it; return 0 only if tokens and bytes are equal.
 
-    With ``secure`` both ends prove a new secret to each other. With ``as_json`` the progress goes to standard error and
-    the last line of standard output is the result.
+    With ``secure`` both sides prove a new secret. With ``as_json`` progress goes to standard error, and the last line
+    of standard output is the result.
     """
     reporter = make_reporter(sys.stderr if as_json else sys.stdout)
     try:
@@ -99,7 +98,7 @@ def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
 
 
 class _Demo(AbstractContextManager["_Demo"]):
-    """One run. Leaving the context ends every process it started."""
+    """One run. Leaving the context ends its processes."""
 
     def __init__(self, setup: Setup, reporter: DemoReporter) -> None:
         self._setup = setup
@@ -114,7 +113,7 @@ class _Demo(AbstractContextManager["_Demo"]):
             child.stop()
 
     def run(self) -> DemoResult:
-        """Run all roles, show the result and return it."""
+        """Run all roles; show and return the result."""
         reference = self._run_reference()
         together = self._setup.transport is DemoTransport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()
@@ -123,7 +122,7 @@ class _Demo(AbstractContextManager["_Demo"]):
         if outcome.sealed != (self._setup.secrets is not None):
             raise DemoError(f"secure: asked for {self._setup.secrets is not None}, the link says {outcome.sealed}")
         tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
-        # Keys carry their positions, so two blocks that swapped places leave the tokens alone; the digest sees it.
+        # Keys carry their positions, so tokens ignore swapped blocks; the digest does not.
         kv_equal = outcome.digest == offer.digest
         result = DemoResult(
             ok=tokens_equal and kv_equal,
@@ -176,7 +175,7 @@ class _Demo(AbstractContextManager["_Demo"]):
         return child
 
     def _expect(self, child: DemoChild, kind: type[_Message]) -> _Message:
-        """Show what the children say until ``child`` sends a ``kind``."""
+        """Show the children's events until ``child`` sends a ``kind``."""
         while True:
             role, event = self._next(f"{child.role}: no {_word(kind)}")
             if isinstance(event, kind) and role == child.role:
@@ -186,7 +185,7 @@ class _Demo(AbstractContextManager["_Demo"]):
             self._handle(role, event)
 
     def _finish(self, child: DemoChild) -> None:
-        """Show what the children say until ``child`` has ended well."""
+        """Show the children's events until ``child`` has ended well."""
         while True:
             role, event = self._next(f"{child.role}: still running after its work")
             self._handle(role, event)
@@ -241,10 +240,10 @@ def _describe_security(result: DemoResult) -> str:
     if not result.sealed:
         return "none: any process of this host could have linked (--secure)"
     if result.transport == "tcp":
-        return "both ends proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
+        return "both sides proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
     if result.transport == "nixl":
-        return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes were not"
-    return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
+        return "both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes were not"
+    return "both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
 
 
 def _describe_tokens(result: DemoResult, reference: Reference) -> str:
@@ -262,4 +261,4 @@ def _describe_bytes(result: DemoResult, reference: Reference, offer: DemoOffer) 
         return "what arrived differs from what the prompt side published"
     if offer.digest != reference.digest:
         return "arrived as published; but the prompt side computed other values than the single-process run"
-    return f"equal at both ends and in the single-process run (sha256 {offer.digest[:16]}...)"
+    return f"equal on both sides and in the single-process run (sha256 {offer.digest[:16]}...)"

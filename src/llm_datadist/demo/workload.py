@@ -1,4 +1,4 @@
-"""What the demo computes: prompt, block numbers and shapes, from seeds, so equal in every process."""
+"""The demo's inputs: prompt, block numbers and shapes, from seeds, so equal in every process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FLOAT_BYTES: Final = 4
 
 
 class DemoTransport(StrEnum):
-    """What ``--transport`` accepts."""
+    """Values of ``--transport``."""
 
     AUTO = "auto"
-    """The library chooses, between two processes."""
+    """The library's choice between two processes."""
     SHM = "shm"
-    """Shared memory, between two processes."""
+    """Shared memory between two processes."""
     CMA = "cma"
-    """Registered private memory, which the kernel copies, between two processes."""
+    """Registered non-pool memory, copied by the kernel between two processes."""
     TCP = "tcp"
     """Data lanes over loopback, as between two hosts."""
     NIXL = "nixl"
@@ -36,22 +36,20 @@ class DemoTransport(StrEnum):
 
 
 class DemoMemory(StrEnum):
-    """What ``--memory`` accepts: where the KV caches lie."""
+    """Values of ``--memory``: the memory of the KV caches."""
 
     POOL = "pool"
-    """In the library's pools."""
+    """The library's pools."""
     REGISTERED = "registered"
-    """In arrays of the roles' own, registered with the library."""
+    """The roles' own arrays, registered with the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the bytes are to move.
+    """The way of the bytes.
 
     Attributes:
-        transport: Over what.
-        memory: From and to where.
-        secrets: File of the secret that both ends prove to each other; None: links are not authenticated.
+        secrets: File of the secret that both sides prove; None: links are not authenticated.
     """
 
     transport: DemoTransport
@@ -64,7 +62,6 @@ class DemoWorkload:
     """Sizes of the demo.
 
     Attributes:
-        model: The model.
         prompt_tokens: Length of the prompt.
         chunk: Tokens of the prompt per forward step.
         generate: Tokens that the decoder generates.
@@ -103,19 +100,19 @@ class DemoWorkload:
 
     @property
     def prompt_blocks(self) -> int:
-        """Blocks that the prompt fills: those that move."""
+        """Blocks that the prompt fills, and that move."""
         return -(-self.prompt_tokens // self.block_tokens)
 
     def prompt(self) -> NDArray[np.int64]:
-        """Return the tokens of the prompt."""
+        """Return the prompt's tokens."""
         return np.random.default_rng(self.seed).integers(0, self.model.vocab, self.prompt_tokens)
 
     def source_blocks(self) -> list[int]:
-        """Return the scattered block numbers that the prompt side gives its sequence."""
+        """Return the prompt side's scattered block numbers."""
         return [int(block) for block in np.random.default_rng(self.seed).permutation(self.pool_blocks)]
 
     def destination_blocks(self) -> list[int]:
-        """Return the decoder's scattered block numbers of the same sequence, none equal to the source's."""
+        """Return the decoder's scattered block numbers; none equals the source's at its place."""
         rng = np.random.default_rng(self.seed + 1)
         while True:
             blocks = [int(block) for block in rng.permutation(self.pool_blocks)]

@@ -1,6 +1,6 @@
-"""The contenders by name. A contender's module is imported when it is asked for, because peers may not be installed.
+"""The contenders by name. Modules are imported on demand, because peers may not be installed.
 
-The contenders of peers are not part of the package: they are found where it runs from a checkout, in ``benchmarks/peers``.
+Contenders for peers are not packaged: a checkout has them in ``benchmarks/peers``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OURS: Final = {
     "ours-plan": "llm_datadist.bench.contenders.local:Planning",
     "ours-alloc": "llm_datadist.bench.contenders.local:Allocating",
 }
-"""This library: by transport, and what it does without one."""
+"""This library's contenders, by transport or call."""
 
 LIMITS: Final = {
     "memcpy": "llm_datadist.bench.contenders.limits:Memcpy",
@@ -47,7 +47,7 @@ LIMITS: Final = {
     "cma": "llm_datadist.bench.contenders.limits:Cma",
     "tcp-raw": "llm_datadist.bench.contenders.limits:TcpRaw",
 }
-"""What the machine can do, without this library's engine. ``memcpy-nt``: with streaming stores."""
+"""Limits of the machine, without this library's engine. ``memcpy-nt``: streaming stores."""
 
 PEERS: Final = {
     "nixl": "benchmarks.peers.nixl:Nixl",
@@ -57,17 +57,17 @@ PEERS: Final = {
     "mooncake": "benchmarks.peers.mooncake:Mooncake",
     "torch": "benchmarks.peers.torch:Torch",
 }
-"""Other software that does the same. ``nixl`` makes each transfer anew, ``nixl-prepared`` only posts one."""
+"""Other software. ``nixl`` makes each transfer from prepared descriptors, ``nixl-prepared`` only posts one."""
 
 CONTENDERS: Final = OURS | LIMITS | PEERS
-"""Name -> ``module:class`` or ``module:class@transport``. Every text of either form is a name, too."""
+"""Name -> ``module:class`` or ``module:class@transport``; text of these forms is a name, too."""
 
 
 def find(name: str) -> type[Contender]:
     """Import a contender by its name.
 
     Raises:
-        BenchError: There is no such contender, or its module cannot be imported here.
+        BenchError: The name is unknown, or its module cannot be imported here.
     """
     module, _, attribute = CONTENDERS.get(name, name).partition(":")
     attribute, _, transport = attribute.partition("@")
@@ -82,7 +82,7 @@ def find(name: str) -> type[Contender]:
 
 
 def _peer_module(name: str) -> ModuleType:
-    """Import a module of ``benchmarks/peers`` from its file: the checkout need not be on ``sys.path``."""
+    """Import a module of ``benchmarks/peers`` from its file; the checkout need not be on ``sys.path``."""
     if name in sys.modules:
         return sys.modules[name]
     path = _CHECKOUT.joinpath(*name.split(".")).with_suffix(".py")
@@ -96,7 +96,7 @@ def _peer_module(name: str) -> ModuleType:
 
 
 def why_not(name: str, workload: BenchWorkload) -> str | None:
-    """Return why a contender cannot run a workload, or None. Starts nothing."""
+    """Return the reason why a contender cannot run a workload, or None. Starts nothing."""
     try:
         return find(name).why_not(workload)
     except BenchError as error:
@@ -105,12 +105,7 @@ def why_not(name: str, workload: BenchWorkload) -> str | None:
 
 @cache
 def why_not_importable(module: str, package: str) -> str | None:
-    """Return why ``import module`` fails, or None. Imports it in another process only.
-
-    Args:
-        module: Dotted name.
-        package: What pip installs to have it.
-    """
+    """Return the reason why ``import module`` fails, or None; ``package`` is pip's name. Another process imports it."""
     if find_spec(module.partition(".")[0]) is None:
         return f"not installed (pip install {package})"
     command = [sys.executable, "-c", f"import {module}"]
