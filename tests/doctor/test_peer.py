@@ -124,7 +124,7 @@ def test_certificates_of_one_authority_and_of_another(tmp_path: Path) -> None:
     foreign = _given(Authority(tmp_path, "other").issue("foreign", ["*"]) | {"llm.TlsCa": str(authority.path)})
     with _served(*there) as port:
         _, found = _doctor(port, *here)
-        is_(found["peer_authentication"], Severity.OK, "both ends proved a secret or certificate", "")
+        is_(found["peer_authentication"], Severity.OK, "both sides proved a secret or certificate", "")
         mend = "certificates of one authority"
         _fails(port, *foreign, finding="peer_authentication", value="authenti", mend=mend)
 

@@ -1,4 +1,4 @@
-"""A finding: what one check found, what that means for this library, and how to mend it."""
+"""Findings: value, meaning and remedy of one check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Finding", "Severity", "exit_code", "run_checks"]
 
 
 class Severity(StrEnum):
-    """How bad a finding is; ``unknown``: the check could not be made."""
+    """Severity of a finding; ``unknown``: the check could not be made."""
 
     OK = "ok"
     WARNING = "warning"
@@ -23,7 +23,7 @@ class Severity(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One finding. ``mend`` is empty where the state is ok."""
+    """One finding; ``mend`` is empty if its state is ok."""
 
     name: str
     state: Severity
@@ -36,7 +36,7 @@ _EXIT: Final = {Severity.OK: 0, Severity.WARNING: 1, Severity.UNKNOWN: 1, Severi
 
 
 def run_checks(checks: Iterable[Callable[[], Finding]]) -> list[Finding]:
-    """Run checks. One that the host does not let run to its end is an unknown finding."""
+    """Run checks; one that the host denies is an unknown finding."""
     findings = []
     for check in checks:
         try:
@@ -48,5 +48,5 @@ def run_checks(checks: Iterable[Callable[[], Finding]]) -> list[Finding]:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 2 where there is a problem, 1 where there is a warning or a check that could not be made, else 0."""
+    """Return 2 with a problem, 1 with a warning or unknown, else 0."""
     return max((_EXIT[each.state] for each in findings), default=0)

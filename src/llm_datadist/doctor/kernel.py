@@ -1,4 +1,4 @@
-"""What the kernel lets this process do. Each check tries the operation itself."""
+"""Permissions of this process; each check tries the operation itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHILD: Final = (
 
 
 def kernel() -> Finding:
-    """Compare the kernel with those that have what the library uses."""
+    """Compare the kernel's version with the versions that the library needs."""
     release = os.uname().release
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     meaning = "Linux 5.3 has pidfd_open, 6.1 huge pages without an administrator, 6.5 the pidfd of a socket's peer"
@@ -39,7 +39,7 @@ def kernel() -> Finding:
 
 
 def memfd() -> Finding:
-    """Make a memfd, and seal it."""
+    """Make and seal a memfd."""
     meaning = "pools are sealed memfds, which peers map: without them no instance with a pool starts"
     try:
         fd = os.memfd_create("doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -84,7 +84,7 @@ def process_vm_readv() -> Finding:
 
 
 def yama() -> Finding:
-    """Read the setting of Yama, which decides who reads the memory of a process that is not its child."""
+    """Read Yama's setting, which restricts reads of processes that are not children."""
     meaning = "above 0, unrelated processes of one user do not reach each other by cma; registered memory goes over tcp"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "none"
     if scope in ("none", "0") or (_has_ptrace_capability() and scope != "3"):
@@ -98,16 +98,16 @@ def _has_ptrace_capability() -> bool:
 
 
 def user_namespace() -> Finding:
-    """Find out whether this process is in the first user namespace."""
-    meaning = "cma does not reach into another user namespace: both ends have to be in the same one"
+    """Check whether this process is in the first user namespace."""
+    meaning = "cma does not reach into another user namespace: both sides must be in the same one"
     if _UID_MAP.read_text().split() == _ALL_USERS:
         return Finding("user_namespace", Severity.OK, "the host's", meaning)
-    mend = "start both ends in one container or pod, or: docker run --userns=host"
+    mend = "start both sides in one container or pod, or: docker run --userns=host"
     return Finding("user_namespace", Severity.WARNING, "one of its own", meaning, mend)
 
 
 def huge_pages() -> Finding:
-    """Make a pool of one huge page, as ``huge_pages`` of a pool does."""
+    """Make a pool of one huge page."""
     meaning = "pools with huge_pages are faster for large transfers; where the host has none, they are refused"
     try:
         SharedSegment.create("doctor", ALIGNMENT, peers_may_write=False, huge_pages=True).close()

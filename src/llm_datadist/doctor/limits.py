@@ -25,7 +25,7 @@ _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63
 
 
 def descriptors() -> Finding:
-    """Compare RLIMIT_NOFILE with what links need."""
+    """Compare RLIMIT_NOFILE with the needs of links."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     meaning = "a link takes several descriptors: sockets, data lanes, a pidfd; where none is left, linking fails"
     value = f"RLIMIT_NOFILE {soft}, at most {hard}"
@@ -36,7 +36,7 @@ def descriptors() -> Finding:
 
 
 def memlock() -> Finding:
-    """Compare RLIMIT_MEMLOCK with what NIXL locks, where it is installed."""
+    """Compare RLIMIT_MEMLOCK with the needs of NIXL, if it is installed."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     value = "RLIMIT_MEMLOCK " + ("unlimited" if unlimited else f"{soft} bytes")
@@ -67,7 +67,7 @@ def overcommit() -> Finding:
 
 
 def cgroup_memory() -> Finding:
-    """Find the lowest memory limit of our cgroup and its ancestors."""
+    """Find the lowest memory limit of this cgroup and its ancestors."""
     limits = [limit for folder in _memory_folders() if (limit := _limit_of(folder)) is not None]
     meaning = "pools larger than this are refused by init; pages of pools count in the cgroup that touches them first"
     if not limits:
@@ -80,7 +80,7 @@ def cgroup_memory() -> Finding:
 
 
 def _memory_folders() -> list[Path]:
-    """Return the folders of our cgroup and its parents, of v2 and v1."""
+    """Return the folders of this cgroup and its ancestors, of v2 and v1."""
     folders = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -103,10 +103,12 @@ def _limit_of(folder: Path) -> int | None:
 
 
 def cpus() -> Finding:
-    """Compare the processors that this process may use with those of the host."""
+    """Compare this process's processors with the host's."""
     usable, allowed, all_of_them = usable_cpus(), len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable, {allowed} by affinity, {all_of_them} in the host"
-    meaning = "copies use so many threads (llm.CopyThreads); with one, a transfer and the model take turns"
+    meaning = (
+        "copies use this many threads unless llm.CopyThreads is set; with one, a transfer and the model take turns"
+    )
     if usable > 1:
         return Finding("cpus", Severity.OK, value, meaning)
     mend = "taskset -pc 0-3 PID, or docker update --cpus 4 CONTAINER"
@@ -114,7 +116,7 @@ def cpus() -> Finding:
 
 
 def numa() -> Finding:
-    """Find out whether this process may run on several NUMA nodes."""
+    """Check whether this process may run on several NUMA nodes."""
     own = os.sched_getaffinity(0)
     lists = {path.parent.name: path.read_text() for path in _NODES.glob("node[0-9]*/cpulist")}
     used = sorted(name for name, text in lists.items() if own & _parse_cpus(text))
@@ -135,7 +137,7 @@ def _parse_cpus(text: str) -> set[int]:
 
 
 def tcp_buffers() -> Finding:
-    """Read how large the kernel lets the buffers of a connection grow."""
+    """Read the largest socket buffers that the kernel allows."""
     most = {name: int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2]) for name in ("tcp_rmem", "tcp_wmem")}
     value = ", ".join(f"{name} up to {size >> 10} KiB" for name, size in most.items())
     meaning = "one data lane moves at most a buffer per round trip: small ones slow tcp down between hosts"
