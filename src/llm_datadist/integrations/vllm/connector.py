@@ -1,4 +1,4 @@
-"""The class that vLLM makes: once in its scheduler, and once in each worker. It passes every call on to its half."""
+"""The class that vLLM makes: one in its scheduler, one in each worker. It passes each call to its half."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ __all__ = ["LLMDataDistConnector"]
 
 
 class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves the KV cache of a prompt from a prefill engine to a decode engine.
+    """Moves a prompt's KV cache from a prefill engine to a decode engine.
 
-    Its options (``kv_connector_extra_config``) are in docs/vllm.md. Threads: vLLM's; each half says more.
+    docs/vllm.md has its options (``kv_connector_extra_config``). Threads: vLLM's.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -53,60 +53,56 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take where the workers listen."""
+        """Take the workers' endpoints."""
         self._scheduler.take_endpoints(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """Have the workers claim what the request was offered."""
+        """Let the workers claim the request's offer."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens can be fetched, and that this happens between steps."""
+        """Return how many tokens can be fetched, and True if any: between steps."""
         count = self._scheduler.matched_tokens(request, num_computed_tokens)
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return all groups that are transferred: the blocks are the request's own."""
+        """Return all transferred groups: the blocks are the request's own."""
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Have the workers fetch into the blocks."""
+        """Let the workers fetch into the blocks."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take which offers were claimed or are over."""
+        """Take claimed and ended offers."""
         self._scheduler.take_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the orders for the workers."""
         return self._scheduler.take_orders()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """KvOffer the blocks of a request that is decoded elsewhere."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """KvOffer the blocks of a request that is decoded elsewhere."""
+        """Offer the blocks of a request that is decoded elsewhere."""
         return self._scheduler.finished(request, block_ids)
 
     # --- in a worker --------------------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """Return what places the KV cache in a pool of ours."""
+        """Return the context that allocates the KV cache from the pool."""
         return self._worker.placement
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache where it lies."""
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return where this worker listens."""
         return self._worker.endpoint()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin what the scheduler wants."""
+        """Begin the scheduler's orders."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         self._worker.obey(orders, idle=forward_context.attn_metadata is None)
@@ -115,21 +111,18 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: requests are parked until all of their KV is there."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: decode engines read the blocks where they are."""
+        """Do nothing: decode engines read the blocks in place."""
 
     def wait_for_save(self) -> None:
         """Do nothing."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return which requests have ended."""
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return which offers were claimed since the last call."""
         return self._worker.take_claimed()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call, in a worker or in the scheduler."""
         return (self._worker or self._scheduler).take_stats()
 
     def shutdown(self) -> None:
@@ -141,10 +134,8 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return what a worker has counted."""
         return Stats(data) if data is not None else Stats()
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
-        """Return the Prometheus counters."""
         return StatsMetrics(*args, **kwargs)

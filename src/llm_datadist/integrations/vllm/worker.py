@@ -1,15 +1,13 @@
-"""The LLMDataDist of one rank: it registers the KV cache, gives and ends grants, and pulls.
+"""The LLMDataDist of one rank: registers the KV cache, grants, and pulls.
 
-Owns an LLMDataDist. vLLM's thread hands over orders and collects what has ended; the threads of `engines.py` link,
-claim, pull and release. A fetch that fails for any reason is reported as failed, with the reason in the log: an engine
-neither crashes nor hangs for its peer.
+Threads: vLLM's hands over orders and collects results; those of `engines.py` link, claim, pull and release. A fetch
+that fails for any reason is reported as failed, with the reason in the log. An engine neither crashes nor hangs for its
+peer.
 
-vLLM's thread waits for nothing but this: as long as blocks are kept or awaited, vLLM makes one step after the other,
-and its thread would keep the interpreter from the threads here. So it sleeps in steps that have no tokens, a
-millisecond at most, and no longer than until a fetch ends.
+While blocks are kept or awaited, vLLM makes step after step, and its thread would keep the interpreter from the threads
+here. So in steps without tokens it sleeps until a fetch ends, at most a millisecond.
 
-An offered request is over once its grant has ended: released by its readers, not claimed within its lease, or a reader
-was lost. No reader gets its bytes any more then, and vLLM may use the blocks again.
+An offered request is over once its grant has ended: readers cannot get its bytes, and vLLM may reuse the blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankWorker"]
 
-logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
+logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 _MODEL_ID: Final = 0
 _ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
@@ -67,7 +65,7 @@ _IDLE_STEP_S: Final = 0.001
 
 
 class RankWorker:
-    """The connector's half in one worker. Threads: vLLM's, but for what says otherwise."""
+    """The connector's half in one worker. Threads: vLLM's, unless stated."""
 
     _layout: Layout  # from `register` on
     _cache: Cache
@@ -83,18 +81,18 @@ class RankWorker:
         self._producer = transfer.is_kv_producer
         self.cluster_id = secrets.randbits(63)
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
-        nbytes = max(sizes, default=0)  # of the one allocation that vLLM is going to make
+        nbytes = max(sizes, default=0)  # vLLM's one allocation
         self.datadist = self._start(option, nbytes)
-        #: Answers vLLM's allocation with our pool; None where the cache is to lie elsewhere.
+        #: Puts the cache into the pool; None if it shall lie elsewhere.
         self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
-        self._given: dict[str, tuple[Grant, float]] = {}  # by offered request, with when to renew it: 0 until claimed
+        self._given: dict[str, tuple[Grant, float]] = {}  # by offered request; time of renewal, 0 until claimed
         self._newly_claimed: set[str] = set()  # offered requests
-        self._over: set[str] = set()  # offered requests whose grant could not be given
+        self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
-        self._fetching = 0  # fetches ordered and not yet reported
-        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch, what it counts
+        self._fetching = 0  # ordered, not reported fetches
+        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self._stats = Stats()
 
     def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
@@ -116,7 +114,7 @@ class RankWorker:
         return datadist
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache where it lies."""
+        """Register the KV cache in place."""
         wanted = {
             name
             for group in self._cache_config.transfer_group_ids
@@ -140,7 +138,7 @@ class RankWorker:
         logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
 
     def endpoint(self) -> EndpointMetadata | None:
-        """Return where this rank listens, after :meth:`register`; None if it does not."""
+        """Return this rank's address, after :meth:`register`; None if it does not listen."""
         port = self.datadist.listen_port
         if port is None:
             return None
@@ -151,7 +149,7 @@ class RankWorker:
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
     def obey(self, orders: Orders, *, idle: bool) -> None:
-        """Begin what the scheduler wants, in a step that is ``idle`` if it computes no token; never waits."""
+        """Begin the scheduler's orders; never waits. ``idle``: the step computes no token."""
         self._idle = idle
         self._fetching += len(orders.fetches) + len(orders.refused)
         for request, (token, blocks) in orders.grants.items():
@@ -177,13 +175,13 @@ class RankWorker:
             self._stats.add("granted_requests")
 
     def _shares(self, offer: KvOffer) -> list[Share]:
-        """Return what this rank needs of the others; raise LLMException unless the engines fit each other."""
+        """Return this rank's shares; raise LLMException unless the engines fit."""
         self._layout.check(offer.layout)
         if len(offer.ranks) != offer.layout.ranks:
             raise ParamError(f"reference: names {len(offer.ranks)} of {offer.layout.ranks} ranks")
         return shares(self._layout, self._rank, offer.layout)
 
-    # --- once a claim has ended, on vLLM's thread or one of the engine ------------------------------------------------
+    # --- after a claim, on vLLM's thread or an engine's --------------------------------------------------------------
 
     def _drop(self, claim: Future[ClaimedOffer]) -> None:
         if claim.exception() is None:
@@ -195,7 +193,7 @@ class RankWorker:
         else:
             self._ended.put((request, _failure(request, error)))
 
-    # --- on a thread of the engine ------------------------------------------------------------------------------------
+    # --- on an engine's thread ----------------------------------------------------------------------------------------
 
     def _fetch(self, request: str, targets: Targets, claimed: ClaimedOffer) -> None:
         began = time.perf_counter()
@@ -203,13 +201,13 @@ class RankWorker:
         try:
             nbytes, blocks = self._pull(claimed, targets)
             counted = {"fetched_requests": 1, "fetched_bytes": nbytes, "fetched_blocks": blocks}
-        except Exception as error:  # noqa: BLE001 (the request fails with it)
+        except Exception as error:  # noqa: BLE001 (fails the request)
             counted = _failure(request, error)
         self.engines.release(claimed)
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
     def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
-        """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
+        """Pull this rank's shares; return bytes and blocks."""
         layout = self._layout
         theirs, ours = _pairs(claimed.offer, targets)
         nbytes = 0
@@ -224,7 +222,7 @@ class RankWorker:
     # --- what has ended -----------------------------------------------------------------------------------------------
 
     def results(self) -> KVConnectorTransferResults:
-        """Return which requests have ended since the last call; renew the grants that are being read."""
+        """Return the requests that ended since the last call; renew claimed grants."""
         sent, self._over = self._over, set()
         now = time.monotonic()
         for request, (grant, renew_at) in list(self._given.items()):
@@ -235,7 +233,7 @@ class RankWorker:
             elif now >= renew_at and grant.claimed():
                 self._newly_claimed.add(request)
                 self._given[request] = grant, now + self._lease_s / 3
-                with suppress(LLMException):  # it ended just now
+                with suppress(LLMException):  # it has just ended
                     grant.renew(self._lease_s)
         wait = self._idle and not sent and bool(self._given or self._fetching)
         received: set[str] = set()
@@ -262,19 +260,19 @@ class RankWorker:
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
-        self.datadist.finalize()  # pulls under way fail
+        self.datadist.finalize()  # running pulls fail
         self.engines.stop()
 
 
 def _failure(request: str, error: BaseException) -> dict[str, float]:
-    """Log why a fetch has failed; return what that counts."""
+    """Log the reason of a failed fetch; return its counters."""
     known = isinstance(error, LLMException)
     logger.error("the KV of request %s did not come: %s", request, error, exc_info=None if known else error)
     return {"failed_fetches": 1}
 
 
 def _pairs(offer: KvOffer, targets: Targets) -> tuple[list[int], list[int]]:
-    """Return the blocks of the offer that are needed, and the blocks of this engine that they go into."""
+    """Return the needed blocks of the offer, and this engine's blocks for them."""
     if len(offer.groups) != len(targets):
         raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(targets)}")
     theirs: list[int] = []
