@@ -1,7 +1,7 @@
 """``llm-datadist bench``: this library beside machine limits and other software, every byte verified.
 
-A *contender* (``contenders/``) moves one workload in worker processes of its own. The driver runs the contenders of a
-case in turns. Each exception here ends one contender or one case; the run goes on.
+A *contender* (``contenders/``) moves one workload in its own worker processes. Each exception here ends one contender
+or one case; the run goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of the bench, made from the user's options. A case becomes one row of results for each peer."""
+"""Cases of the bench, made from the user's options. A case becomes one row for each peer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAMPLES: Final = {Op.PLAN: 20, Op.ALLOC: 50, Op.LINK: 20}
 
 _WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "threads", "passes", "against"}
 _SHAPE: Final = {"block_bytes", "blocks", "tensors", "passes", "against"}
-#: Options about work that each op takes; others are refused.
+#: Options about work by op; others are refused.
 _TAKES: Final = {
     Op.PULL: _WORK,
     Op.PUSH: _WORK,
@@ -66,7 +66,7 @@ class Request:
         threads: Copying threads in each process; default: the usable CPUs.
         against: Names of limits and peers; default: the usual ones.
         passes: Passes after the first; default 5.
-        set_bytes: Bytes of one transfer without ``blocks``; bounds the number of single steps, too.
+        set_bytes: Bytes of one transfer without ``blocks``; also bounds single steps.
     """
 
     op: Op
@@ -89,7 +89,6 @@ class Case:
         call: The timed call, as shown to the user.
         transport: The requested transport; "local" if nothing leaves the process.
         peers: Names of the peers, and of limits beside the first.
-        passes: Passes after the first.
         samples: Single steps in each pass; 0: everything in one transfer.
         busy: Process in which a thread of pure Python runs.
     """
@@ -111,19 +110,19 @@ class Case:
 
     @property
     def bytes_timed(self) -> int:
-        """Bytes for which one measured time stands; 0 if nothing moves."""
+        """Bytes of one measured time; 0 if nothing moves."""
         if self.workload.op in MOVES:
             return self.workload.nbytes
         return self.workload.block_bytes * self.workload.tensors if self.workload.op is Op.LATENCY else 0
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes that one later pass moves."""
+        """Bytes of one later pass."""
         return self.bytes_timed * (self.samples or self.repeats)
 
     @property
     def repeats(self) -> int:
-        """Number of transfers in a later pass: more if one is short."""
+        """Transfers in a later pass."""
         if self.workload.op not in MOVES:
             return 1
         return max(1, min(_MOST_REPEATS, _REPEATED_BYTES // self.workload.nbytes))
@@ -154,7 +153,7 @@ def size_text(nbytes: int) -> str:
 
 
 def cases_of(request: Request) -> list[Case]:
-    """Return the cases of one op; raise BenchError, which names the option, for one that the op does not take."""
+    """Return the cases of one op; raise BenchError, which names the option, if the op does not take one."""
     check_options(request, request.op, _TAKES[request.op])
     return list(_MAKERS[request.op](request))
 
@@ -175,7 +174,6 @@ def _option(name: str) -> str:
 
 
 def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
-    """Return the default limit and peers of an op."""
     if op in (Op.PULL, Op.PUSH):
         return (_LIMIT[transport], *_PEERS[transport])
     if op in (Op.COPY, Op.SWAP):
@@ -200,7 +198,6 @@ def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str
 def _case(
     request: Request, contender: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
 ) -> Case:
-    """Return the case of one contender, by default with ``blocks`` blocks."""
     limit, peers = _contenders(request, transport)
     tensors = request.tensors or _TENSORS.get(request.op, 1)
     block_bytes = request.block_bytes or _BLOCK_BYTES
@@ -242,7 +239,6 @@ def _inside(request: Request) -> Iterator[Case]:
 
 
 def _latency(request: Request) -> Iterator[Case]:
-    """Yield single pulls of a blocks cache, then by key; idle and beside busy Python."""
     transport = request.transport or "shm"
     most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
     idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
@@ -260,14 +256,13 @@ def _latency(request: Request) -> Iterator[Case]:
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread in either process, without peers; with fewer steps, as one may take 10 ms."""
+    """Yield the case beside a busy thread in either process, without peers; with few steps, as one may take 10 ms."""
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)
 
 
 def _single(request: Request) -> Iterator[Case]:
-    """Yield the cases of plan, alloc and link, which move nothing."""
     if request.op is Op.PLAN:
         for blocks in (1000,) if request.blocks else _PLANNED:
             yield _case(request, "ours-plan", "plan_blocks", "local", blocks=blocks, samples=_SAMPLES[Op.PLAN])

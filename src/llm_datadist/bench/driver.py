@@ -38,7 +38,7 @@ class BenchListener(Protocol):
         """Take one line for the user."""
 
     def progress(self, case: Case, contender: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` passes are done and ``contender`` runs now."""
+        """Show that ``done`` of ``total`` passes are done and ``contender`` runs."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Results:
 def prepare(cases: Iterable[Case], tell: BenchListener, timeout_s: float) -> list[Case]:
     """Return the cases that can run, and say why others, or some contenders, are left out.
 
-    A contender may decline the workload, or fail to start and connect. Memory may not suffice for a case.
+    A contender may decline the workload, or fail to connect; a case may exceed the memory.
     """
     check = _Check(tell, timeout_s)
     checked = [check.case(each) for each in cases]
@@ -123,7 +123,7 @@ class _Check:
 
 
 def run(cases: Sequence[Case], tell: BenchListener, timeout_s: float, build: Build | None = None) -> Results:
-    """Run the cases in order, with workers of ``build``; report contenders that fail."""
+    """Run the cases in order, with workers of ``build``."""
     results = Results()
     for case in cases:
         race = _CaseRun(case, tell, timeout_s, results.failures, build)
@@ -149,7 +149,7 @@ class _CaseRun:
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
-            # All processes are launched before the first is set up: imports take longest.
+            # All processes start before the first setup: imports take longest.
             for contender in self._case.contenders:
                 self._guarded(contender, self._launch, stack, contender)
             for contender in list(self._running):

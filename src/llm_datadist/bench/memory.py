@@ -12,13 +12,13 @@ from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes
 def private_tensors(workload: BenchWorkload) -> list[Bytes]:
     """Return the workload's tensors, shape (rows, block_bytes), in private pages of the usual size.
 
-    NumPy would ask for huge pages for large arrays: with them the same blocks move at another speed.
+    NumPy would use huge pages, which move at another speed.
     """
     return _tensors(workload, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def tensors_like(workload: BenchWorkload) -> list[Bytes]:
-    """Return the workload's tensors in the kind of pages of ``workload.memory``: shared for a pool, else private."""
+    """Return the workload's tensors in its kind of pages: shared for a pool, else private."""
     if workload.memory is BenchMemory.POOL:
         return _tensors(workload, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     return private_tensors(workload)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _OURS: Final = "open-datadist"
 #: Inches; readable at a phone's 350 pixels.
 _WIDTH: Final = 4.6
-#: Colours of text, grid, paper, this library's curve, the limit and peers.
+#: Colours of text, grid, paper, own curve, limit and peers.
 _INK, _GRID, _PAPER, *_COLOURS = "#1f2328", "#d8dee4", "#ffffff", "#0969da", "#6e7781", "#bc4c00", "#1a7f37"
 _IN_THE_DARK: Final = ("#e6edf3", "#3d444d", "#131416", "#4493f8", "#9198a1", "#f0883e", "#3fb950")
 _STYLE: Final[dict[Any, Any]] = {
@@ -58,7 +58,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
 
 def _rates(rows: Sequence[Row]) -> dict[str, Points]:
-    """Return the points of ops that move many blocks, by call and transport."""
+    """Return the points of ops that move many blocks."""
     found: dict[str, Points] = {}
     for row in rows:
         if row.op not in MOVES or row.gb_per_s is None:
@@ -74,7 +74,7 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
 
 
 def _times(rows: Sequence[Row]) -> dict[str, tuple[str, dict[str, float]]]:
-    """Return the questions about single steps by name, with medians: label -> microseconds."""
+    """Return the questions by name, with medians: label -> microseconds."""
     asked: dict[str, tuple[str, dict[str, float]]] = {
         "latency": ("How long does one block take?", {}),
         "busy": ("How long, beside a busy Python thread?", {}),

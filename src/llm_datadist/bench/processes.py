@@ -1,7 +1,6 @@
 """A contender's worker processes, seen from the driver.
 
-Thread ``bench-answers`` of each process reads its answers. A process that dies, hangs or reports an error raises
-:class:`ContenderFailed` with the end of its standard error.
+A process that dies, hangs or reports an error raises :class:`ContenderFailed` with the end of its standard error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _TAIL_BYTES: Final = 600
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 # Contenders set their number of threads; NumPy and peers must start no others.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# On one host UCX uses the loopback device only; it would spread messages over all devices.
+# On one host UCX must use one device; it would spread messages over all.
 _LOOPBACK: Final = {"UCX_NET_DEVICES": "lo"}
 
 
@@ -54,7 +53,7 @@ class Build:
 
 
 class Process:
-    """One worker process; its name is "contender (role)"."""
+    """One worker process. Thread ``bench-answers`` reads its answers."""
 
     def __init__(self, contender: str, role: Role, build: Build) -> None:
         self.name = contender if role is Role.ALONE else f"{contender} ({role})"
@@ -83,7 +82,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its id."""
         return self._process.pid
 
     def send(self, do: str, **fields: object) -> None:
@@ -117,7 +116,7 @@ class Process:
         return answer["value"]
 
     def end(self) -> None:
-        """Ask the process to stop, or kill it after 5 s; free pipes and thread. Idempotent."""
+        """Ask the process to stop, or kill it after 5 s. Idempotent."""
         self.send("stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
@@ -147,11 +146,7 @@ class Process:
 
 
 class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
-    """A contender's processes, launched at once. Leaving the context ends them.
-
-    Attributes:
-        facts: Results of ``start`` and ``connect``, for example ``transport``.
-    """
+    """A contender's processes. Leaving the context ends them; ``facts``: results of ``start`` and ``connect``."""
 
     def __init__(self, contender: str, timeout_s: float, build: Build | None = None) -> None:
         self.contender = contender
@@ -177,12 +172,12 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
 
     @property
     def pids(self) -> list[int]:
-        """Ids of its processes."""
+        """Their ids."""
         return [process.pid for process in self.processes]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the processes run during a ``with`` block and stop them afterwards; stopped ones cost others nothing."""
+        """Let the processes run during a ``with`` block; stopped ones cost others nothing."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -216,12 +211,12 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
             raise ContenderFailed(f"{self.contender}: no process verified anything")
 
     def busy(self, role: Role, *, on: bool) -> None:
-        """Start or end a thread of pure Python in that role's process."""
+        """Start or end a thread of pure Python in that process."""
         index = 0 if role is Role.SOURCE else -1
         self.ask(self.processes[index], "busy", on=on)
 
     def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
-        """Give every process all orders at once; return the answers to the last order."""
+        """Give every process all orders; return the answers to the last."""
         deadline = time.monotonic() + self._timeout_s
         for process in self.processes:
             for what, fields in orders:
@@ -234,7 +229,7 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
         return answers
 
     def start(self, workload: BenchWorkload) -> None:
-        """Set up all processes' memory, and connect them."""
+        """Set up memory, and connect the processes."""
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
         if len(self.processes) > 1:

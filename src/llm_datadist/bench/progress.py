@@ -21,9 +21,6 @@ class BenchProgress:
 
     Only calls draw the bar: a thread for it would take time from the measured work.
 
-    Args:
-        unit: Name of the counted things.
-
     Attributes:
         live: True if there is a bar.
     """

@@ -60,7 +60,6 @@ class Measured:
         first: Seconds of the first pass, which touches memory first; of single steps their median.
         steady: Seconds of the later passes, or of all their single steps.
         cpu_seconds: CPU seconds of all its processes, for each later pass.
-        passes: Number of later passes.
         way: The contender's fastest way, or empty.
     """
 
@@ -85,7 +84,7 @@ class Measured:
         return statistics.median(self.steady)
 
     def cpu_per_gib(self, nbytes: int) -> float | None:
-        """Return CPU seconds for each GiB that later passes of ``nbytes`` bytes moved; None if 0."""
+        """Return CPU seconds for each GiB that later passes of ``nbytes`` bytes moved."""
         return sum(self.cpu_seconds) * _GIB / (self.passes * nbytes) if nbytes else None
 
 

@@ -1,4 +1,4 @@
-"""The standard suite: cases for every path of the library, and the floors that it must reach."""
+"""The standard suite: cases for every path of the library, and floors that it must reach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TCP_LARGE: Final = 64 * _KIB
 _BY_KEY: Final = "pull_cache by key"
 #: Wait for the interpreter beside a busy thread (sys.getswitchinterval()).
 _SWITCH_US: Final = 5000.0
-#: After the first; few, because setup and first touch of memory take longer.
+#: Few: setup and first touch of memory take longer.
 _PASSES: Final = 3
 
 
@@ -62,7 +62,7 @@ def _all(request: Request) -> Iterator[Case]:
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
             cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))
-            # A row of a continuous cache is a whole sequence: 4 KiB does not occur.
+            # A row of a continuous cache is a whole sequence, never 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
     yield from _counts(request)
     for transport in ("shm", "cma", "tcp"):
@@ -76,7 +76,6 @@ def _all(request: Request) -> Iterator[Case]:
 
 
 def _counts(request: Request) -> Iterator[Case]:
-    """Yield 4 KiB blocks from 10^2 to 10^6, beside memcpy."""
     for blocks in _COUNTS:
         if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
             continue
@@ -199,7 +198,7 @@ def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
 
 
 def _beside_python(rows: Sequence[Row], transport: str, call: str, busy: Role) -> Floor:
-    """Return the floor of a call beside a busy Python thread: at most one wait for the interpreter."""
+    """Return the floor of a call beside busy Python: at most one wait for the interpreter."""
     quiet, found = _micros(rows, transport, call, None), _micros(rows, transport, call, busy)
     once = call == _BY_KEY or busy is Role.DESTINATION
     wanted = ((_SWITCH_US + quiet) * 1.2 if once else quiet * 2) if quiet else 0.0
@@ -220,7 +219,7 @@ def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
 
 
 def _limits_own(rows: Sequence[Row]) -> float | None:
-    """Return the raw limit's ratio to the peer in the same rows."""
+    """Return the raw limit's ratio to the peer."""
     return _worst([row.ratio_to_peer / row.ratio_to_limit for row in rows if row.ratio_to_peer and row.ratio_to_limit])
 
 

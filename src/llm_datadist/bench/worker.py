@@ -84,7 +84,7 @@ class BenchWorker:
 
 
 class Busy:
-    """A thread ``bench-busy`` that counts in pure Python and never blocks, until :meth:`end`."""
+    """A thread ``bench-busy`` that counts in pure Python until :meth:`end`."""
 
     def __init__(self) -> None:
         self._ended = False
@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
             stopping.set()
         answers.write(msgspec.json.encode(answer) + b"\n")
         if last:
-            # No interpreter shutdown: a peer's library may hang there.
+            # A peer's library may hang the interpreter's shutdown.
             os._exit(0)
 
 

@@ -28,7 +28,7 @@ SPREAD: Final = 2
 
 _WORD: Final = np.dtype(np.uint64)
 
-# Bytes of the parts in which rows are written and compared: temporary arrays stay in the cache.
+# Bytes written or compared at once: temporary arrays stay in the cache.
 _CHUNK_BYTES: Final = 1 << 19
 
 
@@ -46,7 +46,7 @@ class Op(StrEnum):
 
 
 MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
-"""Ops that move many blocks in one call: their results are rates, those of the others times."""
+"""Ops that move many blocks in one call: their results are rates, others times."""
 
 
 class BenchMemory(StrEnum):
@@ -63,7 +63,6 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
         block_bytes: Bytes of one block of one tensor.
         blocks: Blocks moved in each tensor; the same numbers in each.
         threads: Copying threads in each process.
-        seed: Seed of the blocks' order.
     """
 
     op: Op
@@ -76,12 +75,12 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """Blocks of one tensor in memory, moved or not."""
+        """Blocks of one tensor, moved or not."""
         return self.blocks * SPREAD
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of one tensor in memory."""
+        """Bytes of one tensor."""
         return self.rows * self.block_bytes
 
     @property
@@ -105,7 +104,7 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fill(views: Sequence[Bytes], seed: int) -> None:
-    """Fill each block of each tensor with its own bytes: a random pattern, shifted by the block's number."""
+    """Fill each block with its own bytes: a random pattern, shifted by its number."""
     for tensor, view in enumerate(views):
         windows = _windows(view, seed, tensor)
         for part in _parts(*view.shape):
@@ -119,7 +118,7 @@ def poison(views: Sequence[Bytes]) -> None:
 
 
 def poison_blocks(views: Sequence[Bytes], workload: BenchWorkload) -> None:
-    """Poison only the destination blocks, for copies inside one cache."""
+    """Poison only destination blocks, for copies inside one cache."""
     for view in views:
         view[1::SPREAD] = POISON
 
@@ -132,7 +131,7 @@ def verify(views: Sequence[Bytes], workload: BenchWorkload, seed: int, *, in_pla
         in_place: Source and destination are one memory: other blocks hold the source's bytes, not poison.
 
     Raises:
-        WrongBytes: A byte is wrong; the text names tensor and block.
+        WrongBytes: The text names tensor and block.
     """
     # By destination block: reads go from front to back, without a gather.
     sources = workload.src_blocks[np.argsort(workload.dst_blocks)]
@@ -173,7 +172,7 @@ def _compare(got: Bytes, expected: Bytes | np.uint8, tensor: int, first: int) ->
 
 
 def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
-    """Compare eight bytes at a time if the block size allows it; single bytes are slower than the transfer."""
+    """Compare eight bytes at a time if possible; single bytes are slower than the transfer."""
     if got.shape[1] % _WORD.itemsize:
         return bool((got == expected).all())
     words = expected.view(_WORD) if isinstance(expected, np.ndarray) else np.full(_WORD.itemsize, expected).view(_WORD)

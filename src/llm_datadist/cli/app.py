@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-# The extra promises rich for the demo's output and typer's help; without it the command must not start.
+# The extra promises rich: without it the command must not start.
 import rich  # noqa: F401
 import typer
 

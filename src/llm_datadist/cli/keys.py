@@ -1,4 +1,4 @@
-"""``llm-datadist keys``: make secret files and small CAs, and show their contents without secrets."""
+"""``llm-datadist keys``: make and show secret files and small CAs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    # A unique name: of two authorities of one name OpenSSL reports only a wrong signature.
+    # Unique: for two authorities of one name OpenSSL reports only a wrong signature.
     authority = f"open-datadist test CA {secrets.token_hex(4)}"
     _write_pair(folder / "ca", key, _certificate(key, key, authority, authority, None))
     for cluster in clusters:

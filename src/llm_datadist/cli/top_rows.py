@@ -40,7 +40,7 @@ def busy(found: list[Instance]) -> list[Instance]:
 
 
 def instance_rows(found: list[Instance]) -> Rows:
-    """Return a row for each instance: identity, age of its page, pools, grants, quarantine."""
+    """Return a row for each instance."""
     rows = []
     for each in found:
         now = each["statistics"]
@@ -56,7 +56,7 @@ def instance_rows(found: list[Instance]) -> Rows:
 
 
 def link_rows(found: list[Instance], rates: Rates) -> Rows:
-    """Return a row for each link: peer, state, transport, bytes read and written, in all and per second."""
+    """Return a row for each link."""
     rows = []
     for instance, each in _each(found, "links"):
         peer, moved = each["remote_cluster_id"], (each["read_bytes"], each["written_bytes"])
@@ -69,7 +69,7 @@ def link_rows(found: list[Instance], rates: Rates) -> Rows:
 
 
 def operation_rows(found: list[Instance], rates: Rates) -> Rows:
-    """Return a row for each operation and transport: calls, bytes, bounds of p50 and p99, failures by exception."""
+    """Return a row for each operation and transport."""
     rows = []
     for instance, each in _each(found, "operations"):
         failures = ", ".join(f"{kind}: {count}" for kind, count in each["failures"].items())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Top(App[None]):
-    """Instances, and the links and operations of all or one of them, read once a second."""
+    """Instances, and links and operations of all or one, read once a second."""
 
     BINDINGS: ClassVar = [
         ("i", "next_instance", "next instance, or all"),
@@ -53,7 +53,7 @@ class Top(App[None]):
         self.set_interval(1.0, self.refresh_tables)
 
     def refresh_tables(self) -> None:
-        """Show what the instances publish now; after a failure, the last pages and the failure."""
+        """Show the newest pages; after a failure, the last ones and the failure."""
         if not self.query("#remark"):
             return  # the screen is closing
         remark = ""
@@ -86,7 +86,7 @@ class Top(App[None]):
         return [each for each in self.found if self._chosen in (None, _identity(each))]
 
     def action_next_instance(self) -> None:
-        """Show the links and operations of the next instance alone; after the last, those of all."""
+        """Show the links and operations of the next instance alone, or of all."""
         choices = [None, *map(_identity, self.found)]
         place = choices.index(self._chosen) if self._chosen in choices else 0
         self._chosen = choices[(place + 1) % len(choices)]

@@ -46,7 +46,7 @@ def encode(found: list[Instance]) -> str:
 class Remote:
     """This user's instances on another host, from ``llm-datadist top --json`` there, run by ssh.
 
-    Threads: one of its own takes lines from ssh, the caller's does everything else.
+    Threads: one takes lines from ssh, the caller's does the rest.
     """
 
     def __init__(self, host: str, command: str) -> None:

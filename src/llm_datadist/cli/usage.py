@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _INTERRUPTED: Final = 130
-#: ClickException, the base of mistakes in arguments; newer typers bring their own click.
+#: ClickException; newer typers bring their own click.
 _Mistake: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
 
@@ -34,7 +34,7 @@ def examples(*commands: str) -> str:
 
 
 def answer(app: typer.Typer, name: str) -> int:
-    """Run a command line and return its exit status; show a user's mistake as one line on standard error."""
+    """Run a command line and return its exit status; a mistake is one line on standard error."""
     try:
         status = app(prog_name=name, standalone_mode=False)
     except SystemExit as end:
@@ -50,7 +50,7 @@ def answer(app: typer.Typer, name: str) -> int:
 
 
 def _line(mistake: typer.BadParameter, name: str) -> str:
-    """Return the mistake and the help's command; if no command was named, the help itself."""
+    """Return the mistake and the help's command, or the whole help."""
     text = mistake.format_message()
     if "\n" in text:
         return text

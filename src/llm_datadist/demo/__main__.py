@@ -1,7 +1,6 @@
 """One process of the demo: ``python -m llm_datadist.demo reference|prompt|decoder|both TRANSPORT MEMORY``.
 
-:mod:`llm_datadist.demo.runner` starts it, reads events from its standard output and writes orders to its standard
-input. The process exits when that input ends.
+Writes events to standard output, reads orders from standard input, and exits when the input ends.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from llm_datadist.demo.messages import Event, Order, Said
 if TYPE_CHECKING:
     from llm_datadist.demo.workload import Setup
 
-# One thread each: sums in one order, so that equal inputs give equal bits, and room for two processes on a small
-# machine. MKL_CBWR makes MKL's results independent of the alignment of arrays.
+# One thread each: equal inputs give equal bits, and two processes fit a small machine. MKL_CBWR makes MKL's results
+# independent of the alignment of arrays.
 _ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",

@@ -23,8 +23,7 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
     """Result of the single-process run.
 
     Attributes:
-        first_token: The token that follows the prompt.
-        tokens: The tokens after the first.
+        tokens: The tokens after ``first_token``.
         digest: SHA-256 of the prompt's keys and values.
         seconds: Seconds of prefill and generation.
     """
@@ -40,9 +39,8 @@ class DemoOffer(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         port: The prompt side's listen port.
-        blocks: Its block numbers of the prompt, in sequence order.
+        blocks: The prompt's blocks, in sequence order.
         length: Tokens in them.
-        first_token: The token that follows the prompt.
         digest: SHA-256 of the prompt's keys and values.
     """
 
@@ -60,8 +58,6 @@ class DemoOutcome(msgspec.Struct, frozen=True, tag=True):
         tokens: The tokens after the first.
         digest: SHA-256 of the pulled keys and values.
         transport: The transport that moved the blocks.
-        reason: The reason for the link's transport.
-        blocks: Pulled blocks.
         nbytes: Pulled bytes, over all tensors.
         seconds: Seconds of the ``pull_blocks`` call.
         sealed: Both sides were authenticated.

@@ -1,6 +1,6 @@
 """A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache.
 
-Keys and values exist only in the cache's blocks, so a wrong or missing block changes the tokens.
+Keys and values exist only in the cache's blocks: a wrong or missing block changes the tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ class ModelConfig:
         layers: Transformer layers; the cache has two tensors (K, V) for each.
         hidden: Width of the residual stream.
         heads: Query heads, each of size ``hidden / heads``.
-        kv_heads: Key and value heads, each shared by ``heads / kv_heads`` query heads.
+        kv_heads: Key and value heads.
         ffn: Width of the feed-forward layer.
-        vocab: Number of tokens.
         rope_base: Base of the rotary frequencies.
-        seed: Seed of the weights.
     """
 
     layers: int = 8
@@ -54,8 +52,8 @@ class PagedKV:
     """Keys and values of one sequence, in blocks anywhere in ``tensors``.
 
     Attributes:
-        blocks: Block numbers; block i holds tokens from ``i * block_tokens`` on.
-        length: Tokens that every layer's cache holds.
+        blocks: Block numbers, in sequence order.
+        length: Tokens in the cache.
     """
 
     def __init__(self, tensors: Sequence[Array], blocks: Sequence[int], length: int = 0) -> None:
@@ -77,11 +75,11 @@ class PagedKV:
         return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
 
     def used_blocks(self) -> NDArray[np.int64]:
-        """Return the numbers of the blocks that hold tokens, in sequence order."""
+        """Return the blocks that hold tokens, in sequence order."""
         return self.blocks[: -(-self.length // self._block_tokens)]
 
     def digest(self) -> str:
-        """Return the SHA-256 of the keys and values of all tokens in all tensors."""
+        """Return the SHA-256 of all keys and values."""
         state = hashlib.sha256()
         for index in range(len(self._tensors)):
             state.update(self._gather(index, self.length).tobytes())
@@ -105,7 +103,7 @@ class _Layer(NamedTuple):
 
 
 class Llama:
-    """The model: weights from the seed, and one forward step over a paged cache."""
+    """The model: weights from the seed, and a forward step."""
 
     # Random weights attend to all tokens equally. Sharper scores make the output depend on single blocks.
     _SHARPNESS: Final = 2.0
@@ -149,10 +147,7 @@ class Llama:
     def prefill(
         self, prompt: NDArray[np.int64], kv: PagedKV, chunk: int, progress: Callable[[int, int], None] | None = None
     ) -> int:
-        """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token.
-
-        ``progress(done, total)`` is called after each chunk.
-        """
+        """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token."""
         token = -1
         for start in range(0, len(prompt), chunk):
             token = self.forward(prompt[start : start + chunk], kv)
@@ -163,7 +158,7 @@ class Llama:
     def generate(
         self, token: int, count: int, kv: PagedKV, progress: Callable[[int, int], None] | None = None
     ) -> list[int]:
-        """Feed ``token``; return the ``count`` tokens that follow, each the most likely one."""
+        """Feed ``token``; return the ``count`` most likely tokens that follow."""
         tokens: list[int] = []
         for done in range(1, count + 1):
             token = self.forward(np.array([token]), kv)
@@ -192,7 +187,7 @@ def rms_norm(x: Array) -> Array:
 
 
 def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
-    """Rotate the halves of each head of ``x``, shape (T, heads, head_dim), by the angles of ``positions``."""
+    """Rotate the halves of each head of ``x``, shape (T, heads, head_dim), by the positions' angles."""
     half = x.shape[-1] // 2
     frequencies = base ** (-np.arange(half) / half)
     angles = positions[:, None, None] * frequencies
@@ -206,8 +201,7 @@ def attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64
 
     Args:
         query: Shape (T, heads, head_dim).
-        keys: Shape (N, kv_heads, head_dim), of positions 0 to N - 1.
-        values: Shape (N, kv_heads, head_dim).
+        keys: Shape (N, kv_heads, head_dim), of positions 0 to N - 1; values likewise.
         positions: Shape (T,); a query sees keys up to its own position.
     """
     count, heads, head_dim = query.shape

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DemoReporter:
-    """Plain lines with the seconds since the start; long tasks show one for each quarter."""
+    """Plain lines with the seconds since the start; one for each quarter of a task."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -46,8 +46,6 @@ class DemoReporter:
 
 
 class _RichReporter(DemoReporter):
-    """Progress bars and a table."""
-
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -54,11 +54,7 @@ def run_reference(workload: DemoWorkload, emit: Emit) -> Reference:
 
 
 class PromptSide:
-    """The prompt (prefill) side: computes and publishes the prompt's KV cache.
-
-    Attributes:
-        datadist: Its listening ``LLMDataDist``; ``close`` finalizes it.
-    """
+    """The prompt (prefill) side: computes and publishes the KV cache; ``close`` finalizes ``datadist``."""
 
     def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
         self._workload = workload
@@ -66,7 +62,7 @@ class PromptSide:
         self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
 
     def publish(self, model: Llama, emit: Emit) -> DemoOffer:
-        """Run the prompt into a blocks cache for peers; return the offer."""
+        """Run the prompt into a blocks cache; return the offer."""
         workload = self._workload
         cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
         self._tensors = tensors  # registered memory must outlive its registration
@@ -86,11 +82,7 @@ class PromptSide:
 
 
 class DecoderSide:
-    """The decoder side: links to the prompt side, pulls its blocks and generates from them.
-
-    Attributes:
-        datadist: Its ``LLMDataDist``; ``close`` finalizes it.
-    """
+    """The decoder side: links, pulls the prompt side's blocks and generates; ``close`` finalizes ``datadist``."""
 
     def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
         self._workload = workload
@@ -102,7 +94,7 @@ class DecoderSide:
             tensor.fill(np.nan)
 
     def run(self, offer: DemoOffer, model: Llama, emit: Emit) -> DemoOutcome:
-        """Link, pull the offered blocks into other block numbers, unlink and generate."""
+        """Link, pull the offered blocks into others, unlink and generate."""
         cluster = _cluster(offer.port)
         _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
@@ -155,7 +147,6 @@ def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup)
 def _blocks_cache(
     datadist: LLMDataDist, workload: DemoWorkload, memory: DemoMemory, key: BlocksCacheKey | None = None
 ) -> tuple[Cache, list[NDArray[Any]]]:
-    """Make the cache; return it with arrays over its tensors."""
     manager = datadist.cache_manager
     desc = CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
     if memory is DemoMemory.POOL:

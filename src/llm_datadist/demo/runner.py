@@ -18,7 +18,7 @@ from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoP
 from llm_datadist.demo.report import DemoReporter, make_reporter
 from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
 
-# The demo takes a few seconds; a machine ten times slower passes.
+# The demo takes a few seconds; ten times as long passes.
 _BUDGET_MS: Final = 180_000
 _INTERRUPTED: Final = 130
 _PARTS: Final = {
@@ -42,16 +42,13 @@ class DemoResult:
     Attributes:
         ok: Tokens and bytes are equal: the exit status is 0.
         transport: Transport that moved the bytes.
-        reason: Reason for the link's transport.
-        tokens_equal: The generated tokens are those of the single-process run.
-        blocks: Blocks moved.
+        tokens_equal: The tokens are those of the single-process run.
         bytes: Bytes moved, over all tensors.
         seconds: Seconds of the one ``pull_blocks`` call.
         gb_per_s: ``bytes / seconds / 1e9``.
         kv_equal: Keys and values arrived as published.
         processes: 2, or 1 if both roles ran in one process.
-        sealed: Both sides proved a shared secret; messages were encrypted, and over tcp also KV bytes.
-        error: Reason for a missing result, or None.
+        sealed: Both sides proved a shared secret; messages were encrypted, over tcp also KV bytes.
     """
 
     ok: bool
@@ -72,8 +69,7 @@ class DemoResult:
 def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
     """Run the demo and print it; return 0 only if tokens and bytes are equal.
 
-    With ``secure`` both sides prove a new secret. With ``as_json`` progress goes to standard error, and the last line
-    of standard output is the result.
+    With ``secure`` both sides prove a new secret. With ``as_json`` the last line of standard output is the result.
     """
     reporter = make_reporter(sys.stderr if as_json else sys.stdout)
     try:
@@ -113,7 +109,6 @@ class _Demo(AbstractContextManager["_Demo"]):
             child.stop()
 
     def run(self) -> DemoResult:
-        """Run all roles; show and return the result."""
         reference = self._run_reference()
         together = self._setup.transport is DemoTransport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()

@@ -1,4 +1,4 @@
-"""The demo's inputs: prompt, block numbers and shapes, from seeds, so equal in every process."""
+"""The demo's inputs, from seeds: equal in every process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ class DemoMemory(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The way of the bytes.
-
-    Attributes:
-        secrets: File of the secret that both sides prove; None: links are not authenticated.
-    """
+    """Transport and memory of the bytes; ``secrets``: file of the secret that both sides prove, None without one."""
 
     transport: DemoTransport
     memory: DemoMemory
@@ -62,10 +58,8 @@ class DemoWorkload:
     """Sizes of the demo.
 
     Attributes:
-        prompt_tokens: Length of the prompt.
         chunk: Tokens of the prompt per forward step.
         generate: Tokens that the decoder generates.
-        block_tokens: Tokens of one KV block.
         pool_blocks: Blocks of each cache, used or not.
         seed: Seed of prompt and block numbers.
     """
@@ -80,12 +74,12 @@ class DemoWorkload:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of the cache: K and V of each layer."""
+        """Tensors of the cache."""
         return 2 * self.model.layers
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of one tensor of the cache."""
+        """Shape of one tensor."""
         return (self.pool_blocks, self.block_tokens, self.model.kv_heads, self.model.head_dim)
 
     @property
@@ -95,7 +89,7 @@ class DemoWorkload:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of one tensor of the cache."""
+        """Bytes of one tensor."""
         return int(np.prod(self.shape)) * _FLOAT_BYTES
 
     @property

@@ -28,7 +28,7 @@ _CHILD: Final = (
 
 
 def kernel() -> Finding:
-    """Compare the kernel's version with the versions that the library needs."""
+    """Check the kernel's version."""
     release = os.uname().release
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     meaning = "Linux 5.3 has pidfd_open, 6.1 huge pages without an administrator, 6.5 the pidfd of a socket's peer"
@@ -84,7 +84,7 @@ def process_vm_readv() -> Finding:
 
 
 def yama() -> Finding:
-    """Read Yama's setting, which restricts reads of processes that are not children."""
+    """Check Yama's setting for processes that are not children."""
     meaning = "above 0, unrelated processes of one user do not reach each other by cma; registered memory goes over tcp"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "none"
     if scope in ("none", "0") or (_has_ptrace_capability() and scope != "3"):

@@ -1,4 +1,4 @@
-"""Limits of this process and its cgroup: descriptors, memory, processors, socket buffers."""
+"""Limits of this process and its cgroup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63
 
 
 def descriptors() -> Finding:
-    """Compare RLIMIT_NOFILE with the needs of links."""
+    """Check RLIMIT_NOFILE."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     meaning = "a link takes several descriptors: sockets, data lanes, a pidfd; where none is left, linking fails"
     value = f"RLIMIT_NOFILE {soft}, at most {hard}"
@@ -36,7 +36,7 @@ def descriptors() -> Finding:
 
 
 def memlock() -> Finding:
-    """Compare RLIMIT_MEMLOCK with the needs of NIXL, if it is installed."""
+    """Check RLIMIT_MEMLOCK, if NIXL is installed."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     value = "RLIMIT_MEMLOCK " + ("unlimited" if unlimited else f"{soft} bytes")
@@ -47,7 +47,7 @@ def memlock() -> Finding:
 
 
 def address_space() -> Finding:
-    """Look for a limit of the address space."""
+    """Check RLIMIT_AS."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     meaning = "the pools of every shm peer are mapped here too; beyond the limit links are made over tcp or fail"
     if soft == resource.RLIM_INFINITY:
@@ -56,7 +56,7 @@ def address_space() -> Finding:
 
 
 def overcommit() -> Finding:
-    """Read vm.overcommit_memory."""
+    """Check vm.overcommit_memory."""
     mode = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
     meaning = "with 2 the whole of a pool counts against the commit limit at init, which then fails earlier"
     if mode != "2":
@@ -103,7 +103,7 @@ def _limit_of(folder: Path) -> int | None:
 
 
 def cpus() -> Finding:
-    """Compare this process's processors with the host's."""
+    """Count this process's processors."""
     usable, allowed, all_of_them = usable_cpus(), len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable, {allowed} by affinity, {all_of_them} in the host"
     meaning = (
@@ -137,7 +137,7 @@ def _parse_cpus(text: str) -> set[int]:
 
 
 def tcp_buffers() -> Finding:
-    """Read the largest socket buffers that the kernel allows."""
+    """Check the largest socket buffers."""
     most = {name: int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2]) for name in ("tcp_rmem", "tcp_wmem")}
     value = ", ".join(f"{name} up to {size >> 10} KiB" for name, size in most.items())
     meaning = "one data lane moves at most a buffer per round trip: small ones slow tcp down between hosts"
@@ -148,7 +148,7 @@ def tcp_buffers() -> Finding:
 
 
 def loopback() -> Finding:
-    """Connect to a listener of this process over 127.0.0.1."""
+    """Connect to a listener over 127.0.0.1."""
     meaning = "links are made over tcp, those inside the host over loopback"
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,4 +1,4 @@
-"""The way to a peer: a link to it; with ``doctor --serve`` there, also pulls and the raw machine's speed."""
+"""The way to a peer: a link; with ``doctor --serve`` there, also pulls and the raw machine's speed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def clock(host: str, port: int, deadline: Deadline) -> Finding:
 
 
 def _round_trips(host: str, port: int, deadline: Deadline) -> Iterator[tuple[int, int]]:
-    """Yield a round trip in nanoseconds, and the peer clock's lead in nanoseconds."""
+    """Yield a round trip, and the peer clock's lead, in nanoseconds."""
     with socket.create_connection((host, port), timeout=_SECONDS) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(_TRIPS):
@@ -215,7 +215,7 @@ def _private_transport(link: LinkStatistics) -> Finding:
 
 
 def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
-    """Pull one block many times, then all of them, and compare with the raw machine."""
+    """Pull one block many times, then all, and compare with the raw machine."""
     manager = end.cache_manager
     cache = manager.allocate_blocks_cache(describe())
     everything = list(range(BLOCKS))

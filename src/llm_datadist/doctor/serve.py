@@ -1,4 +1,4 @@
-"""The peer of ``doctor --peer``: an instance with a cache to pull from, and raw answers for comparison.
+"""The peer of ``doctor --peer``: an instance with a cache, and raw answers for comparison.
 
 The port above the instance's answers ``t`` with the time, ``s`` with ``STREAM_BYTES`` zeros.
 """
@@ -34,7 +34,7 @@ PULL_S: Final = 20
 
 
 def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str | None = None) -> LLMDataDist:
-    """Return an initialised instance with a pool for one cache; raise what ``init`` raises."""
+    """Return an initialised instance with a pool for one cache."""
     config = LLMConfig()
     config.device_id, config.enable_cache_manager = 0, True
     config.sync_kv_timeout = PULL_S * 1000
@@ -47,7 +47,7 @@ def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str 
 
 
 def describe() -> CacheDesc:
-    """Return the description of both sides' cache: one tensor of ``BLOCKS`` blocks of ``BLOCK_BYTES``."""
+    """Return the cache of both sides: one tensor of ``BLOCKS`` blocks of ``BLOCK_BYTES``."""
     return CacheDesc(1, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8)
 
 

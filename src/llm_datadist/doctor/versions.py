@@ -15,7 +15,7 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def installed(*prefixes: str) -> list[str]:
-    """Return ``name version`` of every distribution with one of these names, or such a name and a suffix."""
+    """Return ``name version`` of distributions with one of these names, or such a name and a suffix."""
     found = set()
     for each in distributions():
         name = (each.name or "").lower().replace("_", "-")
@@ -48,7 +48,7 @@ def nixl() -> Finding:
 
 
 def cuda() -> Finding:
-    """Show the CUDA runtime and driver; warn of a runtime without a driver."""
+    """Show the CUDA runtime and driver; warn if only the driver is missing."""
     runtime = installed("nvidia-cuda-runtime", *(f"nvidia-cuda-runtime-cu{number}" for number in (11, 12, 13)))
     driver = _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "no driver"
     meaning = "not needed: this library moves host memory; vLLM on a GPU needs runtime and driver"
@@ -59,7 +59,7 @@ def cuda() -> Finding:
 
 
 def vllm() -> Finding:
-    """Show the version of vLLM; warn if the proxy's aiohttp is missing."""
+    """Show the version of vLLM; warn without the proxy's aiohttp."""
     found = installed("vllm")
     meaning = "LLMDataDistConnector runs in it; its proxy needs aiohttp"
     value = ", ".join(found) or "not installed"

@@ -1,8 +1,7 @@
 """Signed references: one engine names its KV to another, over HTTP clients that neither trusts.
 
-A reference is a text ``version.key.payload.signature``. The signature is HMAC-SHA256 of the rest; the key is the
-digest of a shared secret, as ``llm-datadist keys show`` prints it. Only instances with the secret can compute a
-reference's token, which names the grant: a client that sees the reference cannot claim it.
+A reference is a text ``version.key.payload.signature``: HMAC-SHA256 of the rest, with the secret whose digest is the
+key. Its token names the grant. Computing the token takes the secret, so a client that sees the reference cannot claim.
 """
 
 from __future__ import annotations
@@ -96,14 +95,9 @@ def _digest(secret: Secret, use: str, head: str) -> bytes:
 
 
 def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:
-    """Return the file of secrets for references, and the option that names it.
+    """Return the file of secrets for references, and its option.
 
-    It is ``llm.AuthSecretFile``, ``reference_secret_file``, or this user's file on this host, which the first engine
-    makes.
-
-    Args:
-        own: The connector's option ``reference_secret_file``, or None.
-        options: Options of ``init``.
+    It is ``llm.AuthSecretFile``, ``own`` (``reference_secret_file``), or this user's file on this host.
 
     Raises:
         ParamError: Both files are given; or none, but certificates or ``llm.Insecure``. The engine does not start.
@@ -126,7 +120,7 @@ def runtime_secret_file() -> Path:
     """Return this user's file of secrets on this host; make it if missing.
 
     Raises:
-        ParamError: Its folder belongs to another user, others may enter it, or it cannot be used.
+        ParamError: Its folder is not this user's alone, or cannot be used.
     """
     uid = os.geteuid()
     home = os.environ.get("XDG_RUNTIME_DIR", "")

@@ -1,8 +1,8 @@
 """The suite that every transport passes: subclass :class:`TransportConformance`, open a peer, run pytest.
 
 For a peer in its own process: :class:`ProcessConformance`; if it takes part in every transfer:
-:class:`ServedConformance`. The peer's owner reads and writes its memory, never the tested transport. Tests compare
-every byte inside and outside of the plan.
+:class:`ServedConformance`. The peer's owner reads and writes its memory, never the tested transport. Every byte is
+compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["ProcessConformance", "ServedConformance", "TransportConformance", "o
 
 
 def one_row(nbytes: int) -> Plan:
-    """Return a plan of one run, from the beginning of a tensor to the beginning of another."""
+    """Return a plan of one run, between the beginnings of tensors."""
     return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
 
 
@@ -89,7 +89,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_read_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks arrive; no other byte changes on either side."""
+        """Random blocks arrive; no other byte changes."""
         scene = Scene.build(seed, peer)
         first, count, dst, src = random_blocks(seed)
         plan = scene.plan(first, count, dst, src)
@@ -106,7 +106,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """The owner sees random blocks; no other byte changes on either side."""
+        """Random blocks reach the owner; no other byte changes."""
         scene = Scene.build(seed, peer)
         first, count, dst, src = random_blocks(seed)
         plan = scene.plan(first, count, dst, src)
@@ -121,7 +121,7 @@ class TransportConformance:
         assert moved == connection.bytes_written == plan.nbytes
 
     def test_ordered_plans_take_effect_in_their_order(self, peer: Peer, connection: Connection) -> None:
-        """A block that is written twice holds the later pair's bytes, in both directions."""
+        """A block that is written twice holds the later pair's bytes."""
         scene = Scene.build(7, peer)
         plan = scene.plan((0, 0), TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
         assert plan.ordered
@@ -153,7 +153,7 @@ class TransportConformance:
         assert np.array_equal(received, sent)
 
     def test_private_memory(self, peer: Peer, connection: Connection) -> None:
-        """Non-pool memory is reached if the transport says so, else refused with a reason."""
+        """Non-pool memory is reached if the transport says so, else refused."""
         data = np.random.default_rng(2).integers(0, 256, PRIVATE_BYTES, np.uint8)
         peer.poke(PRIVATE, data)
         region, address = np.array([PRIVATE], np.uint32), np.array([peer.address(PRIVATE) + 5], np.uint64)
@@ -201,7 +201,7 @@ class TransportConformance:
             connection.map(np.array([1, 1], np.uint32), np.array([0], np.uint64), 64, writable=False)
 
     def test_plans_outside_a_tensor_move_nothing(self, peer: Peer, connection: Connection) -> None:
-        """Every run and the range of tensors are checked on both sides before the first byte."""
+        """Runs and tensors of a plan are checked on both sides before the first byte."""
         scene = Scene.build(3, peer)
         before, remote = scene.memory.copy(), scene.remote(connection, writable=True)
         beyond = Plan(0, 0, 1, plan_row(0, scene.extent - 8, 9), False, 9)
@@ -233,7 +233,7 @@ class TransportConformance:
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
-        """Tensors are valid only for the connection that mapped them."""
+        """Tensors are valid only for their connection."""
         with peer.connect() as other:
             remote = beginning_of(peer, other, 1, 64, writable=True)
         for verb in (connection.read, connection.write):
@@ -261,7 +261,7 @@ class TransportConformance:
         assert connection.bytes_read == 0
 
     def test_a_deadline_leaves_local_memory_alone(self, peer: Peer, connection: Connection) -> None:
-        """No byte arrives, or is read, after a transfer was given up; the next transfer succeeds."""
+        """No byte arrives, or is read, after a transfer was given up; the next succeeds."""
         nbytes = REGION_BYTES[1]
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
         data, given_up = np.ones(nbytes, np.uint8), 0
@@ -342,7 +342,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("slot", [0, 64, 2**40])
     def test_guards_refuse_what_is_no_slot(self, connection: Connection, slot: int) -> None:
-        """Slot numbers are checked against the table's size; slot 0 is the header."""
+        """Slot numbers outside the table, and the header's, are refused."""
         remote = connection.capabilities.remote_guards
         with pytest.raises(LinkError if remote else ProtocolError, match="guards" if remote else "slot"):
             unchanged(connection, slot, 0)
@@ -376,7 +376,7 @@ class TransportConformance:
         assert failures == []
 
     def test_closed_connections_raise(self, peer: Peer) -> None:
-        """Every verb of a closed connection is a ``LinkError``; a second close does nothing."""
+        """Every verb of a closed connection is a ``LinkError``; close may be repeated."""
         for end in ("close", "abort"):
             connection = peer.connect()
             remote = beginning_of(peer, connection, 1, 64, writable=True)
@@ -407,7 +407,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("end", ["close", "abort"])
     def test_the_end_of_a_connection_under_a_copy(self, peer: Peer, end: str) -> None:
-        """A running copy keeps its resources until it ends: closed with its bytes, aborted with an error."""
+        """A running copy keeps its resources: closed it ends with its bytes, aborted with an error."""
         peer.connect().close()
         before = residue()
         peer.poke(1, np.full(64, 5, np.uint8))
@@ -517,7 +517,7 @@ class ProcessConformance(TransportConformance):
 
 
 class ServedConformance(ProcessConformance):
-    """Tests with an owner that takes part in every transfer: it checks its guards, and can be waited for."""
+    """Tests with an owner that takes part in every transfer, and checks its guards."""
 
     def test_the_owner_checks_its_guards(self, peer: Peer, connection: Connection) -> None:
         """An advanced guard fails the transfer, and nothing moves."""

@@ -34,8 +34,8 @@ _JOIN_MS: Final = 10_000
 def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopback]:
     """Make the other members of every ``link()`` of this process; finalize them at the end.
 
-    A member that is already an initialised LLMDataDist of this process is not made. It must call ``link()`` too, and
-    ``link()`` does not wait for it.
+    An initialised LLMDataDist of this process is not made: it must call ``link()`` too, and ``link()`` does not wait
+    for it.
 
     Args:
         options: Further options of the members, for example ``llm.MemPoolConfig``. The caller's RCA and timeouts apply.
@@ -61,7 +61,7 @@ _open: Final = Engine.open_communicator
 
 
 def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Stand in for ``Engine.open_communicator``: make the other members and let them join."""
+    """Stand in for ``Engine.open_communicator``."""
     members = _in_force[-1]
     caller = next(each for each in list(LLMDataDist._live) if each._engine is self)
     if caller in members.members.values():
@@ -73,9 +73,7 @@ def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str
 
 
 class Loopback:
-    """The members that :func:`loopback_links` made: ``peers[cluster_id]`` is an LLMDataDist.
-
-    Threads: one.
+    """The members that :func:`loopback_links` made: ``peers[cluster_id]`` is an LLMDataDist. Threads: one.
 
     Attributes:
         members: All of them, by cluster id.
@@ -90,13 +88,12 @@ class Loopback:
         return self.members[cluster_id]
 
     def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
-        """Make the members that no LLMDataDist of this process is."""
         for cluster_id in ranks:
             if cluster_id not in self.members and not _lives(cluster_id):
                 self.members[cluster_id] = self._make(cluster_id, caller)
 
     def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
-        """Let the made members join the caller's communicator; wait unless the test makes other members itself."""
+        """Let the made members join; wait unless the test makes others itself."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
         if len(made) + 1 < len(ranks):
@@ -136,7 +133,7 @@ def _lives(cluster_id: int) -> bool:
 
 
 def _table(ranks: dict[int, int]) -> str:
-    """Return a rank table with this process's own loopback address, so that test runs do not collide."""
+    """Return a rank table with this process's own loopback address."""
     address = ".".join(str(byte) for byte in (127, *os.getpid().to_bytes(3, "big")))
     devices = [{"device_id": "0", "rank_id": str(rank)} for rank in ranks.values()]
     return json.dumps(

@@ -1,7 +1,7 @@
 """A trap that stops a thread inside a copy, at the first write to a chosen page.
 
-Other threads run on. A SIGSTOP from outside then surely stops the process in the middle of the copy. The trap needs
-``userfaultfd``, which a kernel may deny: :func:`trap_denied` returns the reason.
+Other threads run on; a SIGSTOP then surely stops the process in the middle of the copy. The trap needs ``userfaultfd``,
+which a kernel may deny: :func:`trap_denied` returns the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PROTECTED: Final = 1 << 0
 class PageTrap(AbstractContextManager["PageTrap"]):
     """Stops each thread of this process that writes to the page of ``address``, until :meth:`release`.
 
-    A context manager; leaving it releases. The memory must be mapped; its bytes do not change. If the kernel allows
-    only user-mode ``userfaultfd``, copies by the kernel (cma, tcp) fail with EFAULT instead.
+    A context manager. The memory must be mapped; its bytes do not change. If the kernel allows only user-mode
+    ``userfaultfd``, copies by the kernel (cma, tcp) fail with EFAULT instead.
 
     Attributes:
         kernel_too: True if system calls that write there are stopped, too.

@@ -1,7 +1,6 @@
 """Peers for the conformance suite; their owner reads and writes their memory without the tested transport.
 
-:class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child (``python -m llm_datadist.testing.peers FD``)
-that listens for a rendezvous and obeys commands over a pipe.
+:class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child (``python -m llm_datadist.testing.peers FD``).
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ T = TypeVar("T")
 
 
 class Peer(ABC):
-    """The peer of a tested connection, seen from both sides. Threads: one.
+    """The peer of a tested connection. Threads: one.
 
-    Only :meth:`connect` uses the transport. The memory's owner does ``poke``, ``peek``, ``guard`` and ``advance``.
-    Region :data:`PRIVATE` is addressed from the start of the peer's non-pool memory.
+    Only :meth:`connect` uses the transport; the memory's owner does the rest. Region :data:`PRIVATE` is addressed from
+    the start of the peer's non-pool memory.
     """
 
     @abstractmethod
@@ -82,14 +81,14 @@ class Peer(ABC):
         """Advance a guard; return its new generation."""
 
     def hold(self, slot: int, generation: int) -> None:  # noqa: B027 (not every transport needs it)
-        """Make every later transfer depend on a guard, if its owner checks guards (``remote_guards``)."""
+        """Make every later transfer depend on a guard, if the owner checks guards (``remote_guards``)."""
 
 
 class LocalPeer(Peer):
     """A peer in this process, registered for inproc until :meth:`close`. Owns its memory.
 
     Args:
-        private: True to keep regions 1 and 2 in non-pool memory instead of exported segments.
+        private: True to keep regions 1 and 2 in non-pool memory.
     """
 
     def __init__(self, *, writable: bool, private: bool = False) -> None:
@@ -141,7 +140,7 @@ class PeerProcess(Peer):
 
     Args:
         open_connection: Makes the tested connection from the rendezvous's result, which the connection then owns.
-        private: True to test only non-pool memory, for a transport that reaches nothing else.
+        private: True to test only non-pool memory.
     """
 
     module: ClassVar[str] = __name__
@@ -164,7 +163,7 @@ class PeerProcess(Peer):
 
     @contextmanager
     def serving(self, *, writable: bool) -> Iterator[Self]:
-        """Let the child export new, zeroed memory during the ``with`` block."""
+        """Export new, zeroed memory during the ``with`` block."""
         self._tell("serve", writable, self._private)
         try:
             yield self
@@ -228,7 +227,7 @@ class PeerProcess(Peer):
 
 
 class PeerChild:
-    """The child's side. Threads: the main one obeys commands, a second one runs the listener's loop."""
+    """The child's side. Threads: the main one obeys commands, another runs the listener's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -264,7 +263,7 @@ class PeerChild:
 
 
 def new_exports(*, writable: bool) -> Exports:
-    """Return exports with zeroed regions of :data:`REGION_BYTES`; :func:`close_exports` frees them."""
+    """Return exports with zeroed regions of :data:`REGION_BYTES`."""
     regions = {
         region: SharedSegment.create(f"pool-{region}", nbytes, peers_may_write=writable)
         for region, nbytes in REGION_BYTES.items()
@@ -281,7 +280,7 @@ def close_exports(exports: Exports) -> None:
 
 @contextmanager
 def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a thread during the ``with`` block."""
+    """Run an event loop in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="lldd-test-loop")
     thread.start()

@@ -1,4 +1,4 @@
-"""Parts of the conformance suite: scenes of random memory, gates, and a process's resources."""
+"""Parts of the conformance suite: random memory, gates, and a process's resources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUDGET_MS: Final = 20_000  # for calls that should succeed; only a hang can use 
 
 @dataclass(frozen=True)
 class Scene:
-    """Five equal tensors on both sides, at odd places in random memory; one scene for each seed.
+    """Five equal tensors on both sides, at odd places in random memory.
 
     Attributes:
         extent: Bytes of each tensor.
@@ -42,7 +42,6 @@ class Scene:
         images: Expected bytes of the peer's regions.
         starts: Local byte offset of each tensor.
         places: (region, offset) of each of the peer's tensors.
-        peer: The tensors' owner.
     """
 
     block_bytes: int
@@ -108,7 +107,7 @@ class Scene:
 
 
 class PassesLater(Deadline):
-    """A deadline that has passed, but denies it when asked before the copy."""
+    """A deadline that denies having passed until the copy asks."""
 
     __slots__ = ()
 
@@ -121,7 +120,7 @@ class PassesLater(Deadline):
 
 @contextmanager
 def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]:
-    """Hold every move of a connection during the ``with`` block; the event is set when one arrives."""
+    """Hold every move of a connection during the ``with`` block; the event tells that one has come."""
     inside, go, move = threading.Event(), threading.Event(), connection._move
 
     def gated(transfer: Transfer) -> None:
@@ -138,7 +137,7 @@ def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]
 
 
 def residue() -> dict[str, Any]:
-    """Return resources that a close must free: descriptors, mapped memfds and threads of this process."""
+    """Return resources that a close must free."""
     gc.collect()
     with open("/proc/self/maps") as lines:
         # Neighbouring mappings merge, so bytes are counted, not lines.
@@ -151,7 +150,7 @@ def residue() -> dict[str, Any]:
 
 
 def kernel_threads() -> dict[int, str]:
-    """Return the name of every thread of this process by its number, leaving ones too."""
+    """Return the name of every thread of this process, by number."""
     names = {}
     for task in os.listdir("/proc/self/task"):
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm", "rb") as comm:
@@ -164,7 +163,7 @@ def settled(
 ) -> dict[str, Any]:
     """Return ``look``'s result once it equals ``before``, or after ``seconds``.
 
-    A joined thread stays visible for a moment: one that was there before and has left is no difference.
+    Joined threads stay visible for a moment; one that has left since ``before`` is no difference.
     """
     give_up = time.monotonic() + seconds
     while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:
@@ -190,7 +189,7 @@ def descriptors() -> list[str]:
 
 
 def open_and_forget(peer: Peer) -> None:
-    """Open a connection and drop it without a close."""
+    """Open a connection and drop it."""
     peer.connect()
     gc.collect()
 
@@ -208,12 +207,12 @@ def random_blocks(seed: int) -> tuple[tuple[int, int], int, list[int], list[int]
 
 
 def tensors_over(memory: NDArray[np.uint8]) -> Tensors:
-    """Return one tensor over a whole array, shape (nbytes,)."""
+    """Return one tensor over an array, shape (nbytes,)."""
     return Tensors(np.array([memory.ctypes.data], np.uint64), memory.size)
 
 
 def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
-    """Map one tensor of ``extent`` bytes at the beginning of a peer's region."""
+    """Map one tensor of ``extent`` bytes at a region's beginning."""
     return _map(peer, connection, [(region, 0)], extent, writable=writable)
 
 
@@ -227,7 +226,7 @@ def _map(
 
 
 def read_beginning(peer: Peer, connection: Connection, into: NDArray[np.uint8]) -> None:
-    """Read the beginning of region 1 into an array, shape (nbytes,)."""
+    """Read the beginning of region 1 into an array."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
     plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
     connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
@@ -239,7 +238,7 @@ def unchanged(connection: Connection, slot: int, generation: int) -> bool:
 
 
 def child_of_fork(connection: Connection) -> int:
-    """Return 0 if every verb refuses a forked child, which can close. Runs in the child."""
+    """Return 0 if every verb refuses a forked child, and it can close."""
     signal.alarm(20)  # a hanging child must not outlive the test
     try:
         nowhere = np.zeros(0, np.uint32), np.zeros(0, np.uint64)

@@ -34,7 +34,6 @@ class StagedDevice:
     Threads: any; one lock guards counters and allocation, none is held during a copy.
 
     Args:
-        name: Name for messages and statistics.
         refuse_after_bytes: Most allocated bytes; allocations beyond are refused. None refuses none.
     """
 

@@ -1,6 +1,6 @@
-"""The contenders by name. Modules are imported on demand, because peers may not be installed.
+"""The contenders by name. Modules are imported on demand: peers may not be installed.
 
-Contenders for peers are not packaged: a checkout has them in ``benchmarks/peers``.
+Contenders for peers are in ``benchmarks/peers`` of a checkout.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find(name: str) -> type[Contender]:
 
 
 def _peer_module(name: str) -> ModuleType:
-    """Import a module of ``benchmarks/peers`` from its file; the checkout need not be on ``sys.path``."""
+    """Import a module of ``benchmarks/peers`` from its file."""
     if name in sys.modules:
         return sys.modules[name]
     path = _CHECKOUT.joinpath(*name.split(".")).with_suffix(".py")
@@ -105,7 +105,7 @@ def why_not(name: str, workload: BenchWorkload) -> str | None:
 
 @cache
 def why_not_importable(module: str, package: str) -> str | None:
-    """Return the reason why ``import module`` fails, or None; ``package`` is pip's name. Another process imports it."""
+    """Return the reason why another process cannot import ``module`` of pip's ``package``, or None."""
     if find_spec(module.partition(".")[0]) is None:
         return f"not installed (pip install {package})"
     command = [sys.executable, "-c", f"import {module}"]

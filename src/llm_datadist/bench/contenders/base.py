@@ -23,7 +23,7 @@ HOST: Final = os.environ.get(ENV_HOST, "127.0.0.1")
 """Address at which sources listen."""
 
 Facts = dict[str, Any]
-"""Facts from one process for the other and the driver: JSON values."""
+"""Facts for the other process and the driver: JSON values."""
 
 
 class Role(StrEnum):
@@ -41,13 +41,12 @@ class Contender(ABC):
     """One process of a contender, which moves the blocks of one workload.
 
     Attributes:
-        ops: Supported ops.
         roles: The contender's processes, in the order of their start.
         env: Additions to the environment of its processes.
         pool_only: Reason why registered memory cannot be measured; empty if it can.
-        transport: Transport to ask for, if there is a choice; see :meth:`over`.
-        source_views: Tensors that are read, if this process owns them: uint8 arrays of shape (workload.rows,
-            workload.block_bytes). Set by ``start`` or ``connect``.
+        transport: Transport to ask for, if there is a choice.
+        source_views: Tensors that are read, if this process owns them: uint8 arrays of shape
+            (workload.rows, workload.block_bytes). Set by ``start`` or ``connect``.
         destination_views: The same for tensors that are written.
     """
 
@@ -65,22 +64,18 @@ class Contender(ABC):
 
     @classmethod
     def over(cls, transport: str) -> type[Self]:
-        """Return this contender over one transport."""
         return type(f"{cls.__name__}{transport.title()}", (cls,), {"transport": transport})
 
     @classmethod
     def why_not(cls, workload: BenchWorkload) -> str | None:
-        """Return the reason why this contender cannot run the workload, or None.
-
-        An override must not import other software here.
-        """
+        """Return the reason why this contender cannot run the workload, or None; must not import other software."""
         if cls.pool_only and workload.memory is BenchMemory.REGISTERED:
             return cls.pool_only
         return None if workload.op in cls.ops else f"is for {', '.join(cls.ops)}, not for {workload.op}"
 
     @classmethod
     def footprint(cls, workload: BenchWorkload) -> int:
-        """Return the bytes that all its processes hold, moved blocks and others."""
+        """Return the bytes that all its processes hold."""
         return 2 * workload.tensor_bytes * workload.tensors
 
     @abstractmethod
@@ -92,7 +87,7 @@ class Contender(ABC):
         return {}
 
     def transfer(self) -> None:
-        """Move every block once, in the initiating process. Only this call is timed."""
+        """Move every block once, in the initiating process; only this is timed."""
         raise NotImplementedError(f"{type(self).__name__} has single steps only")
 
     def transfer_one(self, index: int) -> None:
@@ -109,7 +104,7 @@ class Contender(ABC):
         return bool(self.source_views) and self.source_views is self.destination_views
 
     def own(self, views: list[Bytes]) -> None:
-        """Take one process's tensors as source or destination, by op and role."""
+        """Take this process's tensors as source or destination, by op and role."""
         reads = (self.workload.op is Op.PUSH) == (self.role is Role.DESTINATION)
         self.source_views, self.destination_views = (views, []) if reads else ([], views)
 
@@ -133,7 +128,7 @@ class Contender(ABC):
         return [_seconds(self.transfer) for _ in range(count)]
 
     def sample(self, count: int) -> list[float]:
-        """Run single steps 0 to ``count - 1``; return the seconds of each."""
+        """Run the first ``count`` single steps; return the seconds of each."""
         return [_seconds(self.transfer_one, index) for index in range(count)]
 
 

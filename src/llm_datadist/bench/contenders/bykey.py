@@ -1,4 +1,4 @@
-"""pull_cache by key, as in serving: a request's cache is allocated, published, pulled once, and freed."""
+"""pull_cache by key, as in serving: a cache is allocated, published, pulled once, and freed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class ByKey(Ours):
         return {"port": self._datadist.listen_port}
 
     def fill(self, seed: int) -> None:
-        """Publish one cache for each block, with the bytes that ``verify`` expects."""
         if self.role is not Role.SOURCE:
             return
         shape = (self.workload.rows, self.workload.block_bytes)
@@ -59,7 +58,7 @@ class ByKey(Ours):
         return super().verify(seed)
 
     def _wait_until_consumed(self) -> None:
-        """Wait until no key is bound: a pull may return before its key is consumed."""
+        """Wait until no key is bound: a pull may return earlier."""
         deadline = time.monotonic() + _CONSUMED_S
         while keys := len(self._datadist.statistics().keys):
             if time.monotonic() > deadline:

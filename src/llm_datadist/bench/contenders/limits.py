@@ -109,7 +109,7 @@ def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = 
     """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, which must not overlap.
 
     Args:
-        threads: 1 to 1024; all but the caller are started for this call.
+        threads: 1 to 1024, with the caller.
         streaming: Use the widest streaming (non-temporal) stores and a store fence, not ``memcpy``.
 
     Raises:
@@ -151,7 +151,7 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait
 
     Raises:
         OSError: The connection broke (ConnectionResetError if the peer ended it) or timed out.
-        ParamError: The connection does not block, or the memory is read-only.
+        ParamError: The socket does not block, or memory is read-only.
     """
     if not connection.getblocking() or connection.gettimeout() is not None:
         raise ParamError("connection has a timeout: must be blocking")
@@ -161,7 +161,7 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait
 
 
 def useful_threads(workload: BenchWorkload) -> int:
-    """Return the fastest number of threads; each transfer starts them anew."""
+    """Return the fastest number of threads that each transfer starts."""
     return max(1, min(workload.threads, workload.nbytes // _THREAD_PAYS_ABOVE))
 
 
@@ -195,7 +195,7 @@ class Memcpy(Contender):
 
 
 class MemcpyStreaming(Memcpy):
-    """Memcpy with the widest streaming (non-temporal) stores."""
+    """Memcpy with streaming stores."""
 
     streaming: ClassVar[bool] = True
 
@@ -257,7 +257,7 @@ _TRIALS: Final = 4
 class TcpRaw(Contender):
     """One or two TCP streams without framing, in the fastest of twelve ways.
 
-    The first ``blocks`` rows of every tensor are sent. They are contiguous, so the block size makes no difference.
+    The first ``blocks`` rows of every tensor are sent; they are contiguous, so the block size makes no difference.
 
     Threads: ``bench-stream``, one for each stream at the source, one for the second stream at the destination.
     """
@@ -267,7 +267,6 @@ class TcpRaw(Contender):
     def start(self) -> Facts:
         tensors = private_tensors(self.workload)
         self.own(tensors)
-        # Each stream carries its part of each front.
         nbytes = tensors[0].size // work.SPREAD
         cuts = [nbytes * number // _STREAMS for number in range(_STREAMS + 1)]
         self._parts = [_slices(tensors, begin, end) for begin, end in pairwise(cuts)]
@@ -331,24 +330,22 @@ class TcpRaw(Contender):
             stream.close()
 
     def _serve(self, _: int) -> None:
-        """Move all bytes of one stream for each request until the stream ends."""
         try:
             stream, _ = self._listener.accept()
             self._streams.append(stream)
             _prepare(stream)
             [number] = stream.recv(1)
-            # Either this sees the flag or stop() sees the stream.
+            # This sees the flag, or stop() the stream.
             while not self._stopping and (asked := stream.recv(1)):
                 sends = self.workload.op is Op.PULL
                 self._stream(stream, number, _WAYS[asked[0]], send=sends)
                 if not sends:
                     stream.sendall(_GO)
         except OSError:
-            return  # the destination sees the end of the stream
+            return  # the destination sees it
 
 
 def _slices(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
-    """Return bytes ``begin`` to ``end`` of every tensor, each slice as one block."""
     return RawBlocks.of([each.reshape(-1)[begin:end].reshape(1, -1) for each in tensors], np.zeros(1, np.int64))
 
 

@@ -131,7 +131,7 @@ class Planning(Contender):
         self._plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)
 
     def verify(self, seed: int) -> bool:
-        """Compare a plan with its blocks; order does not matter, none are adjacent."""
+        """Compare a plan with its blocks, in any order."""
         size = self.workload.block_bytes
         src, dst = self._orders[0]
         plan: Plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)

@@ -1,4 +1,4 @@
-"""This library between two processes, or between two ``LLMDataDist`` of one process, as users call it."""
+"""This library between two processes, or two ``LLMDataDist`` of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
-# Far above any call here: a loaded machine must not fail the bench, and the driver has its own bound.
+# Far above any call here: a loaded machine must not fail the bench.
 _TIMEOUT_MS: Final = 120_000
 _LINK_POOL_BYTES: Final = 1 << 20
 _PAGE_SHIFT: Final = 16
@@ -66,7 +66,7 @@ def pool_bytes_for(tensor_bytes: int, tensors: int) -> int:
 
 
 def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
-    """Link the destination to the source at ``port``; raise RuntimeError if that fails."""
+    """Link the destination to the source at ``port``, or raise RuntimeError."""
     info = LLMClusterInfo()
     info.remote_cluster_id = CLUSTER[Role.SOURCE]
     info.append_local_ip_info(HOST, 0)
@@ -80,7 +80,7 @@ def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
 def make_blocks(
     datadist: LLMDataDist, workload: BenchWorkload, key: BlocksCacheKey | None
 ) -> tuple[Cache, list[Bytes]]:
-    """Make a blocks cache of the workload's rows, in the pool or over registered memory, and arrays over it."""
+    """Make a blocks cache of the workload's rows, and arrays over it."""
     desc = CacheDesc(workload.tensors, [workload.rows, workload.block_bytes], DataType.DT_UINT8)
     manager = datadist.cache_manager
     if workload.memory is BenchMemory.POOL:
@@ -110,7 +110,6 @@ class Ours(Contender):
         self._move()
 
     def transfer_one(self, index: int) -> None:
-        """Pull one block, with lists of one number."""
         src, dst = self._pairs[index]
         self._datadist.cache_manager.pull_blocks(KEY, self._cache, src, dst)
 
@@ -162,7 +161,7 @@ class Inproc(Ours):
 
 
 class Linking(Ours):
-    """Steps that each link the destination to the source and unlink it. Both sides have a pool of 1 MiB."""
+    """Steps that each link and unlink. Both sides have a pool of 1 MiB."""
 
     ops = (Op.LINK,)
 
@@ -175,7 +174,6 @@ class Linking(Ours):
         return {"port": self._datadist.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        """Link and unlink once, to check that the transport is usable."""
         self._port = facts["port"]
         info = link(self._datadist, self._port)
         used = self._transport_used(self._datadist)

@@ -1,4 +1,4 @@
-"""The class that vLLM makes: one in its scheduler, one in each worker. It passes each call to its half."""
+"""The class that vLLM makes, one in its scheduler and one in each worker; it passes each call to its half."""
 
 from __future__ import annotations
 
@@ -53,15 +53,13 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the workers' endpoints."""
         self._scheduler.take_endpoints(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """Let the workers claim the request's offer."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens can be fetched, and True if any: between steps."""
+        """Return the number of tokens to fetch, and True if any: they load between steps."""
         count = self._scheduler.matched_tokens(request, num_computed_tokens)
         return count, count > 0
 
@@ -70,11 +68,9 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Let the workers fetch into the blocks."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take claimed and ended offers."""
         self._scheduler.take_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -86,7 +82,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is decoded elsewhere."""
         return self._scheduler.finished(request, block_ids)
 
     # --- in a worker --------------------------------------------------------------------------------------------------
@@ -102,7 +97,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.endpoint()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the scheduler's orders."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         self._worker.obey(orders, idle=forward_context.attn_metadata is None)
@@ -126,7 +120,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return (self._worker or self._scheduler).take_stats()
 
     def shutdown(self) -> None:
-        """End all transfers."""
         if self._worker is not None:
             self._worker.stop()
 

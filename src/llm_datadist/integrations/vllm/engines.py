@@ -1,10 +1,10 @@
 """Prefill engines that a rank reads: links to their ranks, and claims of their grants.
 
-Each engine has four threads, so a silent engine delays only its own requests. If an engine cannot be reached, all
-earlier orders fail with it: one timeout serves them all.
+Each engine has four threads, so a silent engine delays only its own requests. If it cannot be reached, all earlier
+orders fail, too: one timeout serves them all.
 
-A claim may come before its grant, because a scheduler answers before its workers have their orders. Such a claim holds
-no thread; it is repeated for at most a second.
+A claim may precede its grant, because a scheduler answers before its workers have their orders. Such a claim holds no
+thread; it is repeated for at most a second.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class _Engine:
 
 @dataclass(eq=False)
 class ClaimedOffer:
-    """A running or held claim: one grant for each share.
-
-    Threads: one at a time, until it is held.
-    """
+    """A running or held claim: one grant for each share. Threads: one at a time, until it is held."""
 
     offer: KvOffer
     token: bytes

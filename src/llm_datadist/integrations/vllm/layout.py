@@ -1,8 +1,8 @@
 """Places of the layers in memory, and the rows of a peer's ranks that go into this engine's. No I/O.
 
-vLLM makes one allocation and gives each layer a view. Layers of different groups may share a place, because a block
-belongs to one group at a time. Each place becomes one tensor of a blocks cache. Its row is the smallest part of a block
-that a rank may need: one KV head if heads are contiguous, else the whole page.
+Each layer is a view of vLLM's one allocation. Layers of different groups may share a place, because a block belongs to
+one group at a time. A place becomes one tensor of a blocks cache. Its row is the smallest part of a block that a rank
+may need: one KV head if heads are contiguous, else the whole page.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Properties that two engines must agree on before one reads the other's memory.
+    """Properties that must agree before one engine reads another's memory.
 
     Attributes:
-        model: The model's name, as given to the engine.
-        dtype: Element type of the KV cache.
         block_tokens: Tokens of one block.
         pages: Consecutive parts of a block; each holds all heads of this rank.
         heads: KV heads of this rank; 1 if a page cannot be divided.
@@ -52,7 +50,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rows(self) -> int:
-        """Rows of one block."""
         return self.pages * self.heads
 
     def check(self, peer: Layout) -> None:
@@ -116,7 +113,6 @@ def describe(
     Args:
         views: By name of the layer, shape (pages, heads, tokens, bytes of K and V).
         num_blocks: Blocks of the cache.
-        block_tokens: Tokens of one block.
         ranks: Tensor-parallel size.
 
     Raises:
@@ -156,7 +152,7 @@ def describe(
 
 
 def unsupported(what: str) -> LLMException:
-    """Build the error for a feature of vLLM that this connector lacks."""
+    """Build the error for a feature that this connector lacks."""
     return LLMException(
         f"LLMDataDistConnector does not support {what}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     )

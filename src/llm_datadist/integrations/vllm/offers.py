@@ -1,8 +1,8 @@
 """Offers of a prefill engine in ``kv_transfer_params``, and the scheduler's orders to workers. No I/O.
 
-The params are JSON with the fields of vLLM's NixlConnector, so its routers pass them on, and the field ``datadist``: a
-:class:`KvOffer` as a signed reference. Each rank grants the offer's blocks under the reference's token. So a changed
-offer is refused, and one that is used twice or too late names no grant.
+The params are JSON with the fields of vLLM's NixlConnector, so its routers pass them on. The field ``datadist`` is a
+:class:`KvOffer` as a signed reference, whose token names each rank's grant. So a changed offer is refused, and one used
+twice or too late names no grant.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 FIELD: Final = "datadist"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-#: For each group of layers: the index of its first block in the request, and the engine's blocks from there.
+#: For each group of layers: index of its first block in the request, and an engine's blocks from there.
 Targets = list[tuple[Count, Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]]]
 
 
@@ -72,7 +72,6 @@ class KvOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
 
     def sign(self, keys: ReferenceKeys) -> tuple[str, bytes]:
-        """Return the reference, and the token of its grants."""
         return keys.sign(msgspec.msgpack.encode(self))
 
     @staticmethod
@@ -95,7 +94,7 @@ def asked_of(request: Request) -> dict[str, Any]:
 
 
 def prompt_digest(request: Request) -> bytes | None:
-    """Return a digest of everything that a prompt's KV depends on; None if that is not tokens and texts."""
+    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
     lora = request.lora_request.lora_name if request.lora_request is not None else None
@@ -111,10 +110,10 @@ class Orders(KVConnectorMetadata):
     """The scheduler's orders to its workers for one step.
 
     Attributes:
-        claims: Requests with a verified offer and the token of its grants: claim them.
+        claims: Verified offers and the tokens of their grants.
         fetches: Claimed requests that now have blocks.
         drops: Claimed requests that need nothing of their offer.
-        refused: Requests with a refused reference: report them as failed.
+        refused: Requests with a refused reference, to report as failed.
         grants: Offered requests: token and blocks.
     """
 
@@ -132,5 +131,4 @@ class ClaimedRequests(KVConnectorWorkerMetadata):
         self.requests = requests
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
-        """Add those of another worker."""
         return ClaimedRequests(self.requests | other.requests)

@@ -3,13 +3,12 @@
 | request | effect |
 |---|---|
 | comes with an offer | workers claim the grants, so that the prefill engine keeps the blocks |
-| gets blocks | workers fetch the KV into them; vLLM parks the request meanwhile |
+| gets blocks | workers fetch the KV into them |
 | has all its KV here, or ends without blocks | workers release the grants |
 | ends, to be decoded elsewhere | its blocks are granted and kept; the answer has the offer |
 
-HTTP clients write ``kv_transfer_params``, so references are verified here, before anything is spent on them. A request
-with a refused one is parked without a fetch, and its workers report it as failed in the same step. Then vLLM's
-``kv_load_failure_policy`` decides.
+HTTP clients write ``kv_transfer_params``: references are verified here, before anything is spent on them. A request
+with a refused one is parked without a fetch, and workers report it as failed in the same step.
 
 Threads: one, vLLM's.
 """
@@ -132,7 +131,7 @@ class Scheduler:
             self._orders.drops.append(request_id)
 
     def _needed(self, block_ids: Sequence[list[int]], have: int, tokens: int) -> Targets:
-        """Return a request's blocks that the next token needs, of tokens ``have`` to ``tokens``."""
+        """Return the request's blocks that a next token needs of tokens ``have`` to ``tokens``."""
         found = []
         for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
             begin = have if window is None else max(have, tokens - window)
@@ -199,7 +198,6 @@ class Scheduler:
         return None if found.is_empty() else found
 
     def take_orders(self) -> Orders:
-        """Return the orders for this step."""
         orders, self._orders = self._orders, Orders()
         return orders
 

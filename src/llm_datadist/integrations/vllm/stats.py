@@ -33,19 +33,16 @@ class Stats(KVConnectorStats):
     """The numbers of one interval."""
 
     def __post_init__(self) -> None:
-        """Begin with zeros, unless there are numbers."""
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        """Set all numbers to zero."""
         self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
 
     def add(self, name: str, number: float = 1) -> None:
         self.data[name] += number
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the numbers of another worker or interval."""
         for name, number in other.data.items():
             self.data[name] = self.data.get(name, 0) + number
         return self
@@ -82,7 +79,6 @@ class StatsMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the numbers of an interval."""
         for name, number in transfer_stats_data.items():
             if number and name in self._counters:
                 self._counters[name][engine_idx].inc(number)

@@ -1,13 +1,12 @@
 """The LLMDataDist of one rank: registers the KV cache, grants, and pulls.
 
-Threads: vLLM's hands over orders and collects results; those of `engines.py` link, claim, pull and release. A fetch
-that fails for any reason is reported as failed, with the reason in the log. An engine neither crashes nor hangs for its
-peer.
+Threads: vLLM's gives orders and collects results; those of `engines.py` link, claim, pull and release.
+Errors: a failed fetch is reported as failed, with the reason in the log; an engine never crashes or hangs for a peer.
 
-While blocks are kept or awaited, vLLM makes step after step, and its thread would keep the interpreter from the threads
-here. So in steps without tokens it sleeps until a fetch ends, at most a millisecond.
+While blocks are kept or awaited, vLLM makes step after step, and would keep the interpreter from the threads here. So
+in steps without tokens vLLM's thread sleeps until a fetch ends, at most a millisecond.
 
-An offered request is over once its grant has ended: readers cannot get its bytes, and vLLM may reuse the blocks.
+Once its grant has ended, readers cannot get a request's bytes, and vLLM may reuse its blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class RankWorker:
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
         nbytes = max(sizes, default=0)  # vLLM's one allocation
         self.datadist = self._start(option, nbytes)
-        #: Puts the cache into the pool; None if it shall lie elsewhere.
+        #: Puts the cache into the pool; None without one.
         self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
@@ -114,7 +113,6 @@ class RankWorker:
         return datadist
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache in place."""
         wanted = {
             name
             for group in self._cache_config.transfer_group_ids
@@ -149,7 +147,7 @@ class RankWorker:
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
     def obey(self, orders: Orders, *, idle: bool) -> None:
-        """Begin the scheduler's orders; never waits. ``idle``: the step computes no token."""
+        """Begin the scheduler's orders; never waits. ``idle``: the step has no tokens."""
         self._idle = idle
         self._fetching += len(orders.fetches) + len(orders.refused)
         for request, (token, blocks) in orders.grants.items():
@@ -207,7 +205,6 @@ class RankWorker:
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
     def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
-        """Pull this rank's shares; return bytes and blocks."""
         layout = self._layout
         theirs, ours = _pairs(claimed.offer, targets)
         nbytes = 0
@@ -250,7 +247,7 @@ class RankWorker:
         return KVConnectorTransferResults(sent, received, failed)
 
     def take_claimed(self) -> ClaimedRequests | None:
-        """Return the offered requests that readers have claimed since the last call."""
+        """Return the offered requests claimed since the last call."""
         found, self._newly_claimed = self._newly_claimed, set()
         return ClaimedRequests(found) if found else None
 
