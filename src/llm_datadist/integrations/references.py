@@ -1,7 +1,8 @@
 """Signed references: one engine names its KV to another, over HTTP clients that neither trusts.
 
-A reference is a text ``version.key.payload.signature``: HMAC-SHA256 of the rest, with the secret whose digest is the
-key. Its token names the grant. Computing the token takes the secret, so a client that sees the reference cannot claim.
+A reference is a text ``version.key.payload.signature``. The signature is HMAC-SHA256 of the rest, by the secret whose
+digest is ``key``. A token computed from secret and reference names the grant: a client without the secret cannot claim
+it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ class ReferenceKeys:
         return base64.urlsafe_b64decode(payload), _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
     def _read(self) -> dict[str, Secret]:
-        """Return the secrets by digest, the signing one first."""
         return {each.digest: each for each in read_secrets(self._path, self._option)}
 
 

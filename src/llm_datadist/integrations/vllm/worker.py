@@ -1,12 +1,12 @@
 """The LLMDataDist of one rank: registers the KV cache, grants, and pulls.
 
 Threads: vLLM's gives orders and collects results; those of `engines.py` link, claim, pull and release.
-Errors: a failed fetch is reported as failed, with the reason in the log; an engine never crashes or hangs for a peer.
+Errors: a failed fetch is reported, with the reason in the log; an engine never crashes or hangs for a peer.
 
 While blocks are kept or awaited, vLLM makes step after step, and would keep the interpreter from the threads here. So
-in steps without tokens vLLM's thread sleeps until a fetch ends, at most a millisecond.
+in steps without tokens its thread sleeps until a fetch ends, at most a millisecond.
 
-Once its grant has ended, readers cannot get a request's bytes, and vLLM may reuse its blocks.
+After its grant has ended, readers cannot get a request's bytes, and vLLM may reuse its blocks.
 """
 
 from __future__ import annotations
