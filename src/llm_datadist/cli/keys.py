@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-keys = typer.Typer(help="Make and show secrets and certificates that authenticate links.", no_args_is_help=True)
+keys = typer.Typer(help="Make and show secrets and certificates for links.", no_args_is_help=True)
 
 _YEARS = 2
 _DAY = datetime.timedelta(days=1)
@@ -38,7 +38,7 @@ def new(
         list[str] | None, typer.Option(help="With --ca: cluster id of a certificate, or *. Repeatable.")
     ] = None,
 ) -> None:
-    """Add a secret to the end of a file, or make a small CA for a test.
+    """Add a secret to a file, or make a small CA for a test. The new secret is the file's last.
 
     An instance shows the first secret of its file, and believes all of them.
     """
@@ -55,7 +55,7 @@ def new(
 def show(
     path: Annotated[Path, typer.Argument(help="File of secrets, or a certificate in PEM.", show_default=False)],
 ) -> None:
-    """Show what a file of secrets or a certificate holds; of secrets, only ids and digests."""
+    """Show what a file of secrets or a certificate holds. Of secrets, show only ids and digests."""
     try:
         if path.read_bytes().startswith(b"-----BEGIN CERTIFICATE"):
             _show_certificate(path)

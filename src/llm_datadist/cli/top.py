@@ -37,7 +37,7 @@ def top(
         str, typer.Option("--command", help="With --connect: this program's name for the shell there.")
     ] = "llm-datadist",
 ) -> None:
-    """Show links, operations, pools and grants of your instances on one host, read once a second."""
+    """Show links, operations, pools and grants of your instances. They are of one host, read once a second."""
     if connect is not None and (not connect or connect.startswith("-")):
         raise typer.BadParameter(f"--connect must name a host as ssh knows it, not {connect!r}")
     if not (once or as_json or sys.stdout.isatty()):
