@@ -38,7 +38,7 @@ DOCUMENTED: Final = (
     "TransferConfig CacheTask TransferWithCacheKeyConfig Memtype MemInfo TensorDesc Tensor KvCacheManager"
 )
 
-#: interface §6, names, order, defaults and keyword-only as printed there; the RULINGS change none of them.
+#: interface §6: names, order, defaults and keyword-only parameters of the published pages; no ruling changes them.
 CACHE_MANAGER: Final = {
     "allocate_cache": "(self, cache_desc, cache_keys=())",
     "deallocate_cache": "(self, cache)",
@@ -73,7 +73,7 @@ COMMON: Final = (
     "transfer_cache_async"
 )
 
-#: interface §8, as printed there; offsets and batch indexes may be left out as in v2.
+#: interface §8; offsets and batch indexes may be left out as in v2.
 KV_CACHE_MANAGER: Final = {name: CACHE_MANAGER[name] for name in COMMON.split()} | {
     "is_initialized": "(self)",
     "pull_cache": "(self, cache_key, kv_cache, batch_index=0, size=-1, *, src_layer_range=None, dst_layer_range=None, "
