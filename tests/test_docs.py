@@ -19,7 +19,18 @@ from typing import Any, Final
 import pytest
 
 import llm_datadist
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, config, cpp_api, errors
+from llm_datadist import (
+    CacheDesc,
+    DataType,
+    LLMDataDist,
+    LLMRole,
+    Memtype,
+    Placement,
+    RegisterMemStatus,
+    config,
+    cpp_api,
+    errors,
+)
 from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist._links.messages import MAX_READERS
@@ -219,6 +230,27 @@ def test_the_transition_tables_are_those_of_the_code(
     shown = {(state, event): set(targets.split(", ")) for state, event, targets in _rows(text, 3) if event != "event"}
     names = {(state.name, event.name): {each.name for each in targets} for (state, event), targets in table.items()}
     assert shown == names
+
+
+def test_the_values_of_enumerations_on_the_page_of_the_interface_are_those_of_the_code() -> None:
+    text = " ".join(_text(DOCS / "interface.md").partition("### 1.2")[2].partition("### 1.3")[0].split())
+    types, single, codes = (
+        part.partition(end)[0]
+        for part, end in (
+            (text.partition("`DataType`, value and bytes")[2], "`data_type.py`"),
+            (text.partition("`LLMStatusCode`")[2], "The others are"),
+            (text.partition("The others are 0x5010B000 plus, in hex:")[2], "`Status` wraps"),
+        )
+    )
+    values = {name: (int(value), int(size)) for name, value, size in re.findall(r"(DT_\w+) (\d+), (\d+)", types)}
+    assert values == {each.name: (each.value, each.itemsize) for each in DataType}
+    statuses = {name: int(value, 0) for name, value in re.findall(r"([A-Z_]+) (-?\d\w*)", single)}
+    statuses |= {name: 0x5010B000 + int(value, 16) for name, value in re.findall(r"([A-Z_]+) ([\dA-F]+)[,.]", codes)}
+    assert {f"LLM_{name}": value for name, value in statuses.items()} == dict(errors.LLMStatusCode.__members__)
+    shown = dict(re.findall(r"`(\w+)`[^`:]*: ((?:\w+ \d+,? ?)+)", text))
+    for cls in (LLMRole, Placement, RegisterMemStatus, Memtype, cpp_api.CachePlacement, cpp_api.LlmRole):
+        found = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", shown[cls.__name__])}
+        assert found == {each.name: each.value for each in cls}
 
 
 # --- options, errors, dependencies, the reference ---------------------------------------------------------------------
