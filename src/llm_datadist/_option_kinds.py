@@ -204,6 +204,6 @@ TRANSPORT: Final[Kind[str]] = ", ".join(TRANSPORTS), _parse_transport
 USERS: Final[Kind[frozenset[int]]] = "user ids or names, comma-separated", _parse_users
 POLICY: Final[Kind[PeerPolicy]] = "JSON, or a file that holds it", PeerPolicy.parse
 POOL: Final = "JSON: memory_size, page_shift, huge_pages", PoolOptions.parse
-HOST_POOL: Final = "the same JSON, at most 20 GiB", partial(PoolOptions.parse, limit=_HOST_POOL_LIMIT)
+HOST_POOL: Final = "JSON as for the device pool, at most 20 GiB", partial(PoolOptions.parse, limit=_HOST_POOL_LIMIT)
 JSON: Final = _or_empty(parse_json)
 SIZE_CLASSES: Final = _or_empty(check_buf_pool)
