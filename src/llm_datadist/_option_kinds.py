@@ -203,7 +203,7 @@ DIRECTORY: Final = _path("a directory", "names no folder, leave it out for abstr
 TRANSPORT: Final[Kind[str]] = ", ".join(TRANSPORTS), _parse_transport
 USERS: Final[Kind[frozenset[int]]] = "user ids or names, comma-separated", _parse_users
 POLICY: Final[Kind[PeerPolicy]] = "JSON, or a file that holds it", PeerPolicy.parse
-POOL: Final[Kind[PoolOptions]] = "JSON", PoolOptions.parse
-HOST_POOL: Final[Kind[PoolOptions]] = "JSON, at most 20 GiB", partial(PoolOptions.parse, limit=_HOST_POOL_LIMIT)
+POOL: Final = "JSON: memory_size, page_shift, huge_pages", PoolOptions.parse
+HOST_POOL: Final = "JSON as for the device pool, at most 20 GiB", partial(PoolOptions.parse, limit=_HOST_POOL_LIMIT)
 JSON: Final = _or_empty(parse_json)
 SIZE_CLASSES: Final = _or_empty(check_buf_pool)

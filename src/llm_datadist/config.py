@@ -159,7 +159,7 @@ class Options:
     # A table: one shape for all rows.
     role: LLMRole
     device_id: int = _row(DEVICE_ID, kinds.whole(0, kinds.INT32_MAX), 0,
-        "Number of the one device that the instance serves; all have the same effect.", "required")
+        "Number of the one device that the instance serves; the value has no effect.", "required")
     listen: tuple[str, int] | None = _row(LISTEN, _ADDRESS, None,
         "Address at which the instance listens; port 0 picks a free one.")
     sync_kv_timeout_ms: int = _row(SYNC_TIMEOUT, kinds.whole(1, kinds.INT32_MAX), 1000,
@@ -167,12 +167,12 @@ class Options:
     cache_manager: bool = _row(CACHE_MANAGER, kinds.FLAG, False,
         "Selects CacheManager mode (v2) instead of KvCacheManager mode (v1).", "0; with ``llm.LocalCommRes`` 1")
     remote_accessible: bool = _row(REMOTE_ACCESSIBLE, kinds.FLAG, False,
-        "Lets peers push, and pulls consume no key (RCA); both sides of a link need the same value.",
+        "Peers may push, and pulls consume no key (RCA); both sides of a link need the same value.",
         "0; with ``llm.LocalCommRes`` or ``llm.TransferBackend`` 1")
     mem_pool: PoolOptions | None = _row(MEM_POOL, kinds.POOL, None,  # noqa: RUF009
-        "Size and pages of the device pool.")
+        "Bytes and page size of the device pool.")
     host_mem_pool: PoolOptions | None = _row(HOST_MEM_POOL, kinds.HOST_POOL, None,  # noqa: RUF009
-        "Size and pages of the host pool; v2 mode only.")
+        "Bytes and page size of the host pool; v2 mode only.")
     local_comm_res: str | None = _row(LOCAL_COMM_RES, kinds.TEXT, None,
         "Makes v2 mode and RCA the defaults; unless it is empty, ``link_clusters`` needs no local ip.")
     transfer_backend: str | None = _row(TRANSFER_BACKEND, kinds.HIXL, None,
@@ -180,10 +180,10 @@ class Options:
     enable_switch_role: bool = _row(SWITCH_ROLE, kinds.FLAG, False,
         "Allows ``switch_role`` in v1 mode; v2 mode always does.")
     link_total_time: int = _row(LINK_TOTAL_TIME, kinds.whole(0, kinds.UINT32_MAX), _LINK_SECONDS,
-        "Seconds that preparing a communicator with ``link()`` may take; 0 is the default.",
+        "Seconds that preparing a communicator with ``link()`` may take; 0 stands for the default.",
         f"``HCCL_CONNECT_TIMEOUT`` in the environment, else {_LINK_SECONDS}")
     link_retry_count: int = _row("llm.LinkRetryCount", kinds.whole(1, 100), 1,
-        "Divides ``llm.LinkTotalTime``: the quotient limits each attempt of ``link()``.")
+        "Divides ``llm.LinkTotalTime``: the quotient, within 0.1 to 5 s, limits each attempt of ``link()``.")
     transport: str = _row(TRANSPORT, kinds.TRANSPORT, "auto",
         "The one transport of every link; ``auto`` takes the best that both sides can use.")
     shm_socket_dir: str | None = _row(SHM_SOCKET_DIR, kinds.DIRECTORY, None,
@@ -285,7 +285,7 @@ _OTHER_ROWS: Final = [
     Option(TLS_CA, *kinds.FILE, "none", "Authorities (PEM) by which certificates of peers must be issued."),
     *_ignored("llm.GlobalResourceConfig", "Resources of accelerators.", kinds.JSON),
     *_ignored("llm.BufPoolCfg", "Size classes of the older pool.", kinds.SIZE_CLASSES),
-    *_ignored("llm.RdmaTrafficClass llm.RdmaServiceLevel", "Network of accelerators; ``nixl`` does not use it."),
+    *_ignored("llm.RdmaTrafficClass llm.RdmaServiceLevel", "Network of accelerators; ``nixl`` ignores it."),
     *_ignored("llm.ClusterInfo", "Endpoints of accelerators."),
     *_ignored("llm.deployResPath llm.OutputMaxSize llm.RefInput*", "Settings of older engines."),
     *_ignored("llm.Role", "The role given to the constructor counts."),
@@ -390,7 +390,8 @@ class _Setting(Attribute[V]):
         self, key: str, check: Check[V], default: V, *, emit: Emit[V] = str, resets: bool = True, always: bool = False
     ) -> None:
         row = OPTIONS[key]
-        super().__init__(f"{row.meaning} Option ``{key}``: {row.values}; default: {row.default}.", check)
+        meaning = row.meaning if row.effect else f"{row.meaning} No effect."
+        super().__init__(f"{meaning} Option ``{key}``: {row.values}; default: {row.default}.", check)
         self.key, self._default, self._emit, self._resets, self._always = key, default, emit, resets, always
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -71,7 +71,9 @@ def bench(
     memory: Annotated[
         Memory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
     ] = None,
-    threads: Annotated[int | None, typer.Option(help=f"{about('llm.CopyThreads')} (the usable CPUs)")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help=f"{about('llm.CopyThreads')} In each process (the usable CPUs).")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Limits and peers, by commas; an empty text: none (the usual ones of the op).")
     ] = None,
