@@ -14,7 +14,8 @@ from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
 from llm_datadist.cli.size import size
 from llm_datadist.cli.top import top
-from llm_datadist.cli.usage import Group, answer, examples
+from llm_datadist.cli.usage import Group, about, answer, examples
+from llm_datadist.config import TRANSPORT
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import DemoMemory, DemoTransport, Setup
 
@@ -58,7 +59,7 @@ def _common(
 )
 def demo(
     transport: Annotated[
-        DemoTransport, typer.Option(help="auto: the library chooses; inproc: both roles run in one process.")
+        DemoTransport, typer.Option(help=f"{about(TRANSPORT)} inproc runs both roles in one process.")
     ] = DemoTransport.AUTO,
     memory: Annotated[
         DemoMemory, typer.Option(help="pool: the library allocates; registered: the roles bring their own memory.")

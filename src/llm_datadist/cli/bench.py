@@ -19,6 +19,7 @@ from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import BenchMemory, Op
+from llm_datadist.cli.usage import about
 
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
@@ -65,12 +66,18 @@ def bench(
         BenchTransport | None, typer.Option(help="Transport of pull, push, latency and link (shm).", show_default=False)
     ] = None,
     block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
-    blocks: Annotated[int | None, typer.Option(help="Blocks moved in each tensor (as many as the set holds).")] = None,
-    tensors: Annotated[int | None, typer.Option(help="Tensors of a cache (1; plan, alloc: 122).")] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Blocks moved in each tensor (pull, push, copy, swap: what the set holds).")
+    ] = None,
+    tensors: Annotated[
+        int | None, typer.Option(help="Tensors of a cache (1; copy_cache: 64; plan, alloc: 122).")
+    ] = None,
     memory: Annotated[
         BenchMemory | None, typer.Option(help="Memory of our caches (pool; over cma: registered).", show_default=False)
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Copying threads in each process (the usable CPUs).")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help=f"{about('llm.CopyThreads')} In each process (the usable CPUs).")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Limits and peers, separated by commas; empty text: none (the op's usual ones).")
     ] = None,
