@@ -61,8 +61,6 @@ class Request:
 
     Attributes:
         transport: shm, cma, tcp, nixl or inproc; default shm.
-        block_bytes: Bytes of one block of one tensor.
-        blocks: Blocks moved in each tensor.
         threads: Copying threads in each process; default: the usable CPUs.
         against: Names of limits and peers; default: the usual ones.
         passes: Passes after the first; default 5.

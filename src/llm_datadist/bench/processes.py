@@ -44,7 +44,7 @@ class Build:
 
     Attributes:
         environment: Environment of its workers; None: this process's.
-        within: By role, a command prefix that runs the worker elsewhere, for example in a network namespace.
+        within: By role, a command prefix, for example for a network namespace.
     """
 
     python: str = sys.executable

@@ -1,4 +1,4 @@
-"""Behaviour of all commands: examples in the help, one line for a mistake, Ctrl-C."""
+"""Examples, mistakes and Ctrl-C of all commands."""
 
 from __future__ import annotations
 

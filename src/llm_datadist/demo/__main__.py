@@ -31,7 +31,7 @@ _Order = TypeVar("_Order", DemoOffer, Finish)
 
 
 class _Orders:
-    """Orders from standard input, read by thread ``demo-orders``, which ends the process with the input."""
+    """Orders from standard input; thread ``demo-orders`` ends the process with it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Order] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Findings: value, meaning and remedy of one check."""
+"""Findings of checks."""
 
 from __future__ import annotations
 

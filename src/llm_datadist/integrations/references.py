@@ -46,10 +46,9 @@ class ReferenceKeys:
 
     Args:
         path: File of secrets, one a line. The first signs, all verify; changes are read again.
-        option: Name of its option, for errors.
 
     Raises:
-        ParamError: The file cannot be used.
+        ParamError: The file cannot be used; the text names ``option``.
     """
 
     def __init__(self, path: Path, option: str = SECRET_FILE) -> None:

@@ -1,7 +1,6 @@
 """A trap that stops a thread inside a copy, at the first write to a chosen page.
 
-Other threads run on; a SIGSTOP then surely stops the process in the middle of the copy. The trap needs ``userfaultfd``,
-which a kernel may deny: :func:`trap_denied` returns the reason.
+Other threads run on; a SIGSTOP then surely stops the process in the middle of the copy.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class PageTrap(AbstractContextManager["PageTrap"]):
         kernel_too: True if system calls that write there are stopped, too.
 
     Raises:
-        OSError: The kernel denies ``userfaultfd`` to this process.
+        OSError: The kernel denies ``userfaultfd`` to this process; :func:`trap_denied` returns the reason.
     """
 
     def __init__(self, address: int) -> None:

@@ -163,7 +163,7 @@ def settled(
 ) -> dict[str, Any]:
     """Return ``look``'s result once it equals ``before``, or after ``seconds``.
 
-    Joined threads stay visible for a moment; one that has left since ``before`` is no difference.
+    Threads of ``before`` that have left are no difference.
     """
     give_up = time.monotonic() + seconds
     while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:

@@ -259,7 +259,7 @@ class TcpRaw(Contender):
 
     The first ``blocks`` rows of every tensor are sent; they are contiguous, so the block size makes no difference.
 
-    Threads: ``bench-stream``, one for each stream at the source, one for the second stream at the destination.
+    Threads: ``bench-stream``, one for each stream except the destination's first.
     """
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
