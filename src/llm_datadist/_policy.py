@@ -1,7 +1,6 @@
-"""What each peer may do at this end, as ``llm.PeerPolicy`` says: values, and the parser of its text.
+"""Permissions of peers, from the option ``llm.PeerPolicy``: values and parser.
 
-The text is a JSON object: a cluster id, or ``*`` for all clusters that are not named, and what that peer may do. What
-is not said is not allowed. :class:`~llm_datadist._transfer.access.AccessPolicy` decides by these values.
+The text is a JSON object from cluster ids, or ``*`` for all others, to permissions. The default is none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from llm_datadist._checks import is_digits
 from llm_datadist.errors import ParamError
 
 OTHERS: Final = "*"
-"""Stands for every cluster that the policy does not name."""
+"""Name of all clusters that the policy does not name."""
 
 _UINT64_MAX: Final = 2**64 - 1
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -27,7 +26,7 @@ _MAX_SHOWN: Final = 200
 
 
 class Permissions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one peer may do at this end. ``models``: with caches that have a key of one of these; unset: with all."""
+    """Permissions of one peer. ``models`` limits them to caches with a key of these models; unset: all caches."""
 
     link: bool = False
     pull: bool = False
@@ -42,29 +41,25 @@ _decode_rules: Final = msgspec.json.Decoder(Permissions).decode
 
 
 class PeerPolicy:
-    """The permissions of every cluster. Never changes; any thread."""
+    """Permissions of every cluster. Immutable."""
 
     def __init__(self, named: dict[int, Permissions], others: Permissions) -> None:
         self._named = named
         self._others = others
 
     def of(self, cluster_id: int) -> Permissions:
-        """Return what a cluster may do."""
         return self._named.get(cluster_id, self._others)
 
     @classmethod
     def parse(cls, option: str, given: str) -> PeerPolicy:
-        """Parse JSON, or the file whose path is given; text that begins with ``{`` is JSON.
-
-        Raises ParamError naming ``option``, the place, and the rule that is broken.
-        """
+        """Parse JSON text (it begins with ``{``) or the file at a path. ParamError names ``option`` and place."""
         if given.lstrip()[:1] == "{":
             where, text = option, given.encode()
         else:
             where, text = f"{option}: {given[:_MAX_SHOWN]!r}", _read(option, given)
         try:
             peers = _decode_peers(text)
-            json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
+            json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec ignores duplicates
         except ParamError:
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -75,7 +70,7 @@ class PeerPolicy:
 
 
 def _once(where: str, fields: list[tuple[str, object]]) -> None:
-    """Take the fields of one JSON object. Raise ParamError for a name that is there twice."""
+    """Raise ParamError if a JSON object has a name twice."""
     counted = Counter(name for name, _ in fields)
     if len(counted) < len(fields):
         raise ParamError(f"{where}: {counted.most_common(1)[0][0]!r} is there twice")
@@ -96,7 +91,7 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
 
 
 def _read(option: str, given: str) -> bytes:
-    """Return what the file holds. It is opened without waiting: the path may be that of a pipe."""
+    """Return the file's bytes. Opened without waiting, because the path may be a pipe."""
     shown = repr(given[:_MAX_SHOWN])
     if not given.strip():
         raise ParamError(f"{option}: {shown} is neither JSON nor the path of a file, leave it out")
