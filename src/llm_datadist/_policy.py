@@ -63,7 +63,7 @@ class PeerPolicy:
         except ParamError:
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ParamError(f"{where}: no JSON object of cluster ids: {' '.join(str(error).split())}") from None
+            raise ParamError(f"{where}: not a JSON object of cluster ids: {' '.join(str(error).split())}") from None
         parsed = {peer: _permissions(f"{where}: {peer!r}", peer, rules) for peer, rules in peers.items()}
         others = parsed.pop(OTHERS, Permissions())
         return cls({int(peer): each for peer, each in parsed.items()}, others)
@@ -73,12 +73,12 @@ def _once(where: str, fields: list[tuple[str, object]]) -> None:
     """Raise ParamError if a JSON object has a name twice."""
     counted = Counter(name for name, _ in fields)
     if len(counted) < len(fields):
-        raise ParamError(f"{where}: {counted.most_common(1)[0][0]!r} is there twice")
+        raise ParamError(f"{where}: {counted.most_common(1)[0][0]!r} appears twice")
 
 
 def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
     if peer != OTHERS and not (is_digits(peer) and str(int(peer)) == peer and int(peer) <= _UINT64_MAX):
-        raise ParamError(f"{where} is no cluster id: decimal digits, at most {_UINT64_MAX}, or {OTHERS!r}")
+        raise ParamError(f"{where} is not a cluster id: decimal digits, at most {_UINT64_MAX}, or {OTHERS!r}")
     try:
         found = _decode_rules(rules)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -86,7 +86,7 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
         raise ParamError(f"{where}: {' '.join(str(error).split())}; known are {known}") from None
     for model in () if isinstance(found.models, msgspec.UnsetType) else found.models:
         if model > _UINT64_MAX:
-            raise ParamError(f"{where}: models: {model} is no model id, at most {_UINT64_MAX}")
+            raise ParamError(f"{where}: models: {model} is not a model id: at most {_UINT64_MAX}")
     return found
 
 
@@ -98,7 +98,7 @@ def _read(option: str, given: str) -> bytes:
     try:
         with open(given, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ParamError(f"{option}: {shown} is no regular file")
+                raise ParamError(f"{option}: {shown} is not a regular file")
             text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ParamError(f"{option}: {shown} cannot be read: {error.strerror}") from None

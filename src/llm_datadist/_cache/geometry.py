@@ -121,7 +121,7 @@ def _decode(raw: bytes) -> Geometry:
     try:
         geometry = _decoder.decode(raw)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"peer sent no cache geometry: {error}") from error
+        raise ProtocolError(f"peer sent an invalid cache geometry: {error}") from error
     geometry.verify()
     return geometry
 
@@ -224,9 +224,9 @@ def plan_row(
         CacheNotFound: The source row does not exist.
         ParamError: The destination row does not exist, or a layer range does not fit.
     """
-    for end, geometry in (("source", src), ("destination", dst)):
+    for side, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.CACHE):
-            raise CacheMismatch(f"the {end} is a blocks cache: use the *_blocks calls")
+            raise CacheMismatch(f"the {side} is a blocks cache: use the *_blocks calls")
     _require_src_row(src, src_range.row)
     dst.require_row("batch_index", dst_range.row)
     src_offset, dst_offset = src_range.offset, dst_range.offset
@@ -247,9 +247,9 @@ def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alia
 
     ``alias``: both sides have the same tensors.
     """
-    for end, geometry in (("source", src), ("destination", dst)):
+    for side, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.BLOCKS):
-            raise CacheMismatch(f"the {end} is not a blocks cache")
+            raise CacheMismatch(f"the {side} is not a blocks cache")
     if src.stride != dst.stride:
         raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
     tensors = layers.tensors(src, dst)

@@ -296,7 +296,7 @@ class Registry:
                 self._withdraw(entry, effects)
             else:
                 entry.owner = False
-                self._settle(entry, Event.DROP_OWNER, effects)
+                self._transition(entry, Event.DROP_OWNER, effects)
         return effects
 
     def remove_key(self, key: Key) -> Effects:
@@ -356,7 +356,7 @@ class Registry:
             return self._lookup(cache_id, what)
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
-        """Return :meth:`lookup`; keep the memory until :meth:`end_use`."""
+        """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
         entry = self._entries.get(cache_id)
         if entry is not None and entry.uses.try_enter():
             return entry  # no event, no lock: a use changes no state of an open cache
@@ -374,7 +374,7 @@ class Registry:
             if entry.life.state is not State.DRAINING:
                 return NOTHING
             effects = Effects()
-            self._settle(entry, Event.UNPIN, effects)
+            self._transition(entry, Event.UNPIN, effects)
         return effects
 
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:
@@ -385,7 +385,7 @@ class Registry:
     def pin(
         self, peer: object, expires: float, *, key: Key | None = None, cache_id: int = 0, row: int = 0, pin_id: int = 0
     ) -> Pin:
-        """Pin what :meth:`find` finds, until the peer releases it or is lost, or until ``expires``.
+        """Pin the cache that :meth:`find` returns, until the peer releases it or is lost, or until ``expires``.
 
         ``expires`` is monotonic, in seconds; ``pin_id`` the peer's number, or 0 for one of the registry's.
 
@@ -410,7 +410,7 @@ class Registry:
             entry.pins += 1
             if binding is not None:
                 binding.pins += 1
-            self._settle(entry, Event.PIN, Effects())
+            self._transition(entry, Event.PIN, Effects())
             return pin
 
     def reach(
@@ -547,7 +547,7 @@ class Registry:
         every_tensor = (1 << entry.geometry.num_tensors) - 1
         binding = Binding(key, entry, row, guard, every_tensor)
         self._keys[key] = entry.bindings[key] = binding
-        self._settle(entry, Event.BIND, effects)
+        self._transition(entry, Event.BIND, effects)
 
     def _unbind(self, binding: Binding, effects: Effects, *, invalidate: bool) -> None:
         """Remove a key; with ``invalidate``, readers of this binding fail."""
@@ -558,7 +558,7 @@ class Registry:
             effects.retire.append(binding.guard)
         elif invalidate:
             effects.advance.append(binding.guard)
-        self._settle(binding.entry, Event.UNBIND, effects)
+        self._transition(binding.entry, Event.UNBIND, effects)
 
     def _consume(self, binding: Binding, tensors: int, effects: Effects) -> None:
         if not (binding.bound and binding.consumable and tensors):
@@ -580,7 +580,7 @@ class Registry:
             if binding.pins == 0 and not binding.bound:
                 effects.retire.append(binding.guard)
         pin.entry.pins -= 1
-        self._settle(pin.entry, Event.UNPIN, effects)
+        self._transition(pin.entry, Event.UNPIN, effects)
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
         """Drop owner and keys, so readers fail; the last user frees the memory."""
@@ -592,9 +592,9 @@ class Registry:
             (effects.advance if binding.pins else effects.retire).append(binding.guard)
         entry.bindings.clear()
         effects.advance.append(entry.guard)
-        self._settle(entry, Event.WITHDRAW, effects)
+        self._transition(entry, Event.WITHDRAW, effects)
 
-    def _settle(self, entry: Entry, event: Event, effects: Effects) -> None:
+    def _transition(self, entry: Entry, event: Event, effects: Effects) -> None:
         if not entry.reachable:
             entry.uses.shut()  # before users are counted, so no new one can enter
         users = entry.pins + entry.uses.inside

@@ -22,7 +22,7 @@ from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import ExternalSegment, Segment
-from llm_datadist._memory.write_intents import Hazard, WriteIntents
+from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 from llm_datadist._native import Tensors, steps
 from llm_datadist._native.signals import put_off, require_outermost
 from llm_datadist.errors import DeadlineExceeded, ParamError
@@ -67,7 +67,7 @@ class Storage:
         return not any(self.regions)
 
     def names(self, *, mapped: bool) -> tuple[bytes, bytes]:
-        """Return (regions, offsets), or only addresses unless the transport has ``mapped`` the regions."""
+        """Return (regions, offsets); with addresses, unless the transport has ``mapped`` the regions."""
         if mapped:
             return self.regions, self.offsets
         return bytes(4 * len(self.tensors.bases)), self.tensors.bases.astype("<u8").tobytes()
@@ -288,9 +288,9 @@ class CacheStore:
             # The same slot, so the writers are still found.
             guard = Guard(guard.slot, self._guards.advance(guard.slot))
             self.quiesce(entry.storage)
-            hazards = self.writers.busy(guard.slot, readers=True)
-            if not deadline.poll(lambda: not entry.uses.inside and not self.writers.pending(hazards)):
-                raise _still_used(entry, self.writers.pending(hazards), deadline)
+            writes = self.writers.busy(guard.slot, readers=True)
+            if not deadline.poll(lambda: not entry.uses.inside and not self.writers.pending(writes)):
+                raise _still_used(entry, self.writers.pending(writes), deadline)
         except BaseException:
             registry.reopen(entry, guard)
             raise
@@ -338,9 +338,9 @@ class CacheStore:
         Waits for users of non-pool memory, at most ``sync_kv_timeout``. Late users of pools have their own mappings.
         """
         self.writers.shut()
-        private = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]
+        non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]
         self.apply(self.registry.clear())
-        self._drain_private(private)
+        self._drain_non_pool(non_pool)
         self._quarantine.sweep()
         if self.pools.direct is not None:
             self.pools.direct.close()  # before the next line would unmap it under users
@@ -349,15 +349,15 @@ class CacheStore:
         self.pools.close()
         self._guards.close()
 
-    def _drain_private(self, entries: list[Entry]) -> None:
+    def _drain_non_pool(self, entries: list[Entry]) -> None:
         """Wait for the users of ``entries`` (guards are advanced); log those that stay."""
         deadline = Deadline(self._patience_ms)
-        hazards = tuple(hazard for each in entries for hazard in self.writers.busy(each.guard.slot, readers=True))
-        if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(hazards)):
+        writes = tuple(write for each in entries for write in self.writers.busy(each.guard.slot, readers=True))
+        if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(writes)):
             logger.warning(
                 "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
                 deadline.budget_ms,
-                _users(sum(each.uses.inside for each in entries), self.writers.pending(hazards)),
+                _users(sum(each.uses.inside for each in entries), self.writers.pending(writes)),
             )
 
 
@@ -385,7 +385,7 @@ def _bindable(keys: KeyedRows) -> list[tuple[Key, int]]:
     return [(table_key, row) for key, row in keys if (table_key := key_of(key)) is not None]
 
 
-def _still_used(entry: Entry, pending: tuple[Hazard, ...], deadline: Deadline) -> DeadlineExceeded:
+def _still_used(entry: Entry, pending: tuple[ActiveWrite, ...], deadline: Deadline) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"unregister_cache: after {deadline.budget_ms} ms the memory of cache {entry.cache_id} is still in use by "
         f"{_users(entry.uses.inside, pending)}; the cache stays registered: try again later (unlinking stops no "
@@ -397,6 +397,6 @@ def _still_used(entry: Entry, pending: tuple[Hazard, ...], deadline: Deadline) -
     )
 
 
-def _users(calls: int, pending: tuple[Hazard, ...]) -> str:
+def _users(calls: int, pending: tuple[ActiveWrite, ...]) -> str:
     names = [f"{calls} calls of this process"] if calls else []
     return " and ".join([*names, writers_named(pending)] if pending or not names else names)

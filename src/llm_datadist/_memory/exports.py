@@ -41,7 +41,7 @@ class Exports:
         writable: True if peers may map regions for writing (RCA).
         private: True if peers may learn the addresses by which cma verifies this process.
         users: Further user ids of this host whose processes may map the regions.
-        writers: Pages of write intents; without RCA, for located caches.
+        writers: Pages of write intents; without RCA too, for located caches.
     """
 
     incarnation: bytes

@@ -21,7 +21,7 @@ _MADV_COLLAPSE: Final = 25  # linux/mman.h
 _AT_ONCE: Final = 32  # per system call, which signals cannot interrupt
 _TRIES: Final = 16
 _SHORT: Final = frozenset({errno.ENOMEM, errno.EBUSY, errno.EAGAIN, errno.ENOSPC})
-#: By a setting, an old kernel or a container's seccomp.
+#: Refusals by a setting, an old kernel or seccomp.
 _NOT_GIVEN: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES})
 
 _libc = ctypes.CDLL(None, use_errno=True)

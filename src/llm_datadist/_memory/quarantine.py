@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool
-    from llm_datadist._memory.write_intents import Hazard, WriteIntents
+    from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Quarantined:
     allocation: Allocation
-    hazards: tuple[Hazard, ...]
+    writes: tuple[ActiveWrite, ...]
 
 
 class Quarantine:
@@ -37,18 +37,18 @@ class Quarantine:
         self._lock = threading.Lock()  # protects the list
         self._held: list[_Quarantined] = []
 
-    def free(self, allocation: Allocation, hazards: tuple[Hazard, ...]) -> None:
+    def free(self, allocation: Allocation, writes: tuple[ActiveWrite, ...]) -> None:
         """Free the memory now, or in :meth:`sweep` once all ``writes`` have ended."""
-        if not hazards:
+        if not writes:
             allocation.free()
             return
         allocation.detain()
         with self._lock:
-            self._held.append(_Quarantined(allocation, hazards))
+            self._held.append(_Quarantined(allocation, writes))
 
     def sweep(self) -> bool:
         """Free memory whose writers have ended; return True if there was any."""
-        over = {each for each in self._snapshot() if not self._writers.pending(each.hazards)}
+        over = {each for each in self._snapshot() if not self._writers.pending(each.writes)}
         for each in over:
             each.allocation.free()
         # Only now: allocate() must see what it can wait for.
@@ -79,7 +79,7 @@ class Quarantine:
         if taken:
             return taken[0]
         if shortage.quarantined:
-            pending = self._writers.pending(hazard for each in self._snapshot() for hazard in each.hazards)
+            pending = self._writers.pending(write for each in self._snapshot() for write in each.writes)
             held = f"{shortage.quarantined} bytes were given back but may still be written by {writers_named(pending)}"
             shortage.args = (f"{shortage}; {held}",)
         raise shortage
@@ -97,12 +97,12 @@ class Quarantine:
 
     def check_integrity(self) -> None:
         for each in self._snapshot():
-            require_intact(each.hazards, f"{each.allocation!r} is held in quarantine without a writer")
+            require_intact(each.writes, f"{each.allocation!r} is held in quarantine without a writer")
 
     def _snapshot(self) -> list[_Quarantined]:
         with self._lock:
             return list(self._held)
 
 
-def writers_named(hazards: Iterable[Hazard]) -> str:
-    return ", ".join(sorted({each.page.who for each in hazards})) or "nobody any more"
+def writers_named(writes: Iterable[ActiveWrite]) -> str:
+    return ", ".join(sorted({each.page.who for each in writes})) or "writers that have ended since"

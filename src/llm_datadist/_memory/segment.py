@@ -198,7 +198,7 @@ class ExternalSegment(Segment):
 
     def __init__(self, address: int, nbytes: int) -> None:
         if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
-            raise ParamError(f"external memory: address {address} and nbytes {nbytes} are no range of addresses")
+            raise ParamError(f"external memory: address {address} and nbytes {nbytes} are not a range of addresses")
         super().__init__("external", AddressRange(address, nbytes, writable=True))
 
 

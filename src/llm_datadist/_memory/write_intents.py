@@ -57,7 +57,7 @@ class WriterPage:
     def __init__(self, writers: WriteIntents, segment: SharedSegment | None, who: str) -> None:
         self.segment = segment
         # Keeps the memory mapped when the segment is closed.
-        self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _private_page()
+        self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _local_page()
         self.address: int = self._memory.ctypes.data
         self.who = who
         self.cluster_id: int | None = None  # the peer's, once known
@@ -109,7 +109,7 @@ class WriterPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Hazard:
+class ActiveWrite:
     """Write, or local read, that the owner found: over once the slot's sequence differs or the process has ended."""
 
     page: WriterPage
@@ -144,7 +144,7 @@ class WriteIntents:
         """Return a page for a peer in this process. LinkError during finalize."""
         return self._add(WriterPage(self, None, f"a thread of this process (pid {os.getpid()})"))
 
-    def busy(self, guard: int, *, readers: bool = False) -> tuple[Hazard, ...]:
+    def busy(self, guard: int, *, readers: bool = False) -> tuple[ActiveWrite, ...]:
         """Return the writes, with ``readers`` also local reads, under a just advanced guard."""
         if not self._pages:
             return ()  # writers in a later page meet the advanced guard
@@ -152,16 +152,16 @@ class WriteIntents:
         with self._lock:
             self._tidy()
             found = find_writers(self._addresses, wanted, False)
-            return tuple([Hazard(self._pages[page], slot, sequence) for page, slot, sequence in found])
+            return tuple([ActiveWrite(self._pages[page], slot, sequence) for page, slot, sequence in found])
 
-    def pending(self, hazards: Iterable[Hazard]) -> tuple[Hazard, ...]:
+    def pending(self, writes: Iterable[ActiveWrite]) -> tuple[ActiveWrite, ...]:
         """Return the writes that are not over."""
         with self._lock:
             self._tidy()
             return tuple(
                 [
                     each
-                    for each in hazards
+                    for each in writes
                     if each.page in self._pages
                     and writer_sequence(each.page.address, each.slot) == each.sequence
                     and not each.page._ended()
@@ -209,7 +209,7 @@ class WriteIntents:
         with self._lock:
             self._tidy()
             if self._closed:
-                raise LinkError("this process is being finalized: no peer may begin to write")
+                raise LinkError("this instance is being finalized: no peer may begin to write")
             self._pages.append(page)
             self._index()
         return page
@@ -245,7 +245,7 @@ class WriteIntents:
         return f"<WriteIntents {len(self._pages)} pages, {lost} of lost peers>"
 
 
-def _private_page() -> NDArray[np.uint8]:
+def _local_page() -> NDArray[np.uint8]:
     memory = np.zeros(WRITER_PAGE_BYTES + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + WRITER_PAGE_BYTES]
@@ -300,7 +300,7 @@ class IntentWriter:
             return bool(taken)
 
         if not deadline.poll(take):
-            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are going on already", "copy")
+            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
         return taken[0]
 
     def __repr__(self) -> str:

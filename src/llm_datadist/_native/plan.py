@@ -47,7 +47,7 @@ class PlanEnd(NamedTuple):
 
 
 def digest(
-    end: PlanEnd,
+    side: PlanEnd,
     pool: CopyPool | None,
     deadline_ns: int,
     nonce: bytes,
@@ -66,7 +66,7 @@ def digest(
     Returns:
         Shape ``(count, R or 1, 2)``: 128 bits each; None if it stopped early.
     """
-    plan, tensors, is_dst = end
+    plan, tensors, is_dst = side
     found = _native.digest(
         tensors.bases,
         tensors.extent,
