@@ -1,6 +1,6 @@
 """Deadline of one public call, and its waits: turns of at most 50 ms.
 
-Between two turns, without a lock, signal handlers run, which may raise, and a cancellation is noticed.
+Between turns, without a lock, signal handlers run and may raise, and a cancellation is noticed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Permissions of peers, from the option ``llm.PeerPolicy``: values and parser.
 
-The text is a JSON object from cluster ids, or ``*`` for all others, to permissions. The default is none.
+The text is a JSON object from cluster ids, or ``*`` for all others, to permissions; others are denied.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
 
 
 def _read(option: str, given: str) -> bytes:
-    """Return the file's bytes. Opened without waiting, because the path may be a pipe."""
+    """Return the file's bytes; open it without waiting, because it may be a pipe."""
     shown = repr(given[:_MAX_SHOWN])
     if not given.strip():
         raise ParamError(f"{option}: {shown} is neither JSON nor the path of a file, leave it out")

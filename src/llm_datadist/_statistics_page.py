@@ -38,7 +38,7 @@ _decode: Final = msgspec.json.Decoder(Instance).decode
 _HEADER: Final = struct.Struct("<8sIIQdQQ")  # magic, version, pid, sequence, time, cluster id, body bytes
 _CAPACITY: Final = 1 << 20  # bytes; untouched ones take no memory
 _PERIOD: Final = 1.0
-#: Entries of each long part, if the whole does not fit.
+#: Entries of each long part, if all do not fit.
 _KEPT: Final = 100
 _TRIES: Final = 200
 _TRY_SECONDS: Final = 0.001

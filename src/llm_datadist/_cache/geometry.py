@@ -113,7 +113,7 @@ _decoder: Final = msgspec.msgpack.Decoder(Geometry)
 
 
 def decode_geometry(raw: bytes) -> Geometry:
-    """Decode and verify a peer's geometry, or raise ProtocolError. Caches share geometries, so results are kept."""
+    """Decode and verify a peer's geometry, cached, or raise ProtocolError."""
     return _decode_cached(raw) if len(raw) <= _CACHED_GEOMETRY_BYTES else _decode(raw)
 
 

@@ -225,7 +225,7 @@ class Effects:
     free: list[Entry] = field(default_factory=list)
 
 
-#: Empty effects for every local call. Never changed.
+#: Empty effects for local calls. Never changed.
 NOTHING: Final = Effects()
 
 

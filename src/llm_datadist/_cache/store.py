@@ -1,6 +1,6 @@
 """Store of one LLMDataDist's caches: registry, pools and guards together.
 
-Threads: any; the parts have locks of their own. A call that raises leaves pools and registry unchanged.
+Threads: any; the parts have locks. A call that raises leaves pools and registry unchanged.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class CacheStore:
             pool.check_integrity()
 
     def close(self) -> None:
-        """Drop every cache and free the memory; views keep their mapping.
+        """Drop every cache and free the memory; views stay mapped.
 
         Waits for users of non-pool memory, at most ``sync_kv_timeout``. Late users of pools have their own mappings.
         """

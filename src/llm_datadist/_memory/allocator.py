@@ -1,4 +1,4 @@
-"""Allocator of a pool's byte ranges. Arithmetic only: no bytes, no lock, no device."""
+"""Allocator of a pool's byte ranges. Arithmetic only: no bytes, no lock."""
 
 from __future__ import annotations
 

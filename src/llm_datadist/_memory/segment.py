@@ -172,7 +172,7 @@ class SharedSegment(Segment):
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE)
 
     def open_for_reading(self) -> int:
-        """Return a descriptor that allows no writable mapping; the caller closes it. OSError without ``/proc``."""
+        """Return a read-only descriptor, which the caller closes. OSError without ``/proc``."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close_descriptor(self) -> None:
@@ -310,7 +310,7 @@ class Mapping(AddressRange):
 
 
 def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
-    """Map a descriptor at a multiple of ``huge.ALIGNMENT``, which not every kernel does unasked."""
+    """Map at a multiple of ``huge.ALIGNMENT``, which not every kernel does unasked."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _mmap(None, size + huge.ALIGNMENT, 0, _RESERVE, -1)
     address = -(-reserved // huge.ALIGNMENT) * huge.ALIGNMENT

@@ -46,7 +46,7 @@ def _slot_word(guard: int, *, reading: bool) -> int:
 
 
 class WriterPage:
-    """Owner's side of a page in which one peer announces its writes; :class:`WriteIntents` makes it.
+    """Owner's side of a page in which one peer announces writes; :class:`WriteIntents` makes it.
 
     Owns: the memory and, from :meth:`retire` on, the pidfd, until the last writer has ended.
     Threads: any; the lock of :class:`WriteIntents` protects ``retired`` and the release.
@@ -67,7 +67,7 @@ class WriterPage:
         self._pidfd = -1
 
     def belongs_to(self, pid: int, pidfd: int) -> None:
-        """Set the peer's process; the caller owns the pidfd until :meth:`retire`."""
+        """Set the peer's process. The caller owns the pidfd until :meth:`retire`."""
         self.who = f"pid {pid}"
         self._pidfd = pidfd
 

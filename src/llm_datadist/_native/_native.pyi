@@ -26,7 +26,7 @@ class TensorList:
 
 @final
 class UseGate:
-    """Counter of users inside a gate that can be shut. Any thread; calls are atomic.
+    """Counter of users inside a gate that can be shut. Calls are atomic.
 
     After :meth:`shut` users leave by :meth:`leave`, which returns 0 to the last.
     """
@@ -232,7 +232,7 @@ def plan_pieces(
     The row has ``src_bytes`` bytes at byte ``src_offset`` of a source tensor. Otherwise as :func:`plan_blocks`.
 
     Raises:
-        ParamError: As :func:`plan_blocks`, or a piece begins beyond the row.
+        ParamError: As :func:`plan_blocks`, or a piece begins at or beyond the row's end.
     """
 
 def plan_row(dst_offset: int, src_offset: int, length: int) -> NDArray[np.uint64]:
@@ -309,13 +309,13 @@ class ProcessMemory:
         """Copy from ``local`` to ``remote``. Otherwise as ``read``."""
 
 def load_generation(address: int) -> int:
-    """Return the uint64 at ``address``, loaded after all earlier loads.
+    """Return the uint64 at ``address``, loaded after all earlier loads: it judges bytes copied before.
 
     ParamError: the address is null or misaligned.
     """
 
 def advance_generation(address: int) -> int:
-    """Add one to the uint64 at ``address``, sequentially consistent across processes; return it.
+    """Add one to the uint64 at ``address``, sequentially consistent across processes; return the sum.
 
     ParamError: the address is null or misaligned.
     """
@@ -460,7 +460,7 @@ class LaneEngine:
         mapped: bool,
     ) -> None: ...
     def refuse(self, lane: int, id: int, code: int, text: str) -> None:
-        """Refuse a request; ``code`` is a uint32 but 0, ``text`` is cut at 4000 bytes."""
+        """Refuse a request; ``code`` is a uint32, not 0; ``text`` is cut at 4000 bytes."""
     def quiesce(self, tag: int) -> None:
         """Stop all use of memory under ``tag``; reads end as ABORTED, writes as TORN. Advance its guards first."""
 

@@ -1,4 +1,4 @@
-"""Number of processors that this process may use. Any thread."""
+"""Number of processors that this process may use."""
 
 from __future__ import annotations
 

@@ -92,12 +92,12 @@ def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
 
 
 class LaneEngine:
-    """Native threads, and the stream sockets (lanes) that they serve.
+    """Native threads that serve stream sockets (lanes).
 
     Frames on a lane go one after the other in each direction. Lanes take turns, so a slow peer delays only its own
     jobs. A bad frame costs the lane. With keys a lane is encrypted. ``_native.pyi`` describes native methods.
 
-    Owns: threads and sockets until :meth:`close`.
+    Owns: both, until :meth:`close`.
     Threads: any. In a forked child only :meth:`close`, :attr:`closed` and ``reserve_lane`` do not raise.
 
     Args:

@@ -29,7 +29,7 @@ C = TypeVar("C", bound=type)
 
 
 def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, *, whole: bool = False) -> F:
-    """Make a function hold signals; with ``whole``, until its end, wherever it waits.
+    """Make a function hold signals; with ``whole``, also where it waits.
 
     ``undo(self, result)`` reverts a call if a handler's exception replaces its result.
     """
