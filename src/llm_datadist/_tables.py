@@ -21,7 +21,7 @@ def columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
-    """Print rows of (column name -> cell) as a table; if it is too wide, each row as a list of cells."""
+    """Print rows (column name -> cell) as a table, or, if it is too wide, as lists of cells."""
     console = Console(
         file=stream, highlight=False, markup=False, emoji=False, width=None if stream.isatty() else _PIPE_WIDTH
     )

@@ -162,8 +162,8 @@ class Pools:
 class CacheStore:
     """Caches of one LLMDataDist, with their memory.
 
-    The engine sets two hooks: ``quiesce`` ends the use of a storage by this side's lanes and NIXL, and ``freed`` learns
-    of every freed cache.
+    The engine sets two hooks. ``quiesce`` ends the use of a storage by this side's lanes and NIXL; ``freed`` learns of
+    freed caches.
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
@@ -335,7 +335,8 @@ class CacheStore:
     def close(self) -> None:
         """Drop every cache and free the memory; views stay mapped.
 
-        Waits for users of non-pool memory, at most ``sync_kv_timeout``. Late users of pools have their own mappings.
+        Waits for users of non-pool memory, at most ``sync_kv_timeout``. Late peers of pools have their own mappings, or
+        (cma) get EFAULT.
         """
         self.writers.shut()
         non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]

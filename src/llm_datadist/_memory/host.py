@@ -27,8 +27,8 @@ def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
 def available_memory(proc: Path = _PROC) -> tuple[int, str]:
     """Return the bytes that this process can still get, with their bound.
 
-    The bound is the lowest of MemAvailable plus free swap, each cgroup's rest with reclaimable cache and, in overcommit
-    mode 2, the rest of CommitLimit. The size of /dev/shm does not bound memfds.
+    The bound is the lowest of MemAvailable plus free swap and each cgroup's rest with reclaimable cache. In overcommit
+    mode 2 CommitLimit counts too. The size of /dev/shm does not bound memfds.
     """
     figures = _figures(proc)
     bounds = [(figures.get("MemAvailable", 0) + figures.get("SwapFree", 0), "MemAvailable")]

@@ -17,8 +17,7 @@ from llm_datadist._native import unmap_elsewhere
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Bytes that the kernel unmaps in less than a millisecond: with every page touched, and of a guard table, whose readers
-#: touch few pages.
+#: Bytes unmapped in less than a millisecond: with every page touched, and (guard tables) with few.
 _SMALL_BYTES: Final = 16 << 20
 _SMALL_SPARSE_BYTES: Final = 64 << 20
 

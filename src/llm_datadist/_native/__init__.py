@@ -112,7 +112,7 @@ def execute(
     """Copy the bytes of ``plan`` from ``src`` to ``dst``; when the call returns every process sees them.
 
     Above 256 KiB it releases the GIL and runs signal handlers. Above 1 MiB threads of ``pool`` help, unless the plan is
-    ordered or a run overlaps itself; such a run moves like ``memmove``. It stops at ``deadline_ns`` (of
+    ordered or a run overlaps itself. Such a run moves like ``memmove``. It stops at ``deadline_ns`` (of
     ``time.monotonic_ns()``) or once the byte ``cancelled`` is not zero, both checked about every 4 MiB.
 
     Returns:

@@ -204,8 +204,8 @@ def plan_blocks(
 ) -> Plan:
     """Plan source block ``src[i]`` to destination block ``dst[i]``; shapes ``(N,)``.
 
-    Runs are read-only, neighbours merged. The plan is ``ordered``, and not merged, if a destination occurs twice, or a
-    block of aliased tensors is source of one pair and destination of another (interface R26).
+    Runs are read-only, neighbours merged. The plan is ``ordered``, and not merged, if a destination occurs twice. So it
+    is if a block of aliased tensors is source of one pair and destination of another (interface R26).
 
     Args:
         dst_count: Blocks of a tensor; ``src_count`` likewise.
@@ -266,9 +266,9 @@ class Canary:
 class ProcessMemory:
     """Memory of process ``pid`` of this host, by its own addresses, moved by system calls.
 
-    Proofs of the process: ``pidfd``, which the caller keeps open; for reads ``cookie``, at most 16 bytes at
-    ``cookie_address``; for writes ``canaries``, two addresses whose bytes are overwritten first. pidfd -1 skips the
-    first, an empty cookie the others.
+    ``pidfd``, which the caller keeps open, proves the process. So does, for reads, ``cookie``: at most 16 bytes at
+    ``cookie_address``. Writes first overwrite a byte at each of the two ``canaries``. -1 skips the pidfd, an empty
+    cookie the others.
     """
 
     def __init__(
@@ -409,8 +409,8 @@ class LaneEngine:
     def add_lane(self, fd: int, keys: tuple[bytes, bytes] | None = None) -> int:
         """Take over a connected stream socket, also if this raises; return its lane number.
 
-        ``keys`` encrypts it: (send_key, receive_key), two different keys of 32 bytes, swapped at the peer and used for
-        no other lane. Bytes changed on their way cost the lane.
+        ``keys`` encrypts it: (send_key, receive_key), two different keys of 32 bytes, swapped at the peer. No other
+        lane may have them. Bytes changed on their way cost the lane.
 
         ParamError: not an open descriptor, 10240 lanes exist, wrong keys, or no OpenSSL 3.
         """
@@ -521,7 +521,7 @@ class SocketInput:
 
     def __init__(self, fd: int) -> None: ...
     def receive(self, seconds: float = 0.0) -> bytes | None:
-        """Return at most 64 KiB, ``b""`` at the end of the stream, None without input in time or after a signal.
+        """Return at most 64 KiB, ``b""`` at the stream's end, None without input in time or after a signal.
 
         It releases the GIL only to wait, first polling for 250 us while that pays. OSError: the connection is broken.
         """

@@ -86,8 +86,8 @@ def digest(
 def standing(plan: Plan, *, alias: bool) -> Plan:
     """Return the surviving runs of an executed plan: those whose bytes can still be compared.
 
-    In an ordered plan (interface R26) later runs may have overwritten bytes that earlier ones wrote and, with ``alias``
-    (the same tensors on both sides), read.
+    In an ordered plan (interface R26) later runs may have overwritten bytes that earlier ones wrote. With ``alias``,
+    the same tensors on both sides, also bytes that they read.
     """
     if not plan.ordered:
         return plan
