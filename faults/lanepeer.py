@@ -54,9 +54,6 @@ class MemoryHandler:
             raise ParamError("this peer may not be written")
         return self.on_read(link, request)
 
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Nothing is kept for a link here."""
-
     def _base(self, region: int, offset: int, extent: int) -> int:
         start = self._peer.address(region)
         offset = offset - start if region == PRIVATE else offset

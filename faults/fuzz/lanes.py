@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, Final, Self
 
 import msgspec
@@ -25,7 +26,15 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, Plan, encode_request, plan_row
-from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, LaneSocket, read_lane_greeting
+from llm_datadist._transport.lanes import (
+    TOKEN_BYTES,
+    LaneGrant,
+    LaneGroup,
+    LaneRequest,
+    Lanes,
+    LaneSocket,
+    read_lane_greeting,
+)
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from tests.support.twin import tensors_of
 
@@ -49,7 +58,7 @@ class _Owner:
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
         return self._grant(link, request, "write", self.sink)
 
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+    def on_lost(self, link: object, left: int, reason: str) -> None:
         self.lost += 1
         # A peer that says its last and goes is no breach.
         if self.verdicts is not None and link != "honest" and "closed" not in reason and "ended" not in reason:
@@ -77,7 +86,7 @@ class _Scene:
         self._control.call(self.lanes.start, self._control.loop)
         near, far = socket.socketpair()
         self._lane = self._honest.add_lane(near.detach())
-        self.lanes.begin(self.lanes.open([LaneSocket(far)]), "honest")
+        self.lanes.begin(self._group(LaneSocket(far), "honest"), "honest")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -85,6 +94,11 @@ class _Scene:
         self._control.call(self.lanes.stop)
         self.lanes.close()
         self._control.stop()
+
+    def _group(self, lane: LaneSocket, link: str) -> LaneGroup:
+        group = self.lanes.open([lane])
+        group.on_lost = partial(self.owner.on_lost, link)
+        return group
 
     def look(self) -> None:
         self._into[:] = 0
@@ -100,7 +114,7 @@ class _Scene:
         ours, theirs = socket.socketpair()
         with ours:
             lost = self.owner.lost
-            self.lanes.begin(self.lanes.open([LaneSocket(theirs, keys)]), "bad")
+            self.lanes.begin(self._group(LaneSocket(theirs, keys), "bad"), "bad")
             ours.settimeout(_SECONDS)
             with suppress(ConnectionError):
                 ours.sendall(data)
@@ -165,7 +179,7 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     ours, theirs = socket.socketpair()
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
         stage.publish()
-        link, owner = join(stage, theirs, 1), stage.engine.links.endpoint.lanes.handler
+        link, owner = join(stage, theirs, 1), stage.probe.transport("tcp").lanes.handler
         entries, _, _ = stage.engine.store.registry.snapshot()
         guards = {each.cache_id: [each.guard.slot, each.guard.generation] for each in entries}
         geometries = [msgspec.to_builtins(each.geometry) for each in entries]

@@ -87,9 +87,6 @@ class _Owner:
 
     on_write = on_read
 
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        raise AssertionError("there are no lanes")
-
 
 class _NoWire:
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:

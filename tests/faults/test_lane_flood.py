@@ -45,10 +45,10 @@ class Flood:
         self.remote = answer.tensors
         connection = there.connection.shared
         assert isinstance(connection, TcpConnection)
-        assert connection.reconnect is not None
-        self._dial = connection.reconnect
+        assert connection.recovery.reconnect is not None
+        self._dial = connection.recovery.reconnect
         # What the library has dialled makes room for what we will.
-        connection.drop_lanes()
+        connection.recovery.drop()
         self._open = ExitStack()
         self.asked = 0
 

@@ -69,7 +69,7 @@ class Bench:
         undo.callback(self.store.close)
         policy = AccessPolicy(self.store, peers)
         self.target = Target(self.store, policy)
-        self.lanes = LaneTarget(self.store, policy, None)  # type: ignore[arg-type]
+        self.lanes = LaneTarget(self.store, policy)
         self.checksums = ChecksumServer(self.store, policy, None)
         undo.callback(self.checksums.close)
         self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)

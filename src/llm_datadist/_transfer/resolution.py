@@ -130,7 +130,7 @@ def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
 
 def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: bool) -> RemoteTensors:
     if not answer.regions and not answer.offsets:
-        return _map_lanes(link, answer, geometry, push=push)
+        return _map_served(link, answer, geometry, push=push)
     regions = np.frombuffer(answer.regions, dtype="<u4")
     offsets = np.frombuffer(answer.offsets, dtype="<u8")
     if not len(regions) == len(offsets) == geometry.num_tensors:
@@ -152,14 +152,14 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
-def _map_lanes(link: Link, answer: Resolved, geometry: Geometry, *, push: bool) -> RemoteTensors:
+def _map_served(link: Link, answer: Resolved, geometry: Geometry, *, push: bool) -> RemoteTensors:
     """Return tensors that have no place but their index: the owner finds them by the handle."""
-    lanes = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
-    if lanes is None:
+    served = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
+    if served is None:
         raise _misfit(link, answer, geometry)
     regions = np.full(geometry.num_tensors, PRIVATE, np.uint32)
     offsets = np.arange(geometry.num_tensors, dtype=np.uint64) * np.uint64(geometry.tensor_bytes)
-    return lanes.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+    return served.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
 def _misfit(link: Link, answer: Resolved, geometry: Geometry) -> ProtocolError:

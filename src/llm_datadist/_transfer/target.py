@@ -8,7 +8,6 @@ that lane.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -16,11 +15,9 @@ import numpy as np
 
 from llm_datadist._cache.geometry import Geometry  # noqa: TC001 (msgspec evaluates annotations)
 from llm_datadist._cache.registry import FIRST_NAMED_PIN, Namespace
-from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import U64, Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
-from llm_datadist._transfer.threads import Threads
 from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
-    from llm_datadist._links.messages import LanesLost, Message
+    from llm_datadist._links.messages import Message
     from llm_datadist._native import Plan
     from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transport.lanes import LaneRequest
@@ -220,21 +217,11 @@ def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, se
 class LaneTarget(_Finder):
     """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
 
-    def __init__(self, store: CacheStore, policy: AccessPolicy, lane_reconnector: LaneReconnector) -> None:
-        super().__init__(store, policy)
-        self._lane_reconnector = lane_reconnector
-
     def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
         return self._grant(link, request)
 
     def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
         return self._grant(link, request, write=True)
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Have a lost lane reconnected, unless its link has ended."""
-        logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
-        if isinstance(link, Link):
-            self._lane_reconnector.lost(link)
 
     def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
         try:
@@ -279,38 +266,3 @@ class LaneTarget(_Finder):
         begin = row * entry.geometry.stride
         runs = plan.runs + np.array([begin, begin, 0], np.uint64)
         return _Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)
-
-
-class LaneReconnector:
-    """Reconnects lost lanes, at the end that dialled. Owns one thread, which exists from the first loss on."""
-
-    def __init__(self) -> None:
-        self._worker = Threads(1, "llm-datadist-lanes")
-
-    def lost(self, link: Link) -> None:
-        """Reconnect the lanes of ``link`` soon. Threads: any; returns at once."""
-        if link.origin.dialled and not link.ended:
-            with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
-                self._worker.submit(self._reconnect_lanes, link)
-
-    def on_lanes_lost(self, link: Link, _: LanesLost) -> None:
-        """Drop the lanes of now: the peer finds them silent, or has given up what they carry. Threads: control.
-
-        The peer's next ``Ping`` is answered when this has returned, and no memory is touched for them any more.
-        """
-        for each in link.connection.connections:
-            each.drop_lanes()
-        self.lost(link)
-
-    def close(self) -> None:
-        """Join the thread; a dial in progress ends within its bound. Idempotent."""
-        self._worker.shutdown(cancel_futures=True)
-
-    def _reconnect_lanes(self, link: Link) -> None:
-        try:
-            deadline = Deadline(_RECONNECT_LANES_MS)
-            for each in link.connection.connections:
-                each.reconnect_lanes(deadline)
-        except LLMException as error:
-            # The end of the link is on its way, or the next transfer tries again.
-            logger.info("data lanes to %s were not brought back: %s", link.peer, error)

@@ -7,19 +7,35 @@ dials lost lanes again.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request
+from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, usable_cpus
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
+from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
-from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes, LaneSocket
+from llm_datadist._transport.lanes import (
+    LANE_PREAMBLE,
+    MAX_RUNS,
+    TOKEN_BYTES,
+    LaneGroup,
+    Lanes,
+    LaneSocket,
+    accept_lane,
+    check_lane,
+    dial_lanes,
+    read_lane_greeting,
+)
+from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
+    AuthFailed,
     CacheMismatch,
     LinkError,
     LLMException,
@@ -31,6 +47,8 @@ from llm_datadist.errors import (
 )
 
 if TYPE_CHECKING:
+    import asyncio
+    import socket
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
@@ -52,11 +70,95 @@ _ANSWERED: Final = (Ending.GOOD, Ending.REFUSED, Ending.TRAILER)
 # A lane that carried its last byte that much later than a silent one is as idle.
 _AS_IDLE_NS: Final = 1_000_000
 
+#: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
+_MAX_THREADS: Final = 4
+LANES_PER_LINK: Final = 5
+"""Data lanes that the dialer of a link makes: one for small transfers, the rest for all.
+
+Measured on 2 CPUs, over loopback and between two network namespaces: four beside the first move more than two or three.
+Between hosts more connections share a line better than one. Threads, not lanes, depend on the usable CPUs.
+"""
+_CAPABILITIES: Final = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
+
+
+class TcpTransport(Transport):
+    """The transport. The listener offers the token of its lanes; the dialer, which dials them, offers nothing.
+
+    Owns: the lanes of all links.
+    """
+
+    name = "tcp"
+    capabilities = _CAPABILITIES
+    beside = True
+    preamble = LANE_PREAMBLE
+
+    def __init__(self, context: Context) -> None:
+        self.lanes = Lanes(min(_MAX_THREADS, usable_cpus()), context.owner)
+
+    def offer(self, meeting: Meeting) -> bytes:
+        if meeting.dialled:
+            return b""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self.lanes.open(token=token).secret = meeting.secret
+        return token
+
+    def judge(self, meeting: Meeting) -> Verdict:
+        if meeting.dialled and len(meeting.theirs.get(self.name, b"")) != TOKEN_BYTES:
+            return Verdict(False, "the peer takes no data lanes")
+        return Verdict(
+            True, "data lanes reach every peer" if meeting.forced is None else "data lanes, as llm.Transport asks"
+        )
+
+    def lacks(self, meeting: Meeting) -> str:
+        """Return that there are no lanes where only the peer could dial them: it needs none itself."""
+        return "" if meeting.dialled or len(self._group(meeting)) else "dialled no data lanes"
+
+    def connect(self, meeting: Meeting) -> TcpConnection:
+        writable = meeting.exports.writable
+        if not meeting.dialled:
+            return TcpConnection(self.lanes, self._group(meeting), writable=writable)
+        assert meeting.deadline is not None, "a dial has a deadline"
+        dial = partial(dial_lanes, meeting.address, meeting.theirs[self.name], secret=meeting.secret)
+        group = self.lanes.open(dial(LANES_PER_LINK, meeting.deadline))
+        return TcpConnection(self.lanes, group, writable=writable, reconnect=dial)
+
+    def _group(self, meeting: Meeting) -> LaneGroup:
+        return self.lanes.group(meeting.mine[self.name])
+
+    def forget(self, meeting: Meeting) -> None:
+        if (token := meeting.mine.get(self.name)) is not None:
+            self.lanes.shut(self.lanes.group(token))
+
+    async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
+        """Check a data lane of a link that is there, or about to be."""
+        token = await read_lane_greeting(loop, sock)
+        lane = await check_lane(loop, sock, self.lanes.find(token).secret)
+        if lane is None:
+            raise AuthFailed("it does not know the secret of the link that its data lane is for")
+        group = self.lanes.find(token)  # again: meanwhile its link may have ended, or have got its last lane
+        await accept_lane(loop, sock)
+        return partial(self.lanes.add, group, lane)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.lanes.start(loop)
+
+    def stop(self) -> None:
+        self.lanes.stop()
+
+    def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
+        self.lanes.quiesce(tag)
+
+    def close(self) -> None:
+        self.lanes.close()
+
+    def abandon(self) -> None:
+        self.lanes.close()
+
 
 class TcpConnection(Connection):
-    """A connection over the data lanes of a link, which it owns. Made by :class:`ConnectionBuilder`."""
+    """A connection over the data lanes of a link, which it owns. Made by :class:`TcpTransport`."""
 
-    capabilities = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
+    capabilities = _CAPABILITIES
 
     def __init__(
         self,
@@ -69,76 +171,14 @@ class TcpConnection(Connection):
     ) -> None:
         self._lanes = lanes
         self.group = group
-        self._wanted = len(group)
-        self.reconnect = reconnect
-        self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
-        # Lane -> when it last moved a byte (monotonic, ns); absent: never. Single dict operations only.
-        self._moved: dict[int, int] = {}
-        # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
-        # over the control connection that it lives, or not.
-        self._suspects: set[int] = set()
+        self.recovery: LaneRecovery = LaneRecovery(lanes, group, reconnect)
+        group.on_lost = self.recovery.on_lost
         self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
 
     def begin(self, link: object) -> None:
         self._lanes.begin(self.group, link)
-
-    def reconnect_lanes(self, deadline: Deadline, *, wait: bool = True) -> None:
-        """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
-        if self.reconnect is None or len(self.group) >= self._wanted:
-            return
-        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
-            if not wait or deadline.expired():
-                return
-        try:
-            missing = self._wanted - len(self.group)
-            if missing > 0 and not self.closed:
-                self._lanes.add_all(self.group, self.reconnect(missing, deadline))
-        except LLMException:
-            if not len(self.group):
-                raise
-        finally:
-            self._reconnecting.release()
-
-    @property
-    def suspects_lanes(self) -> bool:
-        return bool(self._suspects)
-
-    def drop_suspects(self, *, peer_lives: bool) -> int:
-        """Drop the suspected lanes if the peer lives: then it is the network that has forgotten them.
-
-        Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
-        """
-        suspects, self._suspects = self._suspects, set()
-        lost = sorted(suspects.intersection(self.group.lanes())) if peer_lives else []
-        self._lanes.drop(self.group, lost)
-        return len(lost)
-
-    def drop_lanes(self) -> None:
-        """Drop all lanes: the peer says that they are silent."""
-        self._lanes.drop(self.group, self.group.lanes())
-
-    @property
-    def doubts_writes(self) -> bool:
-        return self.group.doubted > self.group.settled
-
-    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
-        group, told = self.group, self.group.told  # read once: other threads tell of later writes
-        if group.doubted > told[0]:
-            newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
-            group.told = told = newest, tell()
-        return told
-
-    def writes_given_up(self, newest: int) -> None:
-        group = self.group
-        self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
-        group.settled = max(group.settled, newest)
-
-    def _suspect(self, lane: int) -> None:
-        """Suspect a lane and all that have been idle for as long."""
-        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
-        self._suspects |= {each for each in self.group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
     def abort(self) -> None:
         super().abort()
@@ -157,7 +197,7 @@ class TcpConnection(Connection):
             raise transfer.timeout(0)
         try:
             # While a lane is left, it is not worth waiting for another thread that dials.
-            self.reconnect_lanes(deadline, wait=not len(self.group))
+            self.recovery.redial(deadline, wait=not len(self.group))
             _LaneTransfer(self, transfer).run()
         except LinkError as error:
             if self._aborted:
@@ -166,6 +206,100 @@ class TcpConnection(Connection):
 
     def _release(self) -> None:
         self._lanes.shut(self.group)
+
+
+class LaneRecovery:
+    """The lanes of one connection as far as they break: lost ones, silent ones, ones that may carry old writes.
+
+    Threads: any; single operations on dicts and sets only, beside the lock of those that dial.
+    """
+
+    def __init__(
+        self, lanes: Lanes, group: LaneGroup, reconnect: Callable[[int, Deadline], list[LaneSocket]] | None
+    ) -> None:
+        self.reconnect = reconnect  # None where only the peer dials
+        self._lanes = lanes
+        self._group = group
+        self._wanted = len(group)
+        self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
+        self._moved: dict[int, int] = {}  # lane -> when it last moved a byte (monotonic, ns); absent: never
+        # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
+        # over the control connection that it lives, or not.
+        self._suspects: set[int] = set()
+
+    def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
+        """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
+        group = self._group
+        if self.reconnect is None or len(group) >= self._wanted:
+            return
+        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
+            if not wait or deadline.expired():
+                return
+        try:
+            missing = self._wanted - len(group)
+            if missing > 0 and not group.closed:
+                self._lanes.add_all(group, self.reconnect(missing, deadline))
+        except LLMException:
+            if not len(group):
+                raise
+        finally:
+            self._reconnecting.release()
+
+    def redial_soon(self) -> None:
+        if self.reconnect is not None and not self._group.closed:
+            self._lanes.redial_soon(self._group, self.redial)
+
+    def on_lost(self, left: int, reason: str) -> None:
+        """Have a lane that ended by itself dialled again."""
+        self.redial_soon()
+
+    @property
+    def suspects(self) -> bool:
+        return bool(self._suspects)
+
+    def drop_suspects(self, *, peer_lives: bool) -> int:
+        """Drop the suspected lanes if the peer lives, because then the network dropped them.
+
+        Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
+        """
+        suspects, self._suspects = self._suspects, set()
+        lost = sorted(suspects.intersection(self._group.lanes())) if peer_lives else []
+        self._lanes.drop(self._group, lost)
+        return len(lost)
+
+    def drop(self) -> None:
+        self._lanes.drop(self._group, self._group.lanes())
+
+    @property
+    def doubts_writes(self) -> bool:
+        return self._group.doubted > self._group.settled
+
+    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
+        group, told = self._group, self._group.told  # read once: other threads tell of later writes
+        if group.doubted > told[0]:
+            newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
+            group.told = told = newest, tell()
+        return told
+
+    def writes_given_up(self, newest: int) -> None:
+        group = self._group
+        self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
+        group.settled = max(group.settled, newest)
+
+    # What a part of a transfer has shown of its lane
+
+    def moved(self, lane: int) -> None:
+        self._moved[lane] = time.monotonic_ns()
+        self._suspects.discard(lane)
+
+    def lost(self, lane: int) -> None:
+        self._moved.pop(lane, None)
+        self._group.discard(lane)  # the event says so too, later
+
+    def suspect(self, lane: int) -> None:
+        """Suspect a lane and all that have been idle for as long."""
+        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
+        self._suspects |= {each for each in self._group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
 
 class _Part(NamedTuple):
@@ -267,15 +401,13 @@ class _LaneTransfer:
         """Count a part that has ended, and judge its lane by it."""
         self._done += outcome.nbytes
         self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write and outcome.ending not in _ANSWERED)
-        connection = self._connection
+        recovery = self._connection.recovery
         if outcome.nbytes:
-            connection._moved[part.lane] = time.monotonic_ns()
-            connection._suspects.discard(part.lane)
+            recovery.moved(part.lane)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
-            connection._moved.pop(part.lane, None)
-            self._group.discard(part.lane)  # the event says so too, later
+            recovery.lost(part.lane)
         elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not self._deadline.was_cancelled():
-            connection._suspect(part.lane)  # a network may have lost what both ends still believe in
+            recovery.suspect(part.lane)  # a network may have lost what both ends still believe in
 
     def _failure(self, outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
         if self._connection._aborted:
