@@ -17,7 +17,8 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.handshake import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.target import LaneTarget, encode_handle
+from llm_datadist._transfer.handles import encode_handle
+from llm_datadist._transfer.target import LaneTarget
 from llm_datadist._transport.lanes import MAX_LANES, LaneGrant, LaneRequest, dial_lanes
 from llm_datadist.errors import CacheNotFound, LinkRefused
 from tests.support.ends import LocalEnd

@@ -15,7 +15,8 @@ from faults.lane_ends import READ, frame_of
 from llm_datadist import BlocksCacheKey
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request
-from llm_datadist._transport.lanes import MAX_LANES, MAX_RUNS
+from llm_datadist._transport.lanes import MAX_LANES
+from llm_datadist._transport.moves import MAX_RUNS
 from llm_datadist._transport.tcp import TcpConnection
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links

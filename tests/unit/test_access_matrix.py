@@ -36,7 +36,8 @@ from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumServer
-from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, encode_key_handle
+from llm_datadist._transfer.handles import encode_handle, encode_key_handle
+from llm_datadist._transfer.target import LaneTarget, Target
 from llm_datadist._transport.lanes import LaneRequest
 from llm_datadist.config import Options
 

@@ -20,10 +20,12 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, Tensors, encode_request
+from llm_datadist._native.plan import split_plan
 from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
 from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, LaneSocket, decode_request, dial_lanes
-from llm_datadist._transport.tcp import TcpConnection, split_plan
+from llm_datadist._transport.moves import MAX_RUNS
+from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
         encode_request(b"", 8, ROW, False) + b"x",
         encode_request(b"x" * 4097, 8, ROW, False),
         *(encode_request(b"", 8, ROW, False)[:at] + b"\xff" * 8 + bytes(32 - at) for at in (2, 10, 18, 26)),
-        encode_request(b"", 8, ROW, False) + bytes(16 * transport.MAX_RUNS),
+        encode_request(b"", 8, ROW, False) + bytes(16 * MAX_RUNS),
     ],
 )
 def test_broken_requests_are_protocol_errors(meta: bytes) -> None:

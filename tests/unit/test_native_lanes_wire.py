@@ -16,7 +16,7 @@ from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, WriteAsked
 from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
-from llm_datadist._transport.lanes import MAX_RUNS
+from llm_datadist._transport.moves import MAX_RUNS
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for

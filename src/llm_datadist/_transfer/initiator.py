@@ -20,7 +20,7 @@ from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
-from llm_datadist._transport.tcp import is_one_job
+from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -221,7 +221,7 @@ class Initiator:
                     self._find_unlike(link, op, remote, difference)
                 remote.pair = pair
             if remote.assumed:
-                if not is_one_job(plan):
+                if not is_one_request(plan):
                     return None
                 remote.pin = remote.assumed  # from here on the owner may have it
             if not self._copy(link, op, remote, plan):
@@ -233,7 +233,7 @@ class Initiator:
             same_memory = pair.same_memory
             comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
             comparison.verify(plan)
-        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_job(plan):
+        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_request(plan):
             keep(link.caches.assumed, op.local.geometry, remote, _MAX_KEPT)
         return plan
 

@@ -17,7 +17,7 @@ from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._transfer.target import encode_handle, encode_key_handle
+from llm_datadist._transfer.handles import encode_handle, encode_key_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:

@@ -8,22 +8,20 @@ that lane.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.geometry import Geometry  # noqa: TC001 (msgspec evaluates annotations)
-from llm_datadist._cache.registry import FIRST_NAMED_PIN, Namespace
+from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import U64, Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
+from llm_datadist._links.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
+from llm_datadist._transfer.handles import Handle, KeyHandle, decode_handle
 from llm_datadist._transport.lanes import LaneGrant
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import Message
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
 _PIN_GRACE_SECONDS: Final = 2.0
 #: No pin lasts longer, whatever its initiator says.
 _MAX_PIN_SECONDS: Final = 24 * 3600.0
-#: Bounds one attempt to reconnect all lanes of a link; finalize may wait for it.
-_RECONNECT_LANES_MS: Final = 1000
-_MAX_GUARDS: Final = 8
 
 
 class _Finder:
@@ -53,7 +48,7 @@ class _Finder:
         key: Key | None,
         place: tuple[int, int],
         budget_ms: int,
-        like: _KeyHandle | None = None,
+        like: KeyHandle | None = None,
         *,
         consumes: bool,
     ) -> tuple[Pin | None, Entry, int, Binding | None]:
@@ -178,42 +173,6 @@ class Target(_Finder):
         )
 
 
-class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
-    """What the initiator read from a Resolved: the cache, its pin or 0, the guards of the answer."""
-
-    cache_id: Id
-    pin: Id
-    guards: Annotated[list[Guarded], msgspec.Meta(min_length=1, max_length=_MAX_GUARDS)]
-
-
-class _KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """What the initiator assumes without a Resolved: a cache of this geometry, which the owner finds by its key.
-
-    The owner pins it under the number ``pin``. Offsets of the request are from where the key's row begins. ``settled``
-    are the messages that ended transfers before: one of them may have consumed the key, and be on its way still.
-    """
-
-    key: tuple[int, U64, U64]
-    geometry: Geometry
-    pin: Annotated[int, msgspec.Meta(ge=FIRST_NAMED_PIN, le=2**63 - 1)]
-    budget_ms: Id
-    settled: Id
-
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(_Handle | _KeyHandle)
-
-
-def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    """Encode, on the initiator, what :class:`LaneTarget` of the peer needs to find its cache again."""
-    return _encoder.encode(_Handle(cache_id, pin, list(guards)))
-
-
-def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
-    """Encode, on the initiator, what :class:`LaneTarget` of the peer needs to pin a cache like ``geometry``."""
-    return _encoder.encode(_KeyHandle(key, geometry, pin, budget_ms, settled))
-
-
 class LaneTarget(_Finder):
     """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
 
@@ -224,13 +183,10 @@ class LaneTarget(_Finder):
         return self._grant(link, request, write=True)
 
     def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
-        try:
-            handle, plan = _decoder.decode(request.handle), request.plan
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a lane request names nothing: {error}") from error
+        handle, plan = decode_handle(request.handle), request.plan
         if not write:
             self._policy.require_move(link, push=False)
-        if isinstance(handle, _KeyHandle):
+        if isinstance(handle, KeyHandle):
             if write:
                 raise ParamError("over a lane a key is read, not written")
             handle, plan = self._pinned(link, handle, plan)
@@ -250,7 +206,7 @@ class LaneTarget(_Finder):
         # A pin ends without a guard, and counts what was sent; all else that was looked at lasts while the guards do.
         return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
 
-    def _pinned(self, link: object, asked: _KeyHandle, plan: Plan) -> tuple[_Handle, Plan]:
+    def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin what is asked for by key; return the handle and the plan that a Resolved would have led to.
 
         Raise CacheNotFound, whatever is wrong: then nothing is pinned, and an answer to a Resolve says what it is.
@@ -265,4 +221,4 @@ class LaneTarget(_Finder):
             raise CacheNotFound(str(error)) from error
         begin = row * entry.geometry.stride
         runs = plan.runs + np.array([begin, begin, 0], np.uint64)
-        return _Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)
+        return Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)

@@ -24,6 +24,7 @@ from llm_datadist._memory.exports import ADDRESS_SPACE
 from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, StandingGrants, Tensors, WriteAsked
 from llm_datadist._threads import Threads
 from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
+from llm_datadist._transport.moves import MAX_RUNS
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 MAX_LANES: Final = 10
 """Lanes that one peer may have on one link: as many as it dials, twice, because it may have lost those of before."""
 MAX_HANDLE_BYTES: Final = 4096
-MAX_RUNS: Final = 1 << 15
-"""Runs of one request: half of what a meta of 1 MiB has room for."""
 
 LANE_PREAMBLE: Final = preamble(1)
 TOKEN_BYTES: Final = 16

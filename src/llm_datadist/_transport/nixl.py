@@ -33,11 +33,12 @@ from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
 from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._native.plan import PlanEnd
+from llm_datadist._native.plan import PlanEnd, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Usage, Window
-from llm_datadist._transport.lanes import MAX_RUNS, LaneGrant, LaneHandler, decode_request
+from llm_datadist._transport.lanes import LaneGrant, LaneHandler, decode_request
+from llm_datadist._transport.moves import MAX_RUNS, is_one_request, refusal
 from llm_datadist._transport.nixl_agent import (
     NOT_INSTALLED,
     Address,
@@ -51,7 +52,6 @@ from llm_datadist._transport.nixl_agent import (
     usable,
 )
 from llm_datadist._transport.peer_memory import why_stranger
-from llm_datadist._transport.tcp import is_one_job, refusal, split_plan
 from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import (
@@ -514,7 +514,7 @@ class _NixlTransfer:
         """Move every part. When this returns or raises, local memory is the caller's again."""
         plan, done = self._transfer.plan, 0
         move = self._move_directly if self._transfer.write or self._connection.reads else self._have_moved
-        parts = (plan,) if is_one_job(plan) else split_plan(plan, _PART_BYTES, MAX_RUNS // 2)
+        parts = (plan,) if is_one_request(plan) else split_plan(plan, _PART_BYTES, MAX_RUNS // 2)
         for part in parts:
             for each in _in_order(part):
                 while not move(each):  # until the deadline: other transfers may end an agent again

@@ -14,16 +14,14 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, usable_cpus
-from llm_datadist._native.lanes import CHANGED, LOST, TORN
+from llm_datadist._native import Ending, Outcome, check_plan, encode_request, usable_cpus
+from llm_datadist._native.lanes import LOST, TORN
+from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
+from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
-    MAX_RUNS,
     TOKEN_BYTES,
     LaneGroup,
     Lanes,
@@ -33,24 +31,23 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
     read_lane_greeting,
 )
+from llm_datadist._transport.moves import MAX_RUNS, ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
     AuthFailed,
-    CacheMismatch,
     LinkError,
     LLMException,
-    LLMStatusCode,
     PeerLost,
     TransferAborted,
     TransferFailed,
-    code_2_status,
 )
 
 if TYPE_CHECKING:
     import asyncio
     import socket
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
@@ -58,8 +55,7 @@ if TYPE_CHECKING:
 # Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
 _ELSEWHERE: Final = 1 << 62
 
-# Measured: below it another lane costs more than it brings; above it a job that is given up holds its lane up too long.
-_MIN_PART_BYTES: Final = 1 << 20
+# Measured: above it a job that is given up holds its lane up too long.
 _MAX_PART_BYTES: Final = 16 << 20
 # Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
 _PARTS_PER_LANE: Final = 2
@@ -326,7 +322,7 @@ class _LaneTransfer:
 
     def run(self) -> None:
         """Move every part. When this returns or raises, local memory is the caller's again."""
-        if is_one_job(self._transfer.plan):
+        if is_one_request(self._transfer.plan):
             self._run_alone()
         else:
             self._run_parts()
@@ -336,7 +332,7 @@ class _LaneTransfer:
         start = self._engine.start_write if write else self._engine.start_read
         large = plan.nbytes > _MAX_PART_BYTES
         shared = max(1, len(self._group) - large)
-        part_bytes = min(max(-(-plan.nbytes // shared), _MIN_PART_BYTES), _MAX_PART_BYTES)
+        part_bytes = min(max(-(-plan.nbytes // shared), ONE_REQUEST_BYTES), _MAX_PART_BYTES)
         lane = None
         try:
             for part in split_plan(plan, part_bytes, MAX_RUNS):
@@ -423,60 +419,3 @@ class _LaneTransfer:
 def _untouched(outcome: Outcome) -> bool:
     """Return True for a refusal that came before the first byte."""
     return outcome.ending is Ending.REFUSED and outcome.code != TORN
-
-
-def refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
-    """Return the target's refusal as the exception a caller expects."""
-    code = code_2_status(outcome.code)  # the engine's own are small numbers, which no status of the interface is
-    text = " ".join(f"{progress}: the peer refused: {outcome.text}".splitlines())
-    if not untouched:
-        return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")
-    if outcome.code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        return MemoryChanged(text, status_code=code, phase="copy")
-    kind = CacheMismatch if code is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
-    return kind(text, status_code=code, phase="copy")
-
-
-def is_one_job(plan: Plan) -> bool:
-    """Return True for a plan that is one request, whatever the number of lanes."""
-    return 0 < plan.nbytes <= _MIN_PART_BYTES and len(plan.runs) <= MAX_RUNS
-
-
-def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
-    """Yield parts that together are the plan, in its order: whole tensors where they are small."""
-    if not plan.nbytes:
-        return
-    per_pair = plan.nbytes // plan.count
-    pairs, slices = 1, [(plan.runs, per_pair)]
-    if per_pair <= part_bytes and len(plan.runs) <= max_runs:
-        pairs = part_bytes // per_pair
-    else:
-        slices = list(_slices(plan.runs, part_bytes, max_runs))
-    for begin in range(0, plan.count, pairs):
-        count = min(pairs, plan.count - begin)
-        for runs, nbytes in slices:
-            yield plan.replace(
-                dst_first=plan.dst_first + begin,
-                src_first=plan.src_first + begin,
-                count=count,
-                runs=runs,
-                nbytes=count * nbytes,
-            )
-
-
-def _slices(runs: NDArray[np.uint64], part_bytes: int, max_runs: int) -> Iterator[tuple[NDArray[np.uint64], int]]:
-    """Yield (runs, bytes) of consecutive pieces of one tensor's runs; long runs are cut."""
-    ends = np.cumsum(runs[:, 2].astype(np.int64))
-    starts = ends - runs[:, 2].astype(np.int64)
-    at, total = 0, int(ends[-1])
-    while at < total:
-        first = int(np.searchsorted(ends, at, side="right"))
-        last = min(int(np.searchsorted(starts, at + part_bytes, side="left")), first + max_runs)
-        upto = min(at + part_bytes, int(ends[last - 1]))
-        piece = runs[first:last].copy()
-        skipped, cut = np.uint64(at - int(starts[first])), np.uint64(int(ends[last - 1]) - upto)
-        piece[0] += np.array([skipped, skipped, 0], np.uint64)
-        piece[0, 2] -= skipped
-        piece[-1, 2] -= cut
-        yield piece, upto - at
-        at = upto
