@@ -43,7 +43,7 @@ _READ: Final = {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.0
 TAKEN: Final[dict[str, dict[str, float]]] = {
     "parser": _READ | {"TransportChoice": 0.005, "UnlinkAck": 0.002},
     "same-host packets": {"RendezvousHello": 0.1, "Refusal": 0.01},
-    "lane requests": {"LaneRequest": 0.1},
+    "lane requests": {"MoveRequest": 0.1},
     "handlers": _LINKED | {"UnlinkCancel": 0.01, "Verify": 0.01},
     "handlers, RCA": _LINKED | {"UnlinkRequest": 0.005},
     "sealed handlers": _LINKED | {"Verify": 0.01},
@@ -52,7 +52,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     **{target: {"Welcome": 0.05, "Linked": 0.01} for target in ("dials", "sealed dials")},
     **{target: {"read": 0.1, "write": 0.1} for target in ("lanes", "sealed lanes")},
     "rendezvous": {},
-    "lane handles": {"LaneGrant": 0.001},
+    "lane handles": {"MoveReply": 0.001},
     "lane greetings": {"greeting": 0.1},
     "nixl requests": {"Moved": 0.05, "Granted": 0.01, "Meet": 0.01},
 }

@@ -18,8 +18,9 @@ from llm_datadist._links.handshake import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.handles import encode_handle
-from llm_datadist._transfer.target import LaneTarget
-from llm_datadist._transport.lanes import MAX_LANES, LaneGrant, LaneRequest, dial_lanes
+from llm_datadist._transfer.target import MoveTarget
+from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
+from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist.errors import CacheNotFound, LinkRefused
 from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link, links
@@ -185,12 +186,12 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     engine, cache = end.world.probe.engine, end.world.caches["kv"]
     guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
-    target = LaneTarget(engine.store, AccessPolicy(engine.store))
+    target = MoveTarget(engine.store, AccessPolicy(engine.store))
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
-    def ask(generation: int) -> LaneGrant:
+    def ask(generation: int) -> MoveReply:
         handle = encode_handle(cache.cache_id, 0, [wire.Guarded(guard.slot, generation)])
-        return target.on_read(object(), LaneRequest(handle, 48, plan))
+        return target.on_move(object(), MoveRequest(handle, 48, plan, write=False))
 
     assert ask(guard.generation).guards[0][1] == guard.generation
     with pytest.raises(CacheNotFound, match="has changed since it was resolved"):

@@ -19,12 +19,12 @@ from llm_datadist import errors
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._native import Plan, Tensors, encode_request
+from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, LaneSocket, decode_request, dial_lanes
-from llm_datadist._transport.moves import MAX_RUNS
+from llm_datadist._transport.lanes import LANE_PREAMBLE, Lanes, LaneSocket, dial_lanes
+from llm_datadist._transport.moves import MoveReply, MoveRequest, decode_request
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
         encode_request(b"", 8, ROW, False) + b"x",
         encode_request(b"x" * 4097, 8, ROW, False),
         *(encode_request(b"", 8, ROW, False)[:at] + b"\xff" * 8 + bytes(32 - at) for at in (2, 10, 18, 26)),
-        encode_request(b"", 8, ROW, False) + bytes(16 * MAX_RUNS),
+        encode_request(b"", 8, ROW, False) + bytes(16 * MAX_REQUEST_RUNS),
     ],
 )
 def test_broken_requests_are_protocol_errors(meta: bytes) -> None:
@@ -113,12 +113,10 @@ class Handler:
         self.extent = 64
         self.lost: list[int] = []
 
-    def on_read(self, link: object, request: transport.LaneRequest) -> LaneGrant:
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
         if self.error is not None:
             raise self.error
-        return LaneGrant(Tensors(tensors_over(self.memory).bases, self.extent))
-
-    on_write = on_read
+        return MoveReply(Tensors(tensors_over(self.memory).bases, self.extent))
 
     def on_lost(self, left: int, reason: str) -> None:
         self.lost.append(left)

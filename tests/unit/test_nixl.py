@@ -26,7 +26,7 @@ from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._native.signals import hold_signals, put_off
 from llm_datadist._transport import nixl
-from llm_datadist._transport.lanes import LaneGrant
+from llm_datadist._transport.moves import MoveReply
 from llm_datadist._transport.nixl import (
     _AGAIN,
     _OVERDUE,
@@ -288,12 +288,12 @@ def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -
     """However long that may take, as its peer says."""
     with owner(SlowAgent) as end:
         shared, tags = end.connection.nixl, iter([TAG, 8] if held else [8, TAG])
-        honest = shared.handler.on_read
+        honest = shared.owner.on_move
 
-        def grant(*asked: Any) -> LaneGrant:
+        def grant(*asked: Any) -> MoveReply:
             return replace(honest(*asked), tag=next(tags))
 
-        shared.handler = mock.Mock(on_read=grant, on_write=grant)
+        shared.owner = mock.Mock(on_move=grant)
         end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)

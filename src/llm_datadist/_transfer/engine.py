@@ -36,7 +36,7 @@ from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
-from llm_datadist._transfer.target import LaneTarget, Target
+from llm_datadist._transfer.target import MoveTarget, Target
 from llm_datadist._transfer.wire import LinkWire, on_ask, on_late_answer, on_sockets_dropped
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport.registry import Transports
@@ -108,7 +108,7 @@ class Engine:
             self.checksums = ChecksumServer(self.store, access, self._copy_pool)
             undo.callback(self.checksums.close)
             self.target = Target(self.store, access)
-            owner = LaneTarget(self.store, access)
+            owner = MoveTarget(self.store, access)
             self.transports = Transports(Context(options, self.store.exports, owner, LinkWire()))
             undo.callback(self.transports.close)
             self.store.quiesce = self._quiesce

@@ -46,12 +46,12 @@ _decoder: Final = msgspec.msgpack.Decoder(Handle | KeyHandle)
 
 
 def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    """Encode, on the initiator, what the peer's :class:`~.target.LaneTarget` needs to find its cache again."""
+    """Encode, on the initiator, what the peer's :class:`~.target.MoveTarget` needs to find its cache again."""
     return _encoder.encode(Handle(cache_id, pin, list(guards)))
 
 
 def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
-    """Encode, on the initiator, what the peer's :class:`~.target.LaneTarget` needs to pin a cache like ``geometry``."""
+    """Encode, on the initiator, what the peer's :class:`~.target.MoveTarget` needs to pin a cache like ``geometry``."""
     return _encoder.encode(KeyHandle(key, geometry, pin, budget_ms, settled))
 
 

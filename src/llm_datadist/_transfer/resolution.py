@@ -95,7 +95,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
 def assume(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
     """Return what the answer about ``key`` is assumed to be: a cache like ``known``, in which the owner finds the row.
 
-    The owner compares the geometry, and pins the cache when it is read (:class:`~.target.LaneTarget`).
+    The owner compares the geometry, and pins the cache when it is read (:class:`~.target.MoveTarget`).
     """
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
     tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))

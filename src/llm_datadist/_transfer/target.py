@@ -18,7 +18,7 @@ from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
 from llm_datadist._transfer.handles import Handle, KeyHandle, decode_handle
-from llm_datadist._transport.lanes import LaneGrant
+from llm_datadist._transport.moves import MoveReply
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._native import Plan
     from llm_datadist._transfer.access import AccessPolicy
-    from llm_datadist._transport.lanes import LaneRequest
+    from llm_datadist._transport.moves import MoveRequest
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
@@ -173,16 +173,11 @@ class Target(_Finder):
         )
 
 
-class LaneTarget(_Finder):
-    """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
+class MoveTarget(_Finder):
+    """Answers peers that ask this side to move bytes. Implements :class:`~llm_datadist._transport.moves.MoveOwner`."""
 
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        return self._grant(link, request)
-
-    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        return self._grant(link, request, write=True)
-
-    def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
+        write = request.write
         handle, plan = decode_handle(request.handle), request.plan
         if not write:
             self._policy.require_move(link, push=False)
@@ -204,7 +199,7 @@ class LaneTarget(_Finder):
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
         # A pin ends without a guard, and counts what was sent; all else that was looked at lasts while the guards do.
-        return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
+        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin what is asked for by key; return the handle and the plan that a Resolved would have led to.

@@ -31,14 +31,13 @@ import numpy as np
 from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, load_generation
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanEnd, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Usage, Window
-from llm_datadist._transport.lanes import LaneGrant, LaneHandler, decode_request
-from llm_datadist._transport.moves import MAX_RUNS, is_one_request, refusal
+from llm_datadist._transport.moves import MoveOwner, MoveReply, answer, is_one_request, refusal, status_of
 from llm_datadist._transport.nixl_agent import (
     NOT_INSTALLED,
     Address,
@@ -59,7 +58,6 @@ from llm_datadist.errors import (
     LinkError,
     LLMException,
     LLMStatusCode,
-    ParamError,
     PeerLost,
     ProtocolError,
     TransferAborted,
@@ -248,7 +246,7 @@ class Nixl:
     """
 
     wire: Wire
-    handler: LaneHandler
+    owner: MoveOwner
     pools: Sequence[tuple[int, int]]
     fallback: bool = field(default=False, kw_only=True)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -514,7 +512,7 @@ class _NixlTransfer:
         """Move every part. When this returns or raises, local memory is the caller's again."""
         plan, done = self._transfer.plan, 0
         move = self._move_directly if self._transfer.write or self._connection.reads else self._have_moved
-        parts = (plan,) if is_one_request(plan) else split_plan(plan, _PART_BYTES, MAX_RUNS // 2)
+        parts = (plan,) if is_one_request(plan) else split_plan(plan, _PART_BYTES, MAX_REQUEST_RUNS // 2)
         for part in parts:
             for each in _in_order(part):
                 while not move(each):  # until the deadline: other transfers may end an agent again
@@ -650,7 +648,7 @@ class _Served:
     """One request that the owner has granted. Its fields are set by one thread; ``cancelled`` by any."""
 
     plan: Plan
-    grant: LaneGrant
+    grant: MoveReply
     ask: Ask
     reply: Callable[[bytes], None]
     until: float  # monotonic
@@ -717,8 +715,7 @@ class Server:
         except ProtocolError:
             raise
         except LLMException as error:
-            code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
-            reply(_encode(Refused(code, " ".join(str(error).split())[:4000], touched=False)))
+            reply(_encode(Refused(*status_of(error), touched=False)))
             return
         served.nbytes = nbytes
         self._put(partial(self._serve, served), served=served)
@@ -730,7 +727,6 @@ class Server:
 
     def grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
         """Return a request with what it may use. Raises LLMException to refuse it."""
-        handler, request = self._nixl.handler, decode_request(ask.meta)
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
         if ask.direct and not ask.write and not self.reads:
@@ -740,12 +736,9 @@ class Server:
                 "pushes over nixl need remote cache access at the owner (LLMConfig.enable_remote_cache_accessible)",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        grant = (handler.on_write if ask.write else handler.on_read)(self.link, request)
-        if request.extent != grant.tensors.extent:
-            raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
-        plan = grant.plan or request.plan
-        check_plan(plan, grant.tensors, grant.tensors)
-        return _Served(plan, grant, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
+        move = answer(self._nixl.owner, self.link, ask.meta, write=ask.write)
+        check_plan(move.plan, move.reply.tensors, move.reply.tensors)
+        return _Served(move.plan, move.reply, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
     def _put(self, job: Callable[[], None], nbytes: int = 0, served: _Served | None = None) -> None:
         """Have the thread do a job; none where the link has ended, because nobody waits for an answer."""

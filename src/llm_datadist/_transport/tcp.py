@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, check_plan, encode_request, usable_cpus
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, check_plan, encode_request, usable_cpus
 from llm_datadist._native.lanes import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
@@ -31,7 +31,7 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
     read_lane_greeting,
 )
-from llm_datadist._transport.moves import MAX_RUNS, ONE_REQUEST_BYTES, is_one_request, refusal
+from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
     AuthFailed,
@@ -335,7 +335,7 @@ class _LaneTransfer:
         part_bytes = min(max(-(-plan.nbytes // shared), ONE_REQUEST_BYTES), _MAX_PART_BYTES)
         lane = None
         try:
-            for part in split_plan(plan, part_bytes, MAX_RUNS):
+            for part in split_plan(plan, part_bytes, MAX_REQUEST_RUNS):
                 if len(self._started) >= _PARTS_PER_LANE * shared:
                     self._finish_first()
                 # The parts of an ordered plan follow each other on one lane.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport.lanes import LaneHandler
+    from llm_datadist._transport.moves import MoveOwner
     from llm_datadist.config import Options
 
 
@@ -46,7 +46,7 @@ class Context:
 
     options: Options
     exports: Exports
-    owner: LaneHandler  # answers peers that ask this side to move bytes
+    owner: MoveOwner  # answers peers that ask this side to move bytes
     wire: Wire
 
 
