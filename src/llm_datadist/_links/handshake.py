@@ -179,7 +179,7 @@ def _check_version(mine: Endpoint, theirs: Greeting) -> None:
         raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
     expected = 0 if mine.credentials is None else SHARE_BYTES
     if len(theirs.share) != expected:
-        raise LinkRefused(f"a share of {len(theirs.share)} bytes for the lanes: {expected} are needed")
+        raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
 
 
 def _check_place(theirs: Greeting, here: Exports | None) -> None:

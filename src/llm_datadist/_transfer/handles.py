@@ -60,5 +60,5 @@ def decode_handle(data: bytes) -> Handle | KeyHandle:
     try:
         handle: Handle | KeyHandle = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a lane request names nothing: {error}") from error
+        raise ProtocolError(f"a request to move bytes names nothing: {error}") from error
     return handle

@@ -170,7 +170,7 @@ class Initiator:
             link.caches.kept.pop(key, None)
             link.caches.assumed.pop(op.local.geometry, None)
         raise TransferFailed(
-            f"{op.what}: {op.name} changed, or its data lanes broke, {_ATTEMPTS} times in a row",
+            f"{op.what}: {op.name} changed, or its connection broke, {_ATTEMPTS} times in a row",
             peer=op.name.cluster_id,
             phase="copy",
         )

@@ -183,7 +183,7 @@ class MoveTarget(_Finder):
             self._policy.require_move(link, push=False)
         if isinstance(handle, KeyHandle):
             if write:
-                raise ParamError("over a lane a key is read, not written")
+                raise ParamError("by its key a cache is read, not written")
             handle, plan = self._pinned(link, handle, plan)
         if write:
             self._policy.require_push(link, handle.cache_id)
@@ -192,7 +192,7 @@ class MoveTarget(_Finder):
         self._policy.require_use(link, entry, handle.pin)
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
         if handle.guards[0].slot != entry.guard.slot:
-            raise ProtocolError(f"a lane request for cache {entry.cache_id} leaves its guard out")
+            raise ProtocolError(f"a request for cache {entry.cache_id} leaves its guard out")
         # The entry's own generation, not the one that its slot shows by now, nor one that the peer foresees.
         if handle.guards[0].generation != entry.guard.generation:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")

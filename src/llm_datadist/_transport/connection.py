@@ -16,7 +16,7 @@ import numpy as np
 from llm_datadist._checks import HERE
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, execute
-from llm_datadist._transport.lifetime import Lifetime
+from llm_datadist._transport.lifetime import Lifetime, unusable
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class Connection(Lifetime):
         ``ProtocolError``: a slot is outside the peer's guard table; ``LinkError``: the transport maps no guards.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
-            raise self._unusable("guards_unchanged")
+            raise unusable(self, "guards_unchanged")
         guards = self._guards()  # keeps the table mapped when the connection is closed meanwhile
         try:
             return guard_set.unchanged(guards.base, guards.nbytes)
@@ -286,7 +286,7 @@ class Connection(Lifetime):
         when either end is closed, DeadlineExceeded when too many go on already, ProtocolError for no such guard slot.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
-            raise self._unusable("announce")
+            raise unusable(self, "announce")
         # A reader fails by the generation; the owner of the memory does not wait for it.
         if self.intent_writer is None or not (write or self.capabilities.announces_reads):
             return None

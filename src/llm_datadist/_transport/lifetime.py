@@ -51,16 +51,11 @@ class Lifetime(AbstractContextManager["Lifetime"]):
 
     def _enter(self, call: str) -> None:
         if self._pid != HERE["pid"] or not self._users.try_enter():
-            raise self._unusable(call)
+            raise unusable(self, call)
 
     def _leave(self) -> None:
         if not self._users.try_leave() and self._users.leave() == 0:
             self._release()
-
-    def _unusable(self, call: str) -> StateError | LinkError:
-        if self._pid != HERE["pid"]:
-            return StateError(f"{call}: this {self._what} belongs to process {self._pid}, not us")
-        return LinkError(f"{call}: the {self._what} is closed; link again", phase="copy")
 
     def __enter__(self) -> Self:
         return self
@@ -77,3 +72,10 @@ class Lifetime(AbstractContextManager["Lifetime"]):
         if self._pid == HERE["pid"]:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
         self._release()
+
+
+def unusable(what: Lifetime, call: str) -> StateError | LinkError:
+    """Return why a call cannot use an object."""
+    if what._pid != HERE["pid"]:
+        return StateError(f"{call}: this {what._what} belongs to process {what._pid}, not us")
+    return LinkError(f"{call}: the {what._what} is closed; link again", phase="copy")
