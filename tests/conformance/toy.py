@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
+from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._native import (
     NO_DEADLINE,
     Ending,
@@ -26,10 +26,10 @@ from llm_datadist._native import (
 from llm_datadist._native.lanes import CHANGED, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
+from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer
 from llm_datadist._transport.moves import MoveOwner, MoveReply, answer, refusal, status_of
 from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
-from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, ProtocolError
+from llm_datadist.errors import DeadlineExceeded, LLMException, ProtocolError
 
 _SPOKEN = b"toy 1"
 _PART_BYTES, _PART_RUNS = 256 << 10, 1 << 12
@@ -147,7 +147,7 @@ def _packed(plan: Plan, data: bytes | None) -> tuple[Callable[..., Plan], _Buffe
     return packing, buffer
 
 
-class ToyConnection(Connection):
+class ToyConnection(ServedConnection):
     """A connection whose bytes travel in messages."""
 
     capabilities = _CAPABILITIES
@@ -157,18 +157,10 @@ class ToyConnection(Connection):
     ) -> None:
         self.server: ToyServer = server
         self._wire = wire
-        self._windows = {each.region: Window(1 << 62, each.nbytes, each.writable) for each in regions}
-        self._windows[PRIVATE] = Window(1 << 62, ADDRESS_SPACE, writable)
-        super().__init__()
+        super().__init__(regions, writable=writable)
 
     def begin(self, link: object) -> None:
         self.server.link = link
-
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
-
-    def _guards(self) -> Window:
-        raise LinkError("toy maps no guards, the peer checks them by itself (remote_guards)")
 
     def _move(self, transfer: Transfer) -> None:
         local, remote, write, done = transfer.local, transfer.remote, transfer.write, 0

@@ -25,8 +25,9 @@ from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import readable
 from llm_datadist._transport import peer_memory, rendezvous, samehost
-from llm_datadist._transport.choose import Candidate, Choice, Verdict, choose, yield_to
+from llm_datadist._transport.choose import Choice, Verdict, choose, yield_to
 from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.registry import ORDER
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
@@ -450,24 +451,21 @@ def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(soc
         stage.links()
 
 
-def candidates(memory: PeerMemory | LinkError | None, *, here: bool, cma: str | None) -> list[Candidate]:
-    """Return the transports as they judge a peer; ``cma``: why it cannot be used."""
-    where = f"the peer is in {'this' if here else 'another'} process"
+def verdicts(memory: PeerMemory | LinkError | None, *, here: bool, cma: str | None) -> dict[str, Verdict]:
+    """Return how the transports judge a peer; ``cma``: why that cannot be used."""
     told = "no same-host rendezvous was made" if memory is None else str(memory)
     mapped = isinstance(memory, PeerMemory)
-    verdicts = {
-        "inproc": Verdict(here, where),
+    return {
+        "inproc": Verdict(here, f"the peer is in {'this' if here else 'another'} process"),
         "shm": Verdict(mapped, "the peer (pid 7) is on this host, 0 regions mapped" if mapped else told),
         "cma": Verdict(cma is None, cma or "the kernel lets us in", final=cma == TOLD_NOTHING),
         "nixl": Verdict(False, "neither end has NIXL", silent=True),
         "tcp": Verdict(True, "data lanes reach every peer"),
     }
-    pools, non_pool, beside = {"inproc", "shm", "nixl", "tcp"}, {"inproc", "cma", "nixl", "tcp"}, {"cma", "tcp"}
-    shut_out = "the kernel does not let the peer into this process"
-    return [
-        Candidate(name, name in pools, name in non_pool, name in beside, shut_out, partial(verdicts.__getitem__, name))
-        for name in verdicts
-    ]
+
+
+def chosen_of(judged: dict[str, Verdict], forced: str | None) -> Choice:
+    return choose(ORDER, lambda each: judged[each.name], forced)
 
 
 TOLD_NOTHING = "the peer lets this end into none of its memory"
@@ -490,7 +488,7 @@ def test_choose() -> None:
         (False, peer, "cma", None, ("cma", "cma"), "the kernel lets us in"),
     ]
     for here, memory, forced, cma, names, reason in chosen:
-        choice = choose(candidates(memory, here=here, cma=cma), forced)
+        choice = chosen_of(verdicts(memory, here=here, cma=cma), forced)
         assert (choice.name, choice.private) == names
         assert choice.reason.endswith(reason)
     for forced, cma, kind, text in (
@@ -501,7 +499,7 @@ def test_choose() -> None:
         ("rdma", None, ParamError, "known are inproc, shm, cma, nixl, tcp"),
     ):
         with pytest.raises(kind, match=text):
-            choose(candidates(told, here=False, cma=cma), forced)
+            chosen_of(verdicts(told, here=False, cma=cma), forced)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +509,7 @@ def test_choose() -> None:
 def test_the_listener_yields_to_a_dialer_that_cannot_use_the_better_transport(
     mine: str | None, theirs: str | None, used: str | None
 ) -> None:
-    choice = yield_to(Choice("shm", mine, "mapped"), candidates(None, here=False, cma=None), theirs)
+    choice = yield_to(Choice("shm", mine, "mapped"), ORDER, theirs)
     assert choice.private == used
     shut_out = ", but the kernel does not let the peer into this process: by tcp"
     assert choice.reason == "mapped" + (shut_out if used != mine else "")

@@ -256,7 +256,8 @@ class Reconnect(Attempt):
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that this incarnation has ended."""
-        return self._watch is not None and self._watch.ended()
+        watch = self._watch
+        return watch is not None and watch.ended()
 
     def postpone(self, crowd: int) -> None:
         self._dial = None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003 (dataclasses of data)
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from llm_datadist.errors import LinkRefused, ParamError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from llm_datadist._transport.connection import Capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +23,16 @@ class Verdict:
     final: bool = False  # impossible, and no other transport reaches that memory either
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Protocol):
     """One transport, as far as the choice needs it."""
 
     name: str
-    pools: bool  # it reaches what the peer exports
-    non_pool: bool  # it reaches the peer's other memory
+    capabilities: Capabilities
     beside: bool  # it may carry non-pool memory beside a transport that does not reach that
     peer_cannot: str  # why the peer alone may be unable to use it
-    judge: Callable[[], Verdict]
+
+
+C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +53,43 @@ def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | N
     return mine or theirs
 
 
-def choose(candidates: Sequence[Candidate], forced: str | None) -> Choice:
-    """Return the first candidate that both sides can use, or the forced one for everything."""
+def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str | None) -> Choice:
+    """Return the first candidate that can be used, or the forced one for everything. The best come first."""
     known = {each.name: each for each in candidates}
     if forced is not None and forced not in known:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(known)}")
     against: list[str] = []
-    for each in [each for each in candidates if each.pools] if forced is None else [known[forced]]:
-        verdict = each.judge()
+    automatic = [each for each in candidates if each.capabilities.shared_regions]
+    for each in automatic if forced is None else [known[forced]]:
+        verdict = judge(each)
         if verdict.possible:
-            return _with_private(each, "; ".join([verdict.reason, *against]), forced, candidates)
+            choice = Choice(each.name, each.name, "; ".join([verdict.reason, *against]))
+            if each.capabilities.private_memory:
+                return choice
+            if forced is not None:
+                return _without_private(choice, f"llm.Transport is {forced}")
+            return _with_private(choice, [other for other in candidates if other.beside], judge)
         if forced is not None or not verdict.silent:
             against.append(f"not {each.name}: {verdict.reason}")
     raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
 
 
-def _with_private(chosen: Candidate, reason: str, forced: str | None, candidates: Sequence[Candidate]) -> Choice:
-    """Add how non-pool memory is reached: by the same transport, else by the first that may be beside it."""
-    if chosen.non_pool:
-        return Choice(chosen.name, chosen.name, reason)
-    by, against = "private memory by", [] if forced is None else [f"llm.Transport is {forced}"]
-    for each in candidates if forced is None else ():
-        if not each.beside:
-            continue
-        verdict = each.judge()
+def _with_private(choice: Choice, beside: Sequence[C], judge: Callable[[C], Verdict]) -> Choice:
+    """Add the first transport that reaches non-pool memory beside the chosen one."""
+    against: list[str] = []
+    for each in beside:
+        verdict = judge(each)
         if verdict.possible:
             but = "".join(f", not by {text}" for text in against)
-            return Choice(chosen.name, each.name, f"{reason}; {by} {each.name}{but}")
+            return replace(choice, private=each.name, reason=f"{choice.reason}; private memory by {each.name}{but}")
         if verdict.final:
-            against = [verdict.reason]
-            break
+            return _without_private(choice, verdict.reason)
         against.append(f"{each.name}: {verdict.reason}")
-    return Choice(chosen.name, None, f"{reason}; {by} nothing: {'; '.join(against)}")
+    return _without_private(choice, "; ".join(against))
+
+
+def _without_private(choice: Choice, reason: str) -> Choice:
+    return replace(choice, private=None, reason=f"{choice.reason}; private memory by nothing: {reason}")
 
 
 def yield_to(choice: Choice, candidates: Sequence[Candidate], theirs: str | None) -> Choice:

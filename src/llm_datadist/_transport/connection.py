@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
 from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, execute
 from llm_datadist._transport.lifetime import Lifetime, unusable
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
     from llm_datadist.errors import DeadlineExceeded
+
+
+#: Base address of every region of a served peer: no process has addresses like these, so they are never taken for local
+#: ones.
+_ELSEWHERE: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +166,11 @@ class PeerServer(Protocol):
         """Return the request that gives back what an answer has granted to a caller that has given up, if anything."""
 
 
-class Watch(Protocol):
-    """Tells whether a peer's process has ended, after its connection too. The owner closes it."""
+class Watch(NamedTuple):
+    """Tells whether a peer's process has ended, after its connection too. The owner closes it once."""
 
-    def ended(self) -> bool:
-        """Return True once it is certain."""
-
-    def close(self) -> None:
-        """Give back what is watched. Idempotent."""
+    ended: Callable[[], bool]  # True once it is certain
+    close: Callable[[], None]
 
 
 class Usage(NamedTuple):
@@ -320,6 +322,21 @@ class Connection(Lifetime):
             f"<{type(self).__name__} {state}: {self._users.inside} in use, "
             f"{usage.read_bytes} bytes read, {usage.written_bytes} written>"
         )
+
+
+class ServedConnection(Connection):
+    """A connection to an owner that takes part in every transfer, and checks its guards itself."""
+
+    def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
+        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
+        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
+        super().__init__()
+
+    def _window(self, region: int) -> Window | None:
+        return self._windows.get(region)
+
+    def _guards(self) -> Window:
+        raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them by itself (remote_guards)")
 
 
 def _checked_window(connection: Connection, region: int, writable: bool) -> Window:

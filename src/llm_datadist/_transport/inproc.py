@@ -63,7 +63,8 @@ class InprocConnection(Connection):
         super().__init__()
 
     def watch(self) -> Watch:
-        return _InstanceWatch(self._exports)
+        incarnation = self._exports.incarnation
+        return Watch(lambda: not instances.lives_here(incarnation), lambda: None)
 
     def _window(self, region: int) -> Window | None:
         self._check_peer()
@@ -92,16 +93,3 @@ class InprocConnection(Connection):
         self._page.retire()
         del self._views
         self._guard_window = None
-
-
-class _InstanceWatch:
-    """Watches an instance of this process."""
-
-    def __init__(self, exports: Exports) -> None:
-        self._incarnation = exports.incarnation
-
-    def ended(self) -> bool:
-        return not instances.lives_here(self._incarnation)
-
-    def close(self) -> None:
-        """Nothing is held."""

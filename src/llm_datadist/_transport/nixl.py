@@ -30,13 +30,12 @@ import numpy as np
 
 from llm_datadist._checks import HERE
 from llm_datadist._log import logger
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanEnd, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Usage, Window
+from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
 from llm_datadist._transport.moves import MoveOwner, MoveReply, answer, is_one_request, refusal, status_of
 from llm_datadist._transport.nixl_agent import (
     NOT_INSTALLED,
@@ -68,9 +67,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llm_datadist._memory.exports import RegionDescriptor
     from llm_datadist.config import Options
 
-_ELSEWHERE: Final = 1 << 62
 #: Bytes asked for at once: the owner serves one part after the other.
 _PART_BYTES: Final = 128 << 20
 #: The thread that receives a push does not sleep for so long after the last request, then at most so long at once.
@@ -402,7 +401,7 @@ class _End:
             agent.end()
 
 
-class NixlConnection(Connection):
+class NixlConnection(ServedConnection):
     """A connection whose bytes are moved by NIXL. Made by :class:`NixlTransport`.
 
     ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``dialled``: this end made the link. ``fallback``, if
@@ -431,13 +430,11 @@ class NixlConnection(Connection):
         self.receiver = _End(nixl, fabric, progress=True)  # of what is pulled
         self.pushed = _End(nixl, fabric, progress=False)  # the receiver of what is pushed
         self.server: Server = Server(nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable)
-        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
         self._pushed_to = ""  # the name of the peer's receiver of what is pushed
         self._failed = ""  # why NIXL is not used any more
         self._moves = iter(range(1, 2**63))
-        super().__init__()
+        super().__init__(regions, writable=writable)
         nixl.add(self)
 
     def begin(self, link: object) -> None:
@@ -461,12 +458,6 @@ class NixlConnection(Connection):
         super().abort()
         if self.fallback is not None:
             self.fallback.abort()
-
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
-
-    def _guards(self) -> Window:
-        raise LinkError("nixl maps no guards, the peer checks them by itself (remote_guards)")
 
     def _release(self) -> None:
         if self._pid != HERE["pid"]:  # the agents' threads are the parent's

@@ -8,7 +8,7 @@ import socket
 import struct
 import warnings
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -280,7 +280,8 @@ class SameHostConnection(Connection):
             self._enter("watch")
             try:
                 with suppress(OSError):  # no descriptor left
-                    return _ProcessWatch(os.dup(self._peer.pidfd))
+                    pidfd = os.dup(self._peer.pidfd)
+                    return Watch(partial(readable, pidfd), partial(os.close, pidfd))
             finally:
                 self._leave()
         return None
@@ -294,18 +295,3 @@ class SameHostConnection(Connection):
     def _release(self) -> None:
         self._guard_window = None
         self._peer.close()
-
-
-class _ProcessWatch:
-    """Watches another process of this host. Owns the pidfd."""
-
-    def __init__(self, pidfd: int) -> None:
-        self._pidfd = pidfd
-
-    def ended(self) -> bool:
-        return readable(self._pidfd)
-
-    def close(self) -> None:
-        pidfd, self._pidfd = self._pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)

@@ -14,12 +14,11 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, check_plan, encode_request, usable_cpus
 from llm_datadist._native.lanes import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
+from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
 from llm_datadist._transport.lanes import (
     LANE_PREAMBLE,
     TOKEN_BYTES,
@@ -51,9 +50,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
+    from llm_datadist._memory.exports import RegionDescriptor
 
-# Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
-_ELSEWHERE: Final = 1 << 62
 
 # Measured: above it a job that is given up holds its lane up too long.
 _MAX_PART_BYTES: Final = 16 << 20
@@ -122,8 +120,7 @@ class TcpTransport(Transport):
         return self.lanes.group(meeting.mine[self.name])
 
     def forget(self, meeting: Meeting) -> None:
-        if (token := meeting.mine.get(self.name)) is not None:
-            self.lanes.shut(self.lanes.group(token))
+        self.lanes.shut(self._group(meeting))
 
     async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
         """Check a data lane of a link that is there, or about to be."""
@@ -151,7 +148,7 @@ class TcpTransport(Transport):
         self.lanes.close()
 
 
-class TcpConnection(Connection):
+class TcpConnection(ServedConnection):
     """A connection over the data lanes of a link, which it owns. Made by :class:`TcpTransport`."""
 
     capabilities = _CAPABILITIES
@@ -169,9 +166,7 @@ class TcpConnection(Connection):
         self.group = group
         self.recovery: LaneRecovery = LaneRecovery(lanes, group, reconnect)
         group.on_lost = self.recovery.on_lost
-        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
-        super().__init__()
+        super().__init__(regions, writable=writable)
 
     def begin(self, link: object) -> None:
         self._lanes.begin(self.group, link)
@@ -179,12 +174,6 @@ class TcpConnection(Connection):
     def abort(self) -> None:
         super().abort()
         self._lanes.shut(self.group)  # those calls wait for their jobs, which end with the lanes
-
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
-
-    def _guards(self) -> Window:
-        raise LinkError("tcp maps no guards, the peer checks them by itself (remote_guards)")
 
     def _move(self, transfer: Transfer) -> None:
         local, remote, deadline = transfer.local, transfer.remote, transfer.deadline

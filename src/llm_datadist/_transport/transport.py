@@ -7,11 +7,10 @@ A transport is one module: its :class:`Transport`, and the :class:`~.connection.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from llm_datadist._transport import instances
-from llm_datadist._transport.choose import Candidate, Choice, Verdict, agree, choose, yield_to
+from llm_datadist._transport.choose import Choice, Verdict, agree, choose, yield_to
 from llm_datadist._transport.connection import Capabilities, Connection, DataPath
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused
@@ -169,7 +168,9 @@ class Meeting:
 
     def offers(self) -> dict[str, bytes]:
         """Return what this side's greeting says of each transport."""
-        self.mine = {name: data for name, each in self.transports.items() if (data := each.offer(self))}
+        for name, each in self.transports.items():
+            if data := each.offer(self):
+                self.mine[name] = data
         return self.mine
 
     def bring(self, memory: PeerMemory | LinkError) -> None:
@@ -190,25 +191,12 @@ class Meeting:
             assert self.deadline is not None, "a dial has a deadline"
             for each in self.transports.values():
                 each.exchange(self, self.deadline)
-        self.choice = choose(self._candidates(), self.forced)
+        self.choice = choose([*self.transports.values()], lambda each: each.judge(self), self.forced)
         return self.choice
 
     def yield_to(self, theirs: str | None) -> None:
         """Use the dialer's transport for non-pool memory if it cannot use this side's better one."""
-        self.choice = yield_to(self.choice, self._candidates(), theirs)
-
-    def _candidates(self) -> list[Candidate]:
-        return [
-            Candidate(
-                each.name,
-                each.capabilities.shared_regions,
-                each.capabilities.private_memory,
-                each.beside,
-                each.peer_cannot,
-                partial(each.judge, self),
-            )
-            for each in self.transports.values()
-        ]
+        self.choice = yield_to(self.choice, [*self.transports.values()], theirs)
 
     def connect(self, name: str) -> Connection:
         """Return a connection of one transport, which has then used what it offered."""
@@ -237,9 +225,8 @@ class Meeting:
         """Give back what no connection uses. Idempotent."""
         if self.dialled:
             instances.withdraw(self.token)
-        for name, each in self.transports.items():
-            if name not in self._used:
-                each.forget(self)
+        for name in self.mine.keys() - self._used:
+            self.transports[name].forget(self)
         memory, self.memory, self._over = self.memory, None, True
         if isinstance(memory, PeerMemory):
             memory.close()
