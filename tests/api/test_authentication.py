@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from faults.strangers import Stranger, hello_of
+from faults.strangers import Stranger, hello_of, rendezvous_of
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
@@ -688,7 +688,7 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         with Stranger(end.port, cluster_id) as stranger:
             hello = hello_of(cluster_id, exports.incarnation, exports.guards.cookie, remote_accessible=True)
             stranger.say(wire.CONTROL_PREAMBLE, hello)
-            name = stranger.hear(wire.Welcome).rendezvous
+            name = rendezvous_of(stranger.hear(wire.Welcome))
             with offered(name, hello, exports) as packet:
                 answer = decode(packet.data)
                 got = [fd for fd in packet.fds if os.fstat(fd).st_ino in inodes]

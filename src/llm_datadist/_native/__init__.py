@@ -13,6 +13,7 @@ from llm_datadist._native import _native
 from llm_datadist._native._native import (
     FIRST_DURATION_BIT,
     LAST_DURATION_BIT,
+    MAX_REQUEST_RUNS,
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
     BlockList,
@@ -34,6 +35,7 @@ from llm_datadist._native._native import (
     close_elsewhere,
     close_writers,
     closing,
+    decode_request,
     deliver_signals,
     encode_request,
     find_writers,

@@ -371,6 +371,16 @@ class CopyPool:
         """Join the threads. Idempotent."""
 
 def check_plan(plan: Plan, dst: TensorList, src: TensorList) -> None: ...
+
+MAX_REQUEST_RUNS: Final[int]
+"""Runs of one request: half of what a meta of 1 MiB has room for."""
+
+def decode_request(meta: bytes) -> tuple[bytes, int, Plan]:
+    """Return the handle, the bytes of a tensor and the plan of a lane request. Raises ParamError for what is none.
+
+    The plan has the same offsets as destination and source; nothing is checked against any memory yet.
+    """
+
 def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes:
     """Return the meta of a lane request for the target's side of a plan.
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from llm_datadist._native import _native
 from llm_datadist._native._native import Plan, TensorList
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from llm_datadist._native._native import CopyPool
@@ -93,3 +96,43 @@ def standing(plan: Plan, *, alias: bool) -> Plan:
         return plan
     runs = _native.standing_runs(plan.runs, alias)
     return plan.replace(runs=runs, ordered=False, nbytes=int(runs[:, 2].sum()) * plan.count)
+
+
+def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
+    """Yield parts that together are the plan, in its order: whole tensors where they are small."""
+    if not plan.nbytes:
+        return
+    per_pair = plan.nbytes // plan.count
+    pairs, slices = 1, [(plan.runs, per_pair)]
+    if per_pair <= part_bytes and len(plan.runs) <= max_runs:
+        pairs = part_bytes // per_pair
+    else:
+        slices = list(_slices(plan.runs, part_bytes, max_runs))
+    for begin in range(0, plan.count, pairs):
+        count = min(pairs, plan.count - begin)
+        for runs, nbytes in slices:
+            yield plan.replace(
+                dst_first=plan.dst_first + begin,
+                src_first=plan.src_first + begin,
+                count=count,
+                runs=runs,
+                nbytes=count * nbytes,
+            )
+
+
+def _slices(runs: NDArray[np.uint64], part_bytes: int, max_runs: int) -> Iterator[tuple[NDArray[np.uint64], int]]:
+    """Yield (runs, bytes) of consecutive pieces of one tensor's runs; long runs are cut."""
+    ends = np.cumsum(runs[:, 2].astype(np.int64))
+    starts = ends - runs[:, 2].astype(np.int64)
+    at, total = 0, int(ends[-1])
+    while at < total:
+        first = int(np.searchsorted(ends, at, side="right"))
+        last = min(int(np.searchsorted(starts, at + part_bytes, side="left")), first + max_runs)
+        upto = min(at + part_bytes, int(ends[last - 1]))
+        piece = runs[first:last].copy()
+        skipped, cut = np.uint64(at - int(starts[first])), np.uint64(int(ends[last - 1]) - upto)
+        piece[0] += np.array([skipped, skipped, 0], np.uint64)
+        piece[0, 2] -= skipped
+        piece[-1, 2] -= cut
+        yield piece, upto - at
+        at = upto
