@@ -23,7 +23,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._transport import inproc
+from llm_datadist._transport import inproc, instances
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 
@@ -95,7 +95,7 @@ class LocalPeer(Peer):
         self.exports = new_exports(writable=writable)
         sizes = {PRIVATE: PRIVATE_BYTES} | (REGION_BYTES if private else {})
         self._private = {region: np.zeros(nbytes, np.uint8) for region, nbytes in sizes.items()}
-        inproc.register(self.exports)
+        instances.register(self.exports)
 
     def connect(self) -> Connection:
         return inproc.connect(self.exports)
@@ -122,7 +122,7 @@ class LocalPeer(Peer):
 
     def close(self) -> None:
         """Unregister the peer and free its memory. Idempotent."""
-        inproc.unregister(self.exports.incarnation)
+        instances.unregister(self.exports.incarnation)
         close_exports(self.exports)
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:
