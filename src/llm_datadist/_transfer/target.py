@@ -1,8 +1,7 @@
-"""The target of transfers: resolves caches for peers, pins them, and serves their data lanes.
+"""The target of transfers: resolves caches for peers, pins them, and lets transports move their bytes.
 
 What a peer may do is decided by :class:`~llm_datadist._transfer.access.AccessPolicy`. The handlers run on the control
-thread and are short; a refusal is an answer, and the link goes on. A peer that names nothing sensible over a lane loses
-that lane.
+thread and are short; a refusal is an answer, and the link goes on.
 """
 
 from __future__ import annotations
