@@ -567,12 +567,11 @@ class CacheManager(EngineUser):
 
         Args:
             src_cache: Local DEVICE cache with an even number of tensors.
-            transfer_configs: With RCA :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`. Read now; a
-                ``src_layer_range`` of None is set to all layers.
+            transfer_configs: With RCA :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`. Read now; None
+                as ``src_layer_range`` becomes all layers.
             src_block_indices: Local blocks. Default: None, whole tensors in pieces; without ``dst_block_indices`` row
                 ``src_batch_index``, of a blocks cache block 0.
-            dst_block_indices: Peer blocks, one for each source block or piece; the last piece may be short, later ones
-                are not sent.
+            dst_block_indices: Peer blocks, one for each source block or piece; pieces without one are not sent.
             dst_block_memory_size: Bytes of a piece. With both lists None, 0 or the block size; without lists None or 0.
 
         Raises:
