@@ -1,7 +1,6 @@
-"""CacheManager, the v2 interface to caches (interface §6).
+"""CacheManager, the v2 interface to caches (interface §6); ``_transfer/calls.py`` does the work.
 
-Each method checks its arguments in the documented order, before any side effect. ``_transfer/calls.py`` does the work.
-A method under ``@blocking`` returns that work; the decorator runs it within ``sync_kv_timeout``.
+A method under ``@blocking`` checks its arguments and returns the work; the decorator runs it.
 """
 
 from __future__ import annotations
@@ -55,13 +54,10 @@ __all__ = ["CacheManager"]
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist; ``LLMDataDist.cache_manager`` returns it.
 
-    After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21). Another
-    ``init`` makes a new manager. ``<call>_async`` is the asyncio form of a call.
-
-    Errors of every method, besides those listed: TypeError for a wrong type (``NoneArgument`` for None), and CacheError
-    (``LLM_PARAM_INVALID``) for a ``Cache`` of another LLMDataDist or ``init``.
-
-    Argument errors precede side effects; a ``ParamError`` about the peer's cache follows one request.
+    Errors of every method, besides those listed: TypeError for a wrong type (``NoneArgument`` for None); CacheError
+    (``LLM_PARAM_INVALID``) for a ``Cache`` of another LLMDataDist or ``init``; after ``finalize`` StateError with
+    ``LLM_ENGINE_FINALIZED`` (interface R21). Argument errors precede side effects; a ``ParamError`` about the peer's
+    cache follows one request. ``<call>_async`` is the asyncio form of a call.
 
     Threads: any.
 
@@ -71,19 +67,16 @@ class CacheManager(EngineUser):
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> Cache:
         """Allocate a continuous cache from the pool of its placement.
 
-        Key i names batch row i. The placeholder ``CacheKey(c, req_id=2**64 - 1)`` binds nothing (interface R4). If a
-        key comes twice, the last row wins (interface R2). The memory returns to the pool once the cache is deallocated
+        Key i names batch row i; of equal keys the last one binds (interface R2). The placeholder ``CacheKey(c,
+        req_id=2**64 - 1)`` binds nothing (interface R4). The memory returns to the pool once the cache is deallocated
         *and* its keys are consumed or removed. Marked to be deprecated; this library keeps it.
 
         Args:
-            cache_desc: ``num_tensors`` tensors of ``shape``; each is an allocation of whole pages.
+            cache_desc: Each of its tensors becomes an allocation of whole pages.
             cache_keys: At most ``shape[0]`` keys; their cluster id is ignored.
 
-        Returns:
-            The cache; ``tensor_addrs`` has one address per tensor.
-
         Raises:
-            ParamError: Impossible shape, more keys than rows, no pool for that placement (interface R12).
+            ParamError: Impossible shape, too many keys, no pool for that placement (interface R12).
             KeyInUse: Another cache has the key (interface R3).
             OutOfMemory: The pool is exhausted, or peers still write freed memory after ``sync_kv_timeout``. Nothing was
                 allocated or bound.
@@ -98,11 +91,11 @@ class CacheManager(EngineUser):
         """Deallocate a continuous cache; empties ``cache.tensor_addrs``.
 
         Bound keys keep the memory: peers can pull by key and by id until all are consumed or removed. Unknown, freed
-        and registered caches stay as they are. A handle of another LLMDataDist or ``init`` only logs a warning. Marked
-        to be deprecated; this library keeps it.
+        and registered caches stay as they are. A foreign handle only logs a warning. Marked to be deprecated; this
+        library keeps it.
 
         Raises:
-            ParamError: A blocks cache; use :meth:`deallocate_blocks_cache`.
+            ParamError: A blocks cache.
 
         Source: interface §6.2.
         """
@@ -142,8 +135,9 @@ class CacheManager(EngineUser):
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Deallocate a blocks cache and unbind its key (interface R27); empties ``cache.tensor_addrs``.
 
-        Running pulls of it fail. Other caches and foreign handles: as :meth:`deallocate_cache`. Marked to be
-        deprecated; this library keeps it.
+        Running pulls of it fail. Other caches and foreign handles: as :meth:`deallocate_cache`.
+
+        Marked to be deprecated; this library keeps it.
 
         Raises:
             ParamError: Not a blocks cache.
@@ -166,18 +160,16 @@ class CacheManager(EngineUser):
 
         The call asks the kernel whether each tensor is mapped, and its first and last page readable. A copy that meets
         an unreadable page between them fails, or ends the process. Keys bind as in :meth:`allocate_cache`, but a bound
-        key keeps its first binding; pulls consume none of them.
+        key keeps its first binding. Pulls consume none.
 
         Args:
-            cache_desc: Geometry of each tensor.
             addrs: ``num_tensors`` non-zero addresses of host memory; may lie inside a pool.
             cache_keys: At most ``shape[0]`` keys.
-            remote_accessible: False refuses peers access to this cache (interface R16). Default: None, which means
-                True.
+            remote_accessible: False refuses peers access (interface R16). Default: None, True.
 
         Raises:
-            ParamError: Impossible shape, wrong number of addresses, a zero or unmapped address, more keys than rows;
-                ``remote_accessible=True`` after ``link()`` (None is allowed).
+            ParamError: Impossible shape, wrong number of addresses, a zero or unmapped address, too many keys;
+                ``remote_accessible=True`` (not None) after ``link()``.
 
         Source: interface §6.6.
         """
@@ -195,9 +187,6 @@ class CacheManager(EngineUser):
         """Register memory of the caller as a blocks cache.
 
         As :meth:`register_cache`, but the newest binding of a key wins.
-
-        Raises:
-            ParamError: As :meth:`register_cache`.
 
         Source: interface §6.6.
         """
@@ -230,12 +219,13 @@ class CacheManager(EngineUser):
     def unregister_cache(self, cache_id: int) -> None:
         """Unregister a cache and its keys; then no peer and no call uses the memory.
 
-        Running pulls of it fail. The call waits for writing peers and for other threads' calls, within
-        ``sync_kv_timeout``. Unknown ids: no-op.
+        Running pulls of it fail. The call waits, within ``sync_kv_timeout``, for writing peers and other threads'
+        calls. Unknown ids: no-op.
 
         Raises:
             ParamError: Outside int64.
-            DeadlineExceeded: The memory is in use; the text names the user. The cache stays registered, with its keys.
+            DeadlineExceeded: The memory is in use by the peer or call in the text. The cache stays registered, with its
+                keys.
             StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §6.7.
@@ -272,15 +262,13 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Copy a range of a row to the same place of another row.
 
-        The bytes [offset, offset + size) of every tensor are copied. ``num_tensors`` and ``data_type`` must be equal;
-        if ``size == -1``, the row shapes too (interface R8). Placement and batch size may differ.
+        ``num_tensors`` and ``data_type`` must be equal; if ``size == -1``, the row shapes too (interface R8).
 
         Args:
             dst, src: Continuous caches.
-            dst_batch_index, src_batch_index: Rows.
             offset: Bytes into the row.
             size: Bytes per tensor. Default: -1, to the end of the row.
-            req_id: Shown as ``req_id=N`` in log records and errors of this call (interface R9).
+            req_id: Shown as ``req_id=N`` in this call's log records and errors (interface R9).
 
         Raises:
             ParamError: A blocks cache, an index or range outside a row, descriptors that do not match.
@@ -313,13 +301,12 @@ class CacheManager(EngineUser):
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
-        ``Cache.create_cpu_cache`` makes the usual host side. Block size and ``num_tensors`` must be equal. At most four
-        threads copy, without a time limit. If the device needs staging, the first swap-in takes four device buffers of
-        one block (interface R10).
+        ``Cache.create_cpu_cache`` makes the usual host side. At most four threads copy, without a time limit. If the
+        device needs staging, the first swap-in takes four device buffers of one block (interface R10).
 
         Raises:
-            ParamError: Not blocks caches, sizes or counts differ, an index outside its cache, not one HOST and one
-                DEVICE, a zero or unmapped address, or a deallocated cache.
+            ParamError: Not blocks caches, not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, an index
+                outside its cache, a zero or unmapped address, overlapping tensors, a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
         Source: interface §6.9.
@@ -352,17 +339,16 @@ class CacheManager(EngineUser):
 
         Args:
             cache_key: Peer row, by key (only without RCA) or by id; its cluster id selects the link.
-            cache: Local continuous cache.
             size: Bytes per tensor. Default: -1, a local row; a longer peer row is truncated.
             src_layer_range, dst_layer_range: Layers, equally many. Default: None or empty, all.
             tensor_num_per_layer: Must divide ``num_tensors`` if a range is given (interface R14).
 
         Raises:
-            ParamError, CacheNotFound, NotLinked: A rule is broken, or no such cache, key, row or link. No byte has
-                moved, unless a NotLinked has a ``phase``.
+            ParamError, CacheNotFound, NotLinked: A broken rule, or no such cache, key, row or link. No byte has moved,
+                unless a NotLinked has a ``phase``.
             DeadlineExceeded: Longer than ``sync_kv_timeout``. The row is undefined; the link stays usable.
-            TransferFailed: The source was freed, rebound or unregistered during the copy. The row is undefined.
-            PeerLost: The peer died. The row is undefined; link again.
+            TransferFailed, PeerLost: The source was freed, rebound or unregistered during the copy; the peer died. The
+                row is undefined.
 
         Source: interface §6.10.
         """
@@ -403,14 +389,13 @@ class CacheManager(EngineUser):
 
         Args:
             src_cache_key: Peer cache or row; its cluster id selects the link.
-            dst_cache: Local blocks cache.
             src_blocks: Peer block numbers, only with a BlocksCacheKey; list, tuple or (extension) 1-D integer array.
             dst_blocks: Local block numbers.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
             grant: Permission for these blocks; the pull fails if it ends before the last byte. An extension.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked: As :meth:`pull_cache`; unequal block sizes are a ParamError (interface
+            ParamError, CacheNotFound, NotLinked: As :meth:`pull_cache`; ParamError for unequal block sizes (interface
                 R17).
             DeadlineExceeded, TransferFailed, GrantEnded, PeerLost: The addressed blocks are undefined.
 
@@ -437,22 +422,22 @@ class CacheManager(EngineUser):
     def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1, wait: bool = True) -> Grant:
         """Claim a grant of cluster ``cluster_id`` for :meth:`pull_blocks`. An extension.
 
-        The call waits for the owner's ``Cache.grant(..., token=token)``, within ``sync_kv_timeout``. From then on the
-        grant ends with the link. Call :meth:`Grant.release` after the last pull.
+        The call waits for the owner's ``Cache.grant(..., token=token)``, within ``sync_kv_timeout``. Then the grant
+        ends with the link. Call :meth:`Grant.release` after the last pull.
 
         Args:
             token: The grant's 16 bytes.
-            readers: Number of peers, 1 to 1024, that share the grant: the ranks of one engine. All must give the same.
-                The grant ends when all have released it.
-            wait: If False, the call does not wait for a grant that does not exist yet.
+            readers: Number of peers, 1 to 1024, that share the grant, equal in all their calls. It ends when all have
+                released it.
+            wait: If False, the call does not wait.
 
         Raises:
-            ParamError: Length of ``token``, or ``readers`` outside its range.
+            ParamError: ``token`` or ``readers`` outside its range.
             CacheMismatch: Another number of readers; the owner's policy refuses; too many blocks for a message.
             CacheNotFound: All readers have claimed it.
             GrantEnded, NotLinked, PeerLost: The grant, or the link to its owner, has ended.
             LinkError: Too many claims of this peer wait at the owner (``LLM_LINK_BUSY``).
-            DeadlineExceeded: The grant does not exist yet; ``budget_ms`` is 0 if ``wait`` is False. Retryable.
+            DeadlineExceeded: The owner has not made the grant yet; ``budget_ms`` is 0 if ``wait`` is False.
 
         Source: extension.
         """
@@ -482,7 +467,6 @@ class CacheManager(EngineUser):
 
         Args:
             dst_cache_key: Peer cache by id, and row.
-            src_cache: Local continuous cache.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`; a range must not be empty.
             size: Only -1, the whole row.
 
@@ -519,16 +503,14 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Push blocks of ``src_cache`` into a peer's blocks cache. Needs RCA; consumes nothing.
 
-        ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26). The peer is not notified.
+        ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26).
 
         Args:
             dst_cache_key: Peer cache by model id, or by cache id (an extension) with batch index 0 (interface R31).
-            src_cache: Local blocks cache.
-            src_blocks, dst_blocks: Local and peer block numbers, equally many.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`push_cache`.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked: As :meth:`push_cache`; unequal block sizes are a ParamError (interface
+            ParamError, CacheNotFound, NotLinked: As :meth:`push_cache`; ParamError for unequal block sizes (interface
                 R17).
             DeadlineExceeded, TransferFailed, PeerLost: The addressed blocks of the peer are undefined.
 

@@ -50,13 +50,11 @@ def raise_if_false(
     """Log a text at ERROR and raise it unless ``pred`` is true.
 
     Args:
-        pred: Any object; its truth counts.
         fmt: The text, a template for ``args`` in ``%`` or ``{}`` style.
         status_code: The exception's status.
 
     Raises:
-        ParamError: With ``LLM_PARAM_INVALID``.
-        LLMException: With another status.
+        ParamError, LLMException: With ``LLM_PARAM_INVALID``; with another status.
 
     Source: interface §1.3.
     """
@@ -67,7 +65,7 @@ def raise_if_false(
 def raise_if_true(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """Log a text at ERROR and raise it if ``pred`` is true; see :func:`raise_if_false`.
+    """Do as :func:`raise_if_false`, but if ``pred`` is true.
 
     Source: interface §1.3.
     """
@@ -80,13 +78,11 @@ def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: o
 
     Args:
         status: Any number; one without a name counts as ``LLM_FAILED``.
-        func_name: Caller's name for the text, such as ``"[pull_cache]"``.
+        func_name: Caller's name in the text, such as ``"[pull_cache]"``.
         other_info: End of the text.
 
     Raises:
-        ParamError: For ``LLM_PARAM_INVALID``.
-        LLMException: For any other failure.
-        TypeError: ``status`` is not an int.
+        ParamError, LLMException: As :func:`raise_if_false`.
 
     Source: interface §1.3.
     """
@@ -103,7 +99,7 @@ def _log_and_raise(text: str, status_code: LLMStatusCode) -> NoReturn:
 
 
 def _filled(fmt: str, args: tuple[object, ...]) -> str:
-    """Fill a template in either style; return it with the arguments if they do not fit."""
+    """Fill a template in either style; return both if the arguments do not fit."""
     if not args:
         return fmt
     try:
@@ -123,12 +119,9 @@ def check_isinstance(
     """Check the type of an argument and of a container's elements. **None passes by default.**
 
     Args:
-        name: The argument's name in the text.
-        value: The argument; a bool counts as int.
-        types: Allowed class or classes.
+        types: Allowed class or classes; a bool counts as int.
         inner: Those of its elements, of a dict's keys. Default: None, unchecked.
         extra_fmt: Begin of the text.
-        allow_none: Let None pass.
 
     Raises:
         TypeError: ``name only support [...] but got ...``, for an element ``name inner type only support [...]``;
@@ -148,10 +141,10 @@ def check_isinstance(
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
-    """Check the types of a dict's keys, values and, with ``v_inner``, the values' elements.
+    """Check the types of a dict's keys and values, with ``v_inner`` of the values' elements.
 
     Raises:
-        TypeError: Not a dict, or another type inside (``NoneArgument`` for None).
+        TypeError: Another type (``NoneArgument`` for None).
 
     Source: interface §1.3.
     """
@@ -164,8 +157,7 @@ def check_positive_or_set_default(name: str, value: object) -> int:
     """Return an int that is not negative, or -1 for None.
 
     Raises:
-        TypeError: Not an int.
-        ParamError: Negative.
+        TypeError, ParamError: Not an int; negative.
 
     Source: interface §1.3.
     """
@@ -211,8 +203,7 @@ def check_layer_range(name: str, layer_range: object) -> None:
     """Check a push's layer range: step 1 and ``0 <= start < stop``.
 
     Raises:
-        TypeError: Not a range (``NoneArgument`` for None).
-        ParamError: Another step, a negative start, or empty.
+        TypeError, ParamError: Not a range; another range.
 
     Source: interface §6.12.
     """
@@ -220,13 +211,10 @@ def check_layer_range(name: str, layer_range: object) -> None:
 
 
 def layer_range_to_tensor_indices(layer_range: range, tensor_num_per_layer: int = 2) -> list[int]:
-    """Return the tensor indices of some layers.
-
-    Layer k has ``[k * tensor_num_per_layer, (k + 1) * tensor_num_per_layer)``.
+    """Return layers' tensor indices: of layer k ``tensor_num_per_layer`` ones from ``k * tensor_num_per_layer``.
 
     Raises:
-        TypeError: Wrong types (``NoneArgument`` for None).
-        ParamError: A range with another step or a negative start, or no tensor per layer.
+        TypeError, ParamError: Wrong types; another step, a negative start, or no tensor per layer.
 
     Source: interface §5.
     """

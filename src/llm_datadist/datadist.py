@@ -1,7 +1,7 @@
 """LLMDataDist, one instance: ``init`` builds its engine, ``finalize`` takes it down (interface §3).
 
-Calls run in the caller's thread. An awaited call runs in a worker, and each of several clusters in its own thread.
-Imports that only ``init`` needs are late, so that importing the package stays quick.
+Calls run in the caller's thread, awaited calls in a worker, several clusters in a thread each. Imports that only
+``init`` needs are late, so that importing the package stays quick.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def check_timeout(timeout: object) -> None:
 class LLMDataDist:
     """One instance: links to peers, and publishes and moves KV caches.
 
-    Instances are independent; a process may have several (interface R20). An argument of a wrong type is a TypeError
-    (``NoneArgument`` for None). All but ``init``, ``finalize`` and ``cluster_id`` raise NotInitialized before ``init``
-    and after ``finalize``.
+    A process may have several independent instances (interface R20). A wrong type is a TypeError (``NoneArgument`` for
+    None). All but ``init``, ``finalize`` and ``cluster_id`` raise NotInitialized before ``init`` and after
+    ``finalize``.
 
     Threads: any, except that ``finalize`` must be alone (interface §11).
 
@@ -114,19 +114,17 @@ class LLMDataDist:
     def init(self, options: dict[str, str]) -> None:
         """Reserve the pools, start the listener and make the instance usable.
 
-        On an initialised instance the call does nothing. After ``finalize`` it may be called again. After an error
-        nothing is left; repeat the call.
+        On an initialised instance the call does nothing. After ``finalize``, or an error, it may be called again.
 
         Args:
-            options: From ``LLMConfig.generate_options()``, or written by hand; not changed. With ``llm.listenIpInfo``
-                the instance listens.
+            options: From ``LLMConfig.generate_options()``, or written by hand.
 
         Raises:
             TypeError: Not a dict of str to str.
-            ParamError: An option breaks its rule; the text names it.
+            ParamError: An option, named in the text, breaks its rule.
             OutOfMemory: A pool exceeds the host or its cgroup (interface R11), or no memory is left.
-            LinkError: The listen address cannot be bound (``LLM_FAILED``); the text names it.
-            LLMException: No descriptor, thread or room for a shared library is left (``LLM_FAILED``).
+            LinkError: The listen address cannot be bound (``LLM_FAILED``).
+            LLMException: No descriptor, thread or address space is left (``LLM_FAILED``).
 
         Source: interface §3.1.
         """
@@ -161,8 +159,8 @@ class LLMDataDist:
     def finalize(self) -> None:
         """Close links, listener, pools and tables; peers only see their links end.
 
-        Without ``init`` a no-op. Managers become unusable (interface R21); NumPy views stay readable. Inside another
-        call of this thread, as by a finalizer (``__del__``), it happens when that call ends.
+        Managers become unusable (interface R21); NumPy views stay readable. Inside another call of this thread, as by a
+        finalizer (``__del__``), it happens when that call ends.
 
         Raises:
             StateError: Called in the control thread, as by the garbage collector: it cannot wait for its own end.
@@ -210,12 +208,11 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to peers that listen, in parallel. Failures are returned, not raised.
+        """Link to peers that listen, in parallel. Failures are returned and logged, not raised.
 
-        Each link works both ways. Links that succeed stay; the reason of each failure is logged at WARNING. With
-        ``llm.TransferBackend`` both sides may link: the second call succeeds on the first one's link. In v1 mode only a
-        DECODER links, to all clusters or none: then the others get ``LLM_LINK_FAILED``. There a time-out is
-        ``LLM_WAIT_PROCESS_TIMEOUT``, a repeated id ``LLM_REPEAT_REQUEST``, and each cluster needs exactly one local ip.
+        Links that succeed stay, and work both ways. With ``llm.TransferBackend`` both sides may link. In v1 mode only a
+        DECODER links, to all clusters or none: the others get ``LLM_LINK_FAILED``, a time-out is
+        ``LLM_WAIT_PROCESS_TIMEOUT``, a repeated id ``LLM_REPEAT_REQUEST``; each needs one local ip.
 
         Args:
             clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is not empty), and
@@ -223,22 +220,21 @@ class LLMDataDist:
             timeout: Milliseconds for the whole call.
 
         Returns:
-            ``(status, statuses)``: SUCCESS or the last failing cluster's status, and one each with its ``error``
-                (extension). ``LLM_LINK_FAILED``: unreachable, refused or another cluster id. ``LLM_PARAM_INVALID``: not
-                one remote ip, or RCA differs. Also ``LLM_ALREADY_LINK``, ``LLM_TIMEOUT``.
+            ``(status, statuses)``: SUCCESS or the last failing cluster's, and one each with its ``error`` (extension):
+                ``LLM_ALREADY_LINK``, ``LLM_TIMEOUT``, ``LLM_LINK_FAILED`` (unreachable, refused, another id),
+                ``LLM_PARAM_INVALID`` (not one remote ip, RCA differs).
 
         Raises:
-            ParamError: ``timeout`` not above 0, or a cluster without local ip. Nothing is linked.
+            ParamError: ``timeout`` not above 0, or a cluster without local ip.
 
         Source: interface §3.4, §8.
         """
         return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True))
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
-        """Await :meth:`link_clusters`: the same arguments and results.
+        """Await :meth:`link_clusters`. Argument errors are raised at once.
 
-        Argument errors are raised at once. A cancelled call ends within ``timeout``, before ``CancelledError`` comes;
-        its links stay.
+        A cancelled call ends within ``timeout``, before ``CancelledError`` comes; its links stay.
 
         Source: interface §3.4; extension.
         """
@@ -278,9 +274,9 @@ class LLMDataDist:
         """Unlink clusters. A cluster that is not linked is a success; failures are returned.
 
         The call waits for running operations. Unless ``force`` is set, it also waits for the peer's agreement; after
-        ``LLM_TIMEOUT`` both sides keep the link. With ``llm.TransferBackend`` every unlink is forced. In v1 mode a
-        running pull is ``LLM_LINK_BUSY`` and the link stays; a cluster that is not linked has ``LLM_NOT_YET_LINK``, no
-        failure of the call; a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
+        ``LLM_TIMEOUT`` both sides keep the link. With ``llm.TransferBackend`` every unlink is forced. In v1 mode a link
+        with a running pull stays (``LLM_LINK_BUSY``), a cluster that is not linked has ``LLM_NOT_YET_LINK``, no failure
+        of the call, and a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
 
         Args:
             clusters: Each with ``remote_cluster_id`` and, unless forced or in v1 mode, one remote ip.
@@ -288,8 +284,7 @@ class LLMDataDist:
             force: If True, this side unlinks without the peer; operations that run at the timeout fail.
 
         Raises:
-            NoneArgument: A ``remote_cluster_id`` is not set.
-            ParamError: ``timeout`` not above 0.
+            NoneArgument, ParamError: A ``remote_cluster_id`` is not set; ``timeout`` not above 0.
             StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §3.4, §8.
@@ -297,10 +292,10 @@ class LLMDataDist:
         return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True))
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
-        """Await :meth:`unlink_clusters`: the same arguments and results.
+        """Await :meth:`unlink_clusters`. Argument errors are raised at once.
 
-        Argument errors are raised at once. A cancelled call ends within ``timeout``, before ``CancelledError`` comes;
-        each link is kept or gone, as after a timeout.
+        A cancelled call ends within ``timeout``, before ``CancelledError`` comes; each link is kept or gone, as after a
+        timeout.
 
         Source: interface §3.4; extension.
         """
@@ -337,12 +332,11 @@ class LLMDataDist:
         """Ping a peer and wait for its answer. Only in v1 mode.
 
         Raises:
-            StateError: In v2 mode (``LLM_PARAM_INVALID``); ``statistics().links`` has the states there.
+            StateError: In v2 mode (``LLM_PARAM_INVALID``); use ``statistics().links``.
             ParamError: Outside uint64, or this instance is not a DECODER.
-            NotLinked: There is no link to that cluster, or this side unlinked during the call.
+            NotLinked, PeerLost: There is no link, or it ended during the call.
             LinkError: A pull is running on the link (``LLM_LINK_BUSY``); repeat the call.
-            DeadlineExceeded: No answer within ``sync_kv_timeout`` (``LLM_WAIT_PROCESS_TIMEOUT``); the link is kept.
-            PeerLost: The link broke during the call; link again.
+            DeadlineExceeded: No answer within ``sync_kv_timeout`` (``LLM_WAIT_PROCESS_TIMEOUT``); the link stays.
 
         Source: interface §3.7.
         """
@@ -359,11 +353,11 @@ class LLMDataDist:
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id.
 
-        Every member calls this with the same arguments, in any order. :meth:`query_register_mem_status` is PREPARING,
-        then OK or FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are
-        used. A lost member is dialled again before OK, not after it. The lower cluster id listens on the first free of
-        eight ports, which ``comm_name`` selects in 27000-31999, or in the range LLM_DATADIST_LINK_PORTS ("low-high") of
-        all members. An attempt takes at most ``link_total_time / link_retry_count``, within 0.1 to 5 s.
+        Every member calls this with the same arguments. :meth:`query_register_mem_status` is PREPARING, then OK or
+        FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are used. A lost
+        member is dialled again before OK, not after it. The lower cluster id listens on the first free of eight ports,
+        which ``comm_name`` selects in 27000-31999, or in LLM_DATADIST_LINK_PORTS ("low-high"), equal at all members. An
+        attempt takes at most ``link_total_time / link_retry_count``, within 0.1 to 5 s.
 
         Args:
             comm_name: 1 to 127 characters, no NUL.
@@ -371,9 +365,8 @@ class LLMDataDist:
             rank_table: JSON object with ``server_list``, from which each rank has its address.
 
         Raises:
-            ParamError: An argument, table field or the environment's port range breaks its rule; the text names it.
-            StateError, LLMException: v1 mode (``LLM_PARAM_INVALID``); ``llm.TransferBackend``
-                (``LLM_FEATURE_NOT_ENABLED``).
+            ParamError: An argument, table field or the environment's port range, named in the text, breaks its rule.
+            StateError, LLMException: In v1 mode; with ``llm.TransferBackend``. Statuses as of :meth:`unlink`.
             LinkRefused: None of the ports is free on this host (``LLM_LINK_FAILED``).
 
         Source: interface §3.5, B2.3.
@@ -390,7 +383,7 @@ class LLMDataDist:
         """End a communicator, in any state, at this side only.
 
         The call waits for running operations within ``sync_kv_timeout``, then they fail. A link stays if
-        ``link_clusters`` made it or another communicator of this instance has it. The other members must unlink too.
+        ``link_clusters`` or another communicator needs it.
 
         Raises:
             ParamError: Outside uint64.
@@ -442,11 +435,7 @@ class LLMDataDist:
 
         With ``llm.listenIpInfo`` in the options the instance listens there, otherwise nowhere; other options are
         ignored. With ``llm.TransferBackend`` the listener stays. Caches, ids and keys stay. In v2 mode the role is a
-        label. v1 mode needs ``enable_switch_role``, another role and, for PROMPT, ``llm.listenIpInfo``.
-
-        Args:
-            role: The new role.
-            switch_options: A dict of options. Default: None, an empty one.
+        label.
 
         Raises:
             ParamError: ``llm.listenIpInfo`` is not ip:port; in v1 mode the same role, or PROMPT without it.
@@ -523,19 +512,19 @@ class LLMDataDist:
 
     @property
     def incarnation(self) -> str:
-        """Random hexadecimal id of this ``init``; tells processes of one cluster id apart. An extension."""
+        """Random hexadecimal id of this ``init``. An extension."""
         return self._require_engine("incarnation").store.exports.incarnation.hex()
 
     def statistics(self) -> Statistics:
-        """Return pools, caches, keys, pins, quarantine, grants, swap, links and operations. An extension."""
+        """Return the present :class:`~llm_datadist.metrics.Statistics`. An extension."""
         return self._require_engine("statistics").statistics()
 
     def explain(self, remote_cluster_id: int) -> LinkStatistics:
         """Return a link's state, its transports and the reason for them. An extension.
 
         Raises:
-            NotLinked: There is no link; the text has its last event. ``__cause__`` is the exception of a failed
-                ``link_clusters``.
+            NotLinked: There is no link; the text has its last event, ``__cause__`` a failed ``link_clusters``'
+                exception.
         """
         engine = self._require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()
@@ -550,7 +539,7 @@ class LLMDataDist:
 
 
 def _shutdown_handler() -> None:
-    """Let running layer-wise transfers end, then finalize; runs when the interpreter exits."""
+    """Let running layer-wise transfers end, then finalize, at the interpreter's exit."""
     live = list(LLMDataDist._live)
     for engine in [each._engine for each in live]:  # all before any finalize: one may send to another
         if engine is not None:
@@ -580,10 +569,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _import_late(options: Options) -> None:
-    """Import the modules that an engine with these options needs.
-
-    That reads files: without memory or descriptors ``init`` fails here.
-    """
+    """Import the modules that an engine with these options needs."""
     names = ["_transfer.engine"] + (
         ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
     )

@@ -80,7 +80,7 @@ class LLMStatusCode(IntEnum):
 
     @property
     def error(self) -> LLMException | None:
-        """The exception of a failure that linking or unlinking returned, else None. An extension."""
+        """The exception of a failure that linking or unlinking returned. An extension."""
         return vars(self).get("_error")
 
     def because(self, error: LLMException | None) -> LLMStatusCode:
@@ -132,7 +132,7 @@ class Status:
 class LLMException(RuntimeError):
     """Root of this library's exceptions.
 
-    Raised by hand, its status is ``LLM_SUCCESS`` (interface R29); the library never raises that status.
+    Raised by hand, its status is ``LLM_SUCCESS`` (interface R29); the library never raises that.
 
     Attributes:
         retryable: True if the same call may succeed later.
@@ -168,16 +168,16 @@ class LLMException(RuntimeError):
 
 
 class ParamError(LLMException, ValueError):
-    """An argument breaks a rule; the text names both (interface R1).
+    """An argument, which the text names, breaks a rule (interface R1).
 
-    Nothing was allocated, bound or written. Checks against the peer's cache follow one request.
+    No byte was written. Checks against the peer's cache follow one request.
     """
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class NoneArgument(LLMException, TypeError, AttributeError):
-    """None where it is not allowed; nothing has happened (interface R1)."""
+    """None where it is not allowed (interface R1)."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
@@ -200,7 +200,7 @@ class OutOfMemory(LLMException, MemoryError):
         requested: Bytes asked for, in whole pages.
         free: Free bytes.
         largest_hole: Bytes of the largest free range.
-        quarantined: Freed bytes that foreign writers still use; in v1 mode without a pool, inproc readers too.
+        quarantined: Freed bytes that foreign writers (v1 without a pool: inproc readers too) still use.
     """
 
     default_status = LLMStatusCode.LLM_OUT_OF_MEMORY
@@ -225,20 +225,20 @@ class OutOfMemory(LLMException, MemoryError):
 
 
 class CacheError(LLMException):
-    """A cache or a key, here or at the peer, does not allow the operation."""
+    """A cache or a key does not allow the operation."""
 
     default_status = LLMStatusCode.LLM_FAILED
 
 
 class CacheNotFound(CacheError, LookupError):
-    """The key or cache id is unknown: not published yet, consumed, removed or freed."""
+    """Unknown key or cache id: not published yet, consumed, removed or freed."""
 
     default_status = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     retryable = True
 
 
 class GrantEnded(CacheError):
-    """The grant has ended; the text has reason and age if its owner answered."""
+    """The grant has ended; the text has reason and age, if its owner answered."""
 
 
 class KeyInUse(CacheError):
@@ -248,13 +248,13 @@ class KeyInUse(CacheError):
 
 
 class CacheMismatch(CacheError, ParamError):
-    """The caches do not fit each other, or the peer refuses; no byte has moved."""
+    """The caches do not fit, or the peer refuses; no byte has moved."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class LinkError(LLMException):
-    """A link, or the listener, failed; other links are not touched."""
+    """A link or the listener failed; other links are not touched."""
 
     default_status = LLMStatusCode.LLM_LINK_FAILED
     retryable = True
@@ -274,7 +274,7 @@ class AlreadyLinked(LinkError):
 
 
 class LinkRefused(LinkError):
-    """The peer or this side refused the link; the text has the reason."""
+    """The peer or this side refused the link, for the text's reason."""
 
 
 class PeerLost(LinkError):
@@ -290,10 +290,7 @@ class AuthFailed(LinkError):
 
 
 class TransferFailed(LLMException):
-    """The source or destination ended during the copy, the transport failed or the peer refused.
-
-    The addressed bytes are undefined.
-    """
+    """The source or destination ended, or the transport failed; the addressed bytes are undefined."""
 
     default_status = LLMStatusCode.LLM_FAILED
     retryable = True
@@ -306,16 +303,15 @@ class TransferAborted(TransferFailed):
 class ChecksumMismatch(TransferFailed):
     """Source and destination differ after a transfer; the addressed bytes are undefined.
 
-    Other attributes than ``tensors`` locate the first difference; -1 if unknown. A row of a continuous cache counts as
-    a block.
+    All but ``tensors`` locate the first difference; -1 if unknown. Rows of continuous caches count as blocks.
 
     Attributes:
         cache_id: Id of the peer's cache.
         tensors: Least number of tensors that differ.
-        local_tensor: Tensor of the local cache.
-        local_block: Its block.
-        remote_tensor: Tensor of the peer's cache.
-        remote_block: Its block.
+        local_tensor: Local tensor.
+        local_block: Local block.
+        remote_tensor: Peer's tensor.
+        remote_block: Peer's block.
     """
 
     def __init__(
@@ -344,8 +340,8 @@ class DeadlineExceeded(LLMException, TimeoutError):
     """The call's time is over; the link stays usable.
 
     Attributes:
-        budget_ms: The call's budget in milliseconds.
-        elapsed_ms: Milliseconds since its begin.
+        budget_ms: The call's budget.
+        elapsed_ms: Time since its begin.
     """
 
     default_status = LLMStatusCode.LLM_TIMEOUT

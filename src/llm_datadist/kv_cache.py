@@ -28,8 +28,8 @@ __all__ = ["KvCache", "Tensor", "TensorDesc"]
 class KvCache:
     """Handle of a KvCacheManager's cache, or of host memory for ``swap_blocks``. Not made by users.
 
-    The manager's next call deallocates the cache of a dropped handle, so keep the handle while its addresses are in
-    use. ``copy`` returns the handle itself; pickling it is a TypeError.
+    Keep it while its addresses are in use: the manager's next call deallocates the cache of a dropped handle. ``copy``
+    returns the handle itself; pickling it is a TypeError.
 
     Source: interface §4.
     """
@@ -45,12 +45,11 @@ class KvCache:
         """Return a blocks cache (id -1, not registered) over the caller's host memory, for ``swap_blocks``.
 
         Args:
-            cache_desc: Placement HOST.
             addrs: One address per tensor, or a list with one such list.
 
         Raises:
             TypeError: Wrong types; ``addrs`` must be a list (``NoneArgument`` for None).
-            ParamError: Another placement, mixed elements, another number of addresses than ``num_tensors``, of lists
+            ParamError: Placement not HOST, mixed elements, another number of addresses than ``num_tensors``, of lists
                 than 1.
 
         Source: interface §4 (KvCache).
@@ -105,13 +104,9 @@ class KvCache:
 class TensorDesc:
     """Element type and shape of a tensor.
 
-    Args:
-        dtype: Element type.
-        shape: List or tuple of int64, none negative.
-
     Raises:
         TypeError: Wrong types (``NoneArgument`` for None).
-        ParamError: A dimension outside its range.
+        ParamError: A negative dimension, or one outside int64.
 
     Source: interface §8.
     """
@@ -142,13 +137,13 @@ class Tensor:
     Args:
         data: C-contiguous array of native byte order, text included; another Tensor; or an address of host memory,
             which must outlive the tensor.
-        tensor_desc: Type and shape; required for an address. Default: None, the array's. With ``DT_BF16`` the array has
-            the bit patterns as ``uint16`` or ``float16``.
+        tensor_desc: Required for an address. Default: None, the array's. With ``DT_BF16`` the array has the bit
+            patterns as ``uint16`` or ``float16``.
 
     Raises:
         TypeError: A wrong type of an argument (``NoneArgument`` for None).
-        ParamError: Also a RuntimeError. An unsupported element type, an array that is not contiguous, another shape or
-            type than ``tensor_desc``, an address without ``tensor_desc``.
+        ParamError: An unsupported element type, an array that is not contiguous, another shape or type than
+            ``tensor_desc``, an address without it.
 
     Source: interface §8.
     """
@@ -186,8 +181,7 @@ class Tensor:
         ``DT_BF16`` is always copied, to float32.
 
         Raises:
-            TypeError: ``copy`` is not a bool.
-            ParamError: Also a RuntimeError: text (``DT_STRING``) without ``copy``.
+            ParamError: Text (``DT_STRING``) without ``copy``.
 
         Source: interface §8.
         """
@@ -223,5 +217,5 @@ def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     dtype = numpy_type("tensor_desc.dtype", desc.dtype)
     nbytes = math.prod(desc.shape) * desc.dtype.itemsize
     check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
-    check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
+    check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes there are outside [1, 2**64)")
     return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc

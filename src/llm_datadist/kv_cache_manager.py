@@ -60,17 +60,13 @@ _ARGUMENTS: Final[Rules] = {
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode; ``LLMDataDist.kv_cache_manager`` returns it.
 
-    A PROMPT binds and removes keys; a DECODER links and pulls. A MIX may do neither, except give blocks caches a key.
-    All caches are on the device.
+    A PROMPT binds and removes keys; a DECODER links and pulls; else ParamError. A MIX may only give blocks caches a
+    key. All caches are on the device. "v2" below is the method of the same name of
+    :class:`~llm_datadist.cache_manager.CacheManager`.
 
-    "v2" below is the method of the same name of :class:`~llm_datadist.cache_manager.CacheManager`.
-
-    v1 statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for v2's ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` for
-    ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same.
-
-    Errors of every method: after ``finalize`` StateError with ``LLM_ENGINE_FINALIZED`` (interface R21), except
-    ``is_initialized``; TypeError for a wrong type (``NoneArgument`` for None); CacheError (``LLM_PARAM_INVALID``) for a
-    ``KvCache`` of another LLMDataDist or ``init``.
+    The errors are v2's, with v1's statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for ``LLM_TIMEOUT``,
+    ``LLM_DEVICE_OUT_OF_MEMORY`` for ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use. After ``finalize``
+    ``is_initialized`` still works.
 
     Threads: any.
 
@@ -112,13 +108,12 @@ class KvCacheManager(EngineUser):
         own (interface R12). It is freed once the cache is deallocated *and* its keys are pulled or removed.
 
         Args:
-            cache_desc: ``num_tensors`` tensors of ``shape``; placement DEVICE.
+            cache_desc: Placement DEVICE.
             cache_keys: At most ``shape[0]`` keys, only at a PROMPT.
 
         Raises:
-            ParamError: HOST placement, impossible shape, more keys than rows, keys at another role.
-            KeyInUse: Another cache has the key (``LLM_FAILED``).
-            OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
+            ParamError: HOST placement, impossible shape, too many keys, keys at another role.
+            KeyInUse, OutOfMemory: As v2; nothing was allocated or bound.
 
         Source: interface §8.
         """
@@ -130,9 +125,7 @@ class KvCacheManager(EngineUser):
         return self._allocate("allocate_cache", cache_desc, CacheKind.CACHE, keys)
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> KvCache:
-        """Allocate a blocks (paged) cache on the device: ``shape[0]`` blocks per tensor.
-
-        The memory is that of :meth:`allocate_cache`.
+        """Allocate a blocks (paged) cache on the device, in the memory of :meth:`allocate_cache`.
 
         Args:
             cache_desc: Placement DEVICE.
@@ -140,8 +133,7 @@ class KvCacheManager(EngineUser):
 
         Raises:
             ParamError: HOST placement, impossible shape, a key at a DECODER.
-            KeyInUse: A blocks cache has that ``model_id`` (``LLM_FAILED``).
-            OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
+            KeyInUse, OutOfMemory: As v2; nothing was allocated or bound.
 
         Source: interface §8.
         """
@@ -159,9 +151,7 @@ class KvCacheManager(EngineUser):
             return KvCache(calls.allocate(self._engine, call, cache_desc, kind, keys), self._forgotten)
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Deallocate a cache of either kind; empties ``per_device_tensor_addrs``.
-
-        As v2's ``deallocate_cache`` and ``deallocate_blocks_cache``.
+        """Deallocate a cache of either kind, as v2; empties ``per_device_tensor_addrs``.
 
         Raises:
             ParamError: A CPU cache: the caller owns its memory.
@@ -174,12 +164,7 @@ class KvCacheManager(EngineUser):
             calls.deallocate(engine, "deallocate_cache", handle)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, only at a PROMPT; running and later pulls by it fail.
-
-        A deallocated cache is freed with its last key. Unknown keys and placeholders: no-op.
-
-        Raises:
-            ParamError: Another role than PROMPT.
+        """Unbind a key, as v2. Only at a PROMPT.
 
         Source: interface §8.
         """
@@ -202,8 +187,8 @@ class KvCacheManager(EngineUser):
         """Copy a range of a row to the same place of another row, as v2.
 
         Raises:
-            CacheNotFound, ParamError: As v2; ParamError for a CPU cache.
-            DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed bytes are undefined.
+            ParamError, CacheNotFound: As v2; ParamError for a CPU cache.
+            DeadlineExceeded: The addressed bytes are undefined.
 
         Source: interface §8.
         """
@@ -213,11 +198,11 @@ class KvCacheManager(EngineUser):
             calls.copy_cache(engine, _ARGUMENTS, given, req_id)(engine.deadline())
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
+        """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order.
 
         Raises:
-            CacheNotFound, ParamError: As v2; ParamError for a CPU cache.
-            DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed blocks are undefined.
+            ParamError, CacheNotFound: As v2; ParamError for a CPU cache.
+            DeadlineExceeded: The addressed blocks are undefined.
 
         Source: interface §8.
         """
@@ -226,14 +211,12 @@ class KvCacheManager(EngineUser):
             calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(engine.deadline())
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
-        """Copy blocks between device and host memory: ``{src_block: dst_block}``, in order.
+        """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
 
-        As v2, but ``KvCache.create_cpu_cache`` makes the host side, and a row of a continuous cache counts as a block.
+        ``KvCache.create_cpu_cache`` makes the host side. A row of a continuous cache counts as a block.
 
         Raises:
-            ParamError: Sizes or counts differ, an index outside its cache, not one HOST and one DEVICE, a zero or
-                unmapped address, or a deallocated cache.
-            OutOfMemory: No device memory for the staging buffers (``LLM_DEVICE_OUT_OF_MEMORY``).
+            ParamError, OutOfMemory: As v2, except for continuous caches.
 
         Source: interface §8.
         """
@@ -249,11 +232,8 @@ class KvCacheManager(EngineUser):
 
         Writes to its ``numpy()`` are writes to the cache, except for ``DT_BF16``, which is copied to float32.
 
-        Args:
-            tensor_index: int32 in [0, num_tensors).
-
         Raises:
-            ParamError: The index is outside, the cache was deallocated, or its elements are text (``DT_STRING``).
+            ParamError: ``tensor_index`` outside [0, num_tensors), a deallocated cache, or text (``DT_STRING``).
 
         Source: interface §8.
         """
@@ -282,18 +262,17 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Pull a row of a PROMPT's continuous cache into row ``batch_index`` of ``kv_cache``.
 
-        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5).
+        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5). Only at a
+        DECODER.
 
         Args:
             cache_key: The PROMPT's row, by key or by id.
-            kv_cache: Local continuous cache.
             size: Bytes per tensor. Default: -1, the local row after ``dst_cache_offset``.
             src_cache_offset, dst_cache_offset: Bytes into the row of every tensor. Default: None, 0.
 
         Raises:
-            CacheNotFound, NotLinked, TransferFailed, PeerLost: As v2.
-            ParamError: As v2, and at another role than DECODER.
-            DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``. The row is undefined; the link stays usable.
+            ParamError, CacheNotFound, NotLinked: As v2.
+            DeadlineExceeded, TransferFailed, PeerLost: As v2; the row is undefined.
 
         Source: interface §8.
         """
@@ -324,16 +303,15 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Pull blocks of a PROMPT's cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in order.
 
-        The order is that of the lists (interface R26). Nothing is consumed.
+        The order is that of the lists (interface R26). Nothing is consumed. Only at a DECODER.
 
         Args:
             prompt_cache_key: The PROMPT's cache; its cluster id selects the link.
-            decoder_kv_cache: Local blocks cache.
             prompt_blocks, decoder_blocks: Block numbers, not empty and equally many.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: As :meth:`pull_cache`;
-                unequal block sizes are a ParamError (interface R17).
+            ParamError, CacheNotFound, NotLinked: As v2.
+            DeadlineExceeded, TransferFailed, PeerLost: As v2; the addressed blocks are undefined.
 
         Source: interface §8.
         """
@@ -362,11 +340,10 @@ class KvCacheManager(EngineUser):
     ) -> CacheTask:
         """Push a cache to peers' addresses layer by layer. Only at a PROMPT.
 
-        Arguments and results are v2's without RCA; a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``. The DECODER links, and
-        tells its ``per_device_tensor_addrs`` by other means.
+        As v2 without RCA. The DECODER links, and tells its ``per_device_tensor_addrs`` by other means.
 
         Raises:
-            ParamError, CacheNotFound: As v2; ParamError at another role than PROMPT.
+            ParamError, CacheNotFound: As v2.
 
         Source: interface §8, §6.14.
         """

@@ -35,9 +35,6 @@ class DurationStatistics:
 
     Attributes:
         transport: Transport that moved the bytes; empty inside this process, and if none was chosen.
-        count: Operations.
-        nbytes: Bytes moved.
-        seconds: Sum of the durations.
         buckets: ``buckets[i]`` operations took at most ``DURATION_BOUNDS[i]`` seconds, but more than the bound before.
             The last bucket has no bound.
     """
@@ -49,14 +46,14 @@ class DurationStatistics:
     buckets: tuple[int, ...]
 
     def quantile(self, share: float) -> float:
-        """Return an upper bound, in seconds, of this quantile; see :func:`quantile`."""
+        """Return an upper bound, in seconds, of a quantile."""
         return quantile(self.buckets, share)
 
 
 def quantile(buckets: Sequence[int], share: float) -> float:
     """Return the upper bound, in seconds, of the bucket that contains a quantile.
 
-    For durations above 1.024 µs, at most twice the true value. Without operations 0.0; ``inf`` beyond the last bound.
+    Above 1.024 µs at most twice the true value. Without operations 0.0; ``inf`` beyond the last bound.
     """
     needed, seen = share * sum(buckets), 0
     if not needed:
@@ -73,13 +70,12 @@ class OperationStatistics:
     """Totals of one operation (``pull_blocks``, ``copy_cache``, ...) since ``init``.
 
     Attributes:
-        name: The operation.
         count: Operations that ended, failed ones included.
         errors: Operations that raised.
         nbytes: Bytes moved.
         seconds: Sum of the durations.
         failures: ``errors`` by exception class name.
-        transports: The same by transport; sums to the totals.
+        transports: The same by transport.
     """
 
     name: str
@@ -91,7 +87,7 @@ class OperationStatistics:
     transports: tuple[DurationStatistics, ...] = ()
 
     def quantile(self, share: float) -> float:
-        """Return an upper bound, in seconds, of this quantile over all transports; see :func:`quantile`."""
+        """Return an upper bound, in seconds, of a quantile over all transports."""
         return quantile(
             [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
         )
@@ -131,10 +127,10 @@ class GrantStatistics:
         active: Grants that have not ended.
         claimed: Their claims that were not released.
         waiting: Claims of grants that do not exist yet.
-        released: Grants that ended because all readers released them.
+        released: Grants that all readers released.
         expired: Grants whose lifetime ended.
         revoked: Grants ended by ``Grant.revoke``.
-        lost: Grants that ended because the link to a reader was lost.
+        lost: Grants that lost the link to a reader.
     """
 
     active: int
@@ -148,7 +144,7 @@ class GrantStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SwapStatistics:
-    """Worker threads of ``swap_blocks``, and bytes of its staging buffers on the device (interface R10)."""
+    """Worker threads of ``swap_blocks`` and bytes of its staging buffers (interface R10)."""
 
     workers: int
     staging_bytes: int
@@ -161,11 +157,11 @@ class LinkStatistics:
     Attributes:
         transport: Transport for the peer's pools.
         private_transport: Transport for the peer's non-pool memory; None if no transport reaches it.
-        reason: One line: the reason for these transports.
+        reason: Reason for these transports.
         resolved: Cached resolutions.
         verified_bytes: Bytes of this side's pulls and pushes whose checksums agreed (``llm.Checksum``).
-        sealed: Both sides have authenticated each other; all bytes that leave this host are encrypted.
-        authenticated_at: Time of the last authentication, seconds since the epoch (``llm.MaxLinkAge``), or None.
+        sealed: Both sides are authenticated; all bytes that leave this host are encrypted.
+        authenticated_at: Last authentication, seconds since the epoch (``llm.MaxLinkAge``), or None.
         progress_seconds: CPU seconds of UCX's threads for this link; 0 unless the transport is nixl.
         peer_incarnation: The peer's :attr:`LLMDataDist.incarnation`.
     """
@@ -202,11 +198,9 @@ class CommunicatorStatistics:
     """One communicator, as ``explain_communicator()`` returns it.
 
     Attributes:
-        comm_id: Id from ``link()``.
-        name: The communicator's name.
         status: ``PREPARING``, ``OK`` or ``FAILED``.
         reason: Cause of the failure; while preparing, the last obstacle.
-        members: Cluster ids of all members, in the order of their ranks.
+        members: Cluster ids of all members, by rank.
         waiting_for: Cluster ids of the missing members.
     """
 
@@ -224,18 +218,11 @@ class Statistics:
 
     Attributes:
         pools: One :class:`~llm_datadist._memory.pool.PoolStatistics` per configured pool.
-        caches: Counts and bytes of caches.
-        keys: Every bound key.
         pins: Pins of peers on caches.
         unknown_releases: Releases without a pin: it expired, its peer was lost, or the release came first.
         quarantined_bytes: Freed pool bytes that a foreign writer still uses.
         lost_writers: Peers without a link that have not ended a write into this memory; they may be stopped.
-        grants: Grants of this instance.
-        swap: The engine of ``swap_blocks``.
-        links: Every link.
         redials: Lost links that are dialled again.
-        communicators: Communicators from ``link()`` to ``unlink()``.
-        operations: Totals per operation.
         links_lost: Links that ended without unlinking, by cause: ``connection`` (broken or closed), ``process_ended``,
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).

@@ -93,7 +93,7 @@ _collectors: WeakKeyDictionary[CollectorRegistry, StatisticsCollector] = WeakKey
 def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> StatisticsCollector:
     """Export ``datadist`` while it is initialised; return the registry's only collector.
 
-    ``registry.unregister`` of it ends the export of every registered instance.
+    ``registry.unregister`` of it ends all exports.
     """
     with _registering:
         collector = _collectors.setdefault(registry, StatisticsCollector())

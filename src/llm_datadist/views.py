@@ -1,7 +1,7 @@
 """NumPy and torch arrays over a cache's memory, without a copy. An extension.
 
-Arrays of a pool cache keep the pool mapped: after ``deallocate`` they show the pool's next content, without a crash.
-Arrays over registered memory are valid as long as that memory.
+Arrays of a pool cache keep the pool mapped, and after ``deallocate`` show its next content. Arrays over registered
+memory are valid as long as that memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["numpy_type", "tensor_views", "torch_views"]
 
-# NumPy has no bfloat16: its bits as uint16 (torch_views gives torch.bfloat16). Text has no array type.
+# NumPy has no bfloat16: its bits as uint16. Text has no array type.
 _NUMPY = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
 del _NUMPY[DataType.DT_STRING]
 
 
 def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
-    """Return one array per tensor of ``cache``, with its shape and type, over its memory.
-
-    ``DT_BF16`` comes as ``uint16`` bit patterns.
+    """Return one array per tensor of ``cache``, over its memory; ``DT_BF16`` as ``uint16`` bit patterns.
 
     Raises:
         TypeError: Not a Cache.
@@ -64,7 +62,7 @@ def torch_views(cache: Cache) -> list[torch.Tensor]:
 
     Raises:
         LLMException: torch is not installed (``LLM_FEATURE_NOT_ENABLED``).
-        TypeError, ParamError: As :func:`tensor_views`; also for an unsigned type that torch does not have.
+        TypeError, ParamError: As :func:`tensor_views`; also for an unsigned type that torch lacks.
     """
     try:
         import torch

@@ -131,9 +131,9 @@ def operand(name: str, cache: object) -> int | Operand:
 
 
 def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:
-    """Return the name of a peer's cache; ``row`` False: for blocks, which have no row.
+    """Return the name of a peer's cache; ``row`` False: for blocks.
 
-    ``own_cluster_id``: refused as the peer of a pull (interface R28); None for a push.
+    ``own_cluster_id`` is refused as the peer of a pull (interface R28); None for a push.
     """
     given = check_type(name, index, CacheIndex)
     cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)

@@ -54,24 +54,20 @@ _NO_OPTIONS: Final[dict[str, str]] = {}
 
 @public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"), Initialize="_undo_initialize")
 class LlmDataDist:
-    """One instance, with the calls of the C++ class.
+    """One instance, with the calls of the C++ class; each docstring names its Python call.
 
-    Docstrings name the Python call with the same effect, and the differences. Every call returns ``LLM_FAILED`` before
-    Initialize, and if the operating system refuses something. A dropped object serves until Finalize or its process's
-    end.
-
-    Transfers (Pull, Push) need a link. Of local caches they read ``cache_id`` only; only PushKvCache consumes a key,
-    that of the peer's row. Their statuses, besides those each call lists: ``LLM_PARAM_INVALID``,
+    Every call returns ``LLM_FAILED`` before Initialize, and if the operating system refuses something. A dropped object
+    serves until Finalize or its process's end. Transfers (Pull, Push) need a link. Of local caches they read
+    ``cache_id`` only. Only PushKvCache consumes a key, that of the peer's row. Their statuses: ``LLM_PARAM_INVALID``,
     ``LLM_KV_CACHE_NOT_EXIST``, ``LLM_NOT_YET_LINK``: no byte has moved. ``LLM_TIMEOUT``: longer than
-    ``OPTION_SYNC_CACHE_WAIT_TIME``; the link stays usable (interface R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died;
-    link again. ``LLM_FAILED``: the peer's cache was freed or unregistered during the copy. After the last three the
-    destination is undefined.
+    ``OPTION_SYNC_CACHE_WAIT_TIME``; the link stays usable (interface R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died.
+    ``LLM_FAILED``: the peer's cache was freed or unregistered during the copy. After these three the destination is
+    undefined.
 
     Threads: any, except that Finalize must be alone (interface §11).
 
     Args:
-        cluster_id: uint64, unique among all instances that link to each other. Initialize checks it.
-        role: A label. Initialize checks it.
+        cluster_id, role: As of LLMDataDist; Initialize checks them.
         device: Memory behind kDevice. Default: None, host memory. An extension.
 
     Raises:
@@ -89,18 +85,16 @@ class LlmDataDist:
         self._errors = threading.local()
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
-        """Reserve the pools, start the listener and make the instance usable.
+        """Reserve the pools, start the listener and make the instance usable, as ``LLMDataDist.init``.
 
-        CacheManager mode with RCA, in spite of options. On an initialised instance the call does nothing; after
-        Finalize it may be called again.
+        Always in CacheManager mode with RCA, in spite of options.
 
         Args:
             options: ``OPTION_*`` keys, and every option of ``LLMDataDist.init``. ``OPTION_DEVICE_ID`` is required.
                 ``llm.MemPoolConfig`` and ``llm.HostMemPoolConfig`` size the pools of AllocateCache.
 
         Returns:
-            ``LLM_PARAM_INVALID``: a cluster id outside uint64, ``kEnd``, an option that breaks its rule.
-                ``LLM_OUT_OF_MEMORY``: a pool exceeds the host. ``LLM_FAILED``: the address cannot be bound.
+            Statuses of ``LLMDataDist.init``'s errors; ``LLM_PARAM_INVALID`` for ``kEnd`` too.
 
         Source: interface §9, §3.1.
         """
@@ -164,13 +158,12 @@ class LlmDataDist:
         """Link to peers that listen, as ``LLMDataDist.link_clusters``.
 
         Args:
-            clusters: Each with one remote ip and port, and a local ip unless ``OPTION_LOCAL_COMM_RES`` or
-                ``OPTION_LISTEN_IP_INFO`` was given.
+            clusters: A local ip is needed unless ``OPTION_LOCAL_COMM_RES`` or ``OPTION_LISTEN_IP_INFO`` was given.
             timeout: Milliseconds for the whole call, int32 above 0.
 
         Returns:
-            ``(status, statuses)``: the last failing cluster's status, and one each; ``(LLM_PARAM_INVALID, [])`` for a
-                wrong argument: no cluster, a bad address, ``timeout`` not above 0. Then nothing has happened.
+            ``(status, statuses)``; ``(LLM_PARAM_INVALID, [])`` for no cluster, a bad address or ``timeout``: nothing
+                has happened.
 
         Source: interface §9, §3.4.
         """
@@ -186,11 +179,6 @@ class LlmDataDist:
         self, clusters: list[ClusterInfo], timeout: int = 1000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """Unlink clusters, as ``LLMDataDist.unlink_clusters``.
-
-        Args:
-            clusters: Each with ``remote_cluster_id`` and, unless forced, one remote ip.
-            timeout: As :meth:`LinkLlmClusters`.
-            force: If True, this side unlinks without the peer.
 
         Returns:
             As :meth:`LinkLlmClusters`; ``LLM_TIMEOUT`` for a cluster that did not agree in time: its link stays.
@@ -208,12 +196,8 @@ class LlmDataDist:
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
         """Change the role; start, move or stop the listener. As ``LLMDataDist.switch_role``.
 
-        ``OPTION_ENABLE_SET_ROLE`` is not needed.
-
         Args:
-            role: The new role; the same one is allowed.
-            options: With ``OPTION_LISTEN_IP_INFO`` the instance listens there, otherwise nowhere. Other keys are
-                ignored.
+            options: With ``OPTION_LISTEN_IP_INFO`` the instance listens there, otherwise nowhere.
 
         Returns:
             ``LLM_EXIST_LINK``: a link exists. ``LLM_PARAM_INVALID``: ``kEnd``, or not ip:port. ``LLM_FAILED``: the
@@ -231,19 +215,13 @@ class LlmDataDist:
     def RegisterKvCache(
         self, cache_desc: CacheDesc, addrs: list[int], cfg: RegisterCfg = _NO_CFG
     ) -> tuple[LLMStatusCode, int | None]:
-        """Register memory of the caller as a cache, usable by row and by block; changes no byte.
+        """Register memory of the caller, as ``CacheManager.register_cache``; usable by row and block.
 
-        It must stay mapped until UnregisterKvCache or Finalize has returned.
-
-        Args:
-            cache_desc: ``num_tensors`` tensors of ``shape``.
-            addrs: Address of each, uint64, not zero.
-            cfg: Reserved.
+        It must stay mapped until UnregisterKvCache or Finalize has returned. ``cfg`` is reserved.
 
         Returns:
             ``(LLM_SUCCESS, cache_id)``, an id that no earlier Initialize of this process has used;
-                ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, wrong number of addresses, a zero or unmapped
-                address.
+                ``(LLM_PARAM_INVALID, None)``.
 
         Source: interface §9, §6.6.
         """
@@ -260,8 +238,8 @@ class LlmDataDist:
         """Unregister a cache, as ``CacheManager.unregister_cache``.
 
         Returns:
-            ``LLM_SUCCESS``: no call and no peer uses the memory; also for an unknown id. ``LLM_PARAM_INVALID``: an id
-                outside int64. ``LLM_TIMEOUT``: the memory is in use; the cache stays registered.
+            ``LLM_SUCCESS``: no call and no peer uses the memory. ``LLM_TIMEOUT``: the memory is in use; the cache stays
+                registered.
 
         Source: interface §9, §6.7.
         """
@@ -277,8 +255,8 @@ class LlmDataDist:
 
         Returns:
             ``(LLM_SUCCESS, cache)``; its addresses stay mapped while the struct lives. ``(LLM_PARAM_INVALID, None)``:
-                an impossible descriptor, or no pool for that placement (interface R12). ``(LLM_OUT_OF_MEMORY, None)``:
-                the pool is exhausted; nothing was allocated.
+                an impossible descriptor, or no pool (interface R12). ``(LLM_OUT_OF_MEMORY, None)``: nothing was
+                allocated.
 
         Source: interface §9, §6.1.
         """
@@ -298,9 +276,6 @@ class LlmDataDist:
         """Deallocate a cache; unknown, freed and registered ids: ``LLM_SUCCESS`` without effect.
 
         Running reads of peers fail. The memory is reused once no peer writes it.
-
-        Returns:
-            ``LLM_PARAM_INVALID``: an id outside int64.
 
         Source: interface §9, §6.2.
         """
@@ -369,9 +344,9 @@ class LlmDataDist:
         size: int = -1,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Push a row of ``src_cache``, on kDevice (interface R16), into a row of a peer's cache.
+        """Push a row of ``src_cache`` into a row of a peer's cache.
 
-        As ``CacheManager.push_cache``.
+        As ``CacheManager.push_cache``; ``src_cache`` is on kDevice (interface R16).
 
         Source: interface §9, §6.12.
         """
@@ -427,9 +402,8 @@ class LlmDataDist:
         The source comes first and is on kDevice. Only ``cache_id`` is read.
 
         Returns:
-            ``LLM_PARAM_INVALID``: a source on kHost, an index or range outside a row, descriptors that do not match.
-                ``LLM_KV_CACHE_NOT_EXIST``: no such cache. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``;
-                the addressed bytes are undefined.
+            ``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``: nothing was copied. ``LLM_TIMEOUT``: the addressed bytes
+                are undefined.
 
         Source: interface §9, §6.5.
         """
@@ -458,19 +432,18 @@ class LlmDataDist:
         """Copy blocks: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every list k, in order.
 
         Device to device, device to host and host to device; list by list (interface R26). A ``cache_id`` from 1 names a
-        cache; -1 on kHost is host memory at ``tensor_addrs``.
+        cache; -1 on kHost is host memory at ``tensor_addrs``. Source and destination may be one cache.
 
         Args:
-            src_cache, dst_cache: Caches; may be the same.
             src_blocks: Block numbers, not empty. A 1-D integer NumPy array is allowed (extension).
             dst_blocks_list: At least one list, each as long as ``src_blocks``.
 
         Returns:
             ``LLM_PARAM_INVALID``: host to host, an empty list, unequal lengths, block sizes or ``num_tensors``, an
-                index outside its cache, tensors that overlap without being the same; nothing was copied.
-                ``LLM_KV_CACHE_NOT_EXIST``: no such cache. ``LLM_OUT_OF_MEMORY``: no staging memory on the device
-                (interface R10). ``LLM_TIMEOUT``: a copy on the device exceeded ``OPTION_SYNC_CACHE_WAIT_TIME``; the
-                addressed blocks are undefined. Other copies have no limit (interface R6).
+                index outside its cache, overlapping tensors; nothing was copied. ``LLM_KV_CACHE_NOT_EXIST``: no such
+                cache. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (interface R10). ``LLM_TIMEOUT``: a copy
+                on the device exceeded ``OPTION_SYNC_CACHE_WAIT_TIME``; the addressed blocks are undefined. Other copies
+                have no limit (interface R6).
 
         Source: interface §9.
         """
@@ -549,6 +522,6 @@ def _not_initialized(what: str) -> NotInitialized:
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
-    """Check that a source is on kDevice; ids are never reused, so the call uses that cache."""
+    """Check that a source is on kDevice; ids are never reused."""
     placement = engine.store.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")

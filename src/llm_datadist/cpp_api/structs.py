@@ -95,7 +95,6 @@ class CacheDesc:
     """Geometry of a cache, with C++'s defaults; not :class:`llm_datadist.CacheDesc`.
 
     Attributes:
-        placement: Place of the memory.
         num_tensors: uint32.
         data_type: Element type; a call needs one.
         shape: Shape of one tensor, int64; ``shape[0]`` counts batch rows or blocks.
@@ -110,10 +109,7 @@ class CacheDesc:
 
 
 class Mapped:
-    """Reference that keeps a cache's memory mapped while the struct lives.
-
-    A copy of the struct shares it; in another process it is empty.
-    """
+    """Reference that keeps a cache's memory mapped; empty in another process."""
 
     __slots__ = ("_views",)
 

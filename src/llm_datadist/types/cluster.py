@@ -19,8 +19,8 @@ def trans_str_ip(ip: str, name: str = "ip") -> int:
     """Pack dotted IPv4 text, the first octet lowest: "1.2.3.4" is 0x04030201.
 
     Raises:
-        ParamError: ``ip`` is not an IPv4 address (also a RuntimeError); the text calls it ``name``.
-        TypeError: ``ip`` is not a str.
+        ParamError: Not an IPv4 address; the text calls it ``name``.
+        TypeError: Not a str.
 
     Source: interface §2.1.
     """
@@ -69,8 +69,8 @@ def _role(name: str, value: object) -> LLMRole | int:
 class LLMClusterInfo:
     """One cluster to link or to unlink.
 
-    The remote endpoint is the peer's ``listen_ip_info``; exactly one. The local one is this host's address; its port
-    has no effect. Linking learns an unset ``remote_cluster_id`` in the handshake (interface R28).
+    It needs exactly one remote endpoint, the peer's ``listen_ip_info``. Linking learns an unset ``remote_cluster_id``
+    (interface R28).
 
     Source: interface §2.1.
     """
@@ -89,18 +89,16 @@ class LLMClusterInfo:
         self._remote_ip_info_list: list[_Endpoint] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an endpoint of this host.
+        """Add an endpoint of this host; the port has no effect.
 
-        Args:
-            ip: IPv4 text, an int as from :func:`trans_str_ip`, or IPv6 text with or without brackets (extension).
-            port: uint16.
+        ``ip`` is IPv4 text, an int as from :func:`trans_str_ip`, or (extension) IPv6 text with or without brackets.
 
         Source: interface §2.1.
         """
         self._local_ip_info_list.append(check_endpoint(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
-        """Add the peer's listen address; arguments and errors as in :meth:`append_local_ip_info`.
+        """Add the peer's listen address, as in :meth:`append_local_ip_info`.
 
         A host name is allowed too; linking looks it up, within its timeout (extension).
 

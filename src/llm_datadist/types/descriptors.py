@@ -105,7 +105,7 @@ class CacheDesc:
         return size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Set ``shape[dim_index]``, in the caller's list too; ``size`` follows, ``batch_size`` does not.
+        """Set ``shape[dim_index]``, in the caller's list too; ``batch_size`` does not follow.
 
         Raises:
             TypeError: The shape is a tuple, or an argument is not an int.
@@ -165,12 +165,8 @@ class Cache:
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int]) -> Cache:
         """Return a blocks cache (id -1, not registered) over the caller's host memory, for ``swap_blocks``.
 
-        Args:
-            cache_desc: Placement HOST.
-            addrs: One address per tensor.
-
         Raises:
-            ParamError: Another placement, or another number of addresses than ``num_tensors``.
+            ParamError: Placement not HOST, or another number of addresses than ``num_tensors``.
             TypeError: A wrong type; ``addrs`` must be a list (NoneArgument for None).
 
         Source: interface §4.
@@ -200,18 +196,16 @@ class Cache:
     def grant(self, blocks: BlockNumbers, ttl: float, *, token: bytes | None = None) -> Grant:
         """Let peers pull these blocks for ``ttl`` seconds. An extension.
 
-        For blocks that serve one request after the other. End the grant before another use of the blocks: then a late
-        pull fails and returns no bytes of another request. Contents are not compared.
+        For blocks that serve one request after the other: end the grant before their next use, so that a late pull
+        fails. Contents are not compared.
 
         Args:
             blocks: Block numbers; list, tuple or 1-D integer NumPy array.
             ttl: Lifetime in seconds, above 0; :meth:`Grant.renew` changes it.
-            token: 16 random bytes that name the grant (``secrets.token_bytes(16)``). Default: None, the library draws
-                them. With a token of its own, a scheduler names the grant to a reader before the owner makes it; the
-                reader's claim waits.
+            token: 16 random bytes that name the grant. Default: None, the library draws them. With a token of its own,
+                a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.
 
         Raises:
-            TypeError: Wrong types.
             ParamError: Not a blocks cache, a block outside it, no block, a bad ``ttl``, a token of another length or
                 used before.
             CacheNotFound: The cache was freed.

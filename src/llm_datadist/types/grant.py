@@ -26,7 +26,7 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 def shown(token: bytes) -> str:
-    """Return the part of a token for logs and errors: a process with the whole token may claim the grant."""
+    """Return the part of a token that logs and errors may show."""
     return token[:4].hex()
 
 
@@ -73,15 +73,15 @@ class Grant:
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 
     ``cache.grant(blocks, ttl)`` makes a grant at the owner. A reader claims it by its token
-    (``CacheManager.claim_grant``), or gets it in a message: it pickles, and has :meth:`to_bytes`. ``pull_blocks(...,
+    (``CacheManager.claim_grant``), or gets it in a message (:meth:`to_bytes`, or pickled). ``pull_blocks(...,
     grant=...)`` checks it before the first byte and after the last, so it never returns bytes of a later use of the
     blocks.
 
-    It ends with its lifetime, by ``revoke``, when its cache is freed or its owner finalizes, when all readers have
-    released it, or when the link to a claiming reader is lost. Then pulls and claims are ``GrantEnded``. Once
-    :attr:`active` is False, the owner may use the blocks again.
+    It ends with its lifetime, by ``revoke``, with its cache or owner, by the release of all readers, or with the link
+    to a claiming reader. Then pulls and claims are ``GrantEnded``. Once :attr:`active` is False, the owner may reuse
+    the blocks.
 
-    "Owner only" methods raise StateError at a copy in another process, and in a forked child.
+    "Owner only" methods raise StateError in other processes and in a forked child.
 
     Attributes:
         cluster_id: The owner.
@@ -138,7 +138,7 @@ class Grant:
     def claimed(self) -> bool:
         """Return True while a reader has claimed the grant and not released it. Owner only.
 
-        If some readers have released it and others never come, this is False and the grant lasts for its lifetime.
+        False does not mean the end: other readers may still claim it.
         """
         return self._at_owner("claimed").claimed(self)
 
@@ -160,8 +160,8 @@ class Grant:
     def revoke(self) -> None:
         """End the grant now; unfinished pulls with it fail. Owner only; idempotent.
 
-        Then the blocks may be used again. Inside another call of this thread, as by a finalizer (``__del__``), it
-        happens when that call ends; :attr:`active` is True until then.
+        Inside another call of this thread, as by a finalizer (``__del__``), it ends, and stays :attr:`active`, until
+        that call ends.
         """
         self._at_owner("revoke").revoke(self)
 
@@ -178,7 +178,7 @@ class Grant:
         self._reader.release(self)
 
     def to_bytes(self) -> bytes:
-        """Return the grant as bytes for a message, several per block."""
+        """Return the grant as bytes, several per block."""
         return msgspec.msgpack.encode(self._wire)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Keys: frozen values that name a cache, row or blocks cache of a cluster (interface §4)."""
+"""Keys: frozen values that name a cluster's cache or row (interface §4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEFAULTS = {"model_id": 0, "prefix_id": INVALID_ID}
 def _assign(
     key: object, fields: tuple[str, ...], required: int, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    """Match arguments to ``fields`` and set them. A wrong call is a ParamError, not Python's TypeError."""
+    """Match arguments to ``fields`` and set them; ParamError, not TypeError, for a wrong call."""
     kind = type(key).__name__
     if len(args) > len(fields):
         raise ParamError(f"{kind}: {len(args)} arguments given, at most {len(fields)} ({', '.join(fields)})")
@@ -38,8 +38,8 @@ def _assign(
 class CacheKey:
     """Name of one batch row of a continuous cache, by request or by prefix.
 
-    ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``, positional or by keyword; ``prompt_cluster_id``
-    is another name of ``cluster_id``, which selects the link of a pull. Hashable, comparable, immutable.
+    ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``; ``prompt_cluster_id`` is another name of
+    ``cluster_id``, which selects the link of a pull. Hashable, immutable.
 
     Raises:
         ParamError: Too many, missing, repeated or unknown arguments; a value outside uint64.
@@ -105,7 +105,7 @@ class BlocksCacheKey:
 
 @dataclass(frozen=True, slots=True)
 class CacheKeyByIdAndIndex:
-    """Name of one batch row by the cache's id at its owner. Hashable, comparable, immutable.
+    """Name of one batch row by the cache's id at its owner. Hashable, immutable.
 
     Attributes:
         cluster_id: The owner's cluster id, uint64.

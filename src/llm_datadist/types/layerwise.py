@@ -59,11 +59,10 @@ def _some_layers_or_all(name: str, value: range | None) -> range | None:
 
 
 class TransferConfig:
-    """One destination of ``transfer_cache_async``, by raw addresses.
+    """One destination of ``transfer_cache_async``, by raw addresses; attributes are checked when assigned.
 
-    The peer looks the addresses up in its allocated and registered caches. If an address, or its range, lies in none,
-    the config ends with ``LLM_PARAM_INVALID``, and the error names the address. Over shm alone (``llm.Transport=shm``)
-    it ends with ``LLM_FEATURE_NOT_ENABLED``. The attributes can be assigned, under the same checks.
+    If an address, or its range, lies in none of the peer's caches, the config ends with ``LLM_PARAM_INVALID``; the
+    error names the address. Over shm alone (``llm.Transport=shm``) it ends with ``LLM_FEATURE_NOT_ENABLED``.
 
     Raises:
         ParamError: An integer outside its width; a range that is empty, starts below 0 or has another step than 1.
@@ -102,12 +101,10 @@ class TransferConfig:
 
 
 class TransferWithCacheKeyConfig:
-    """One destination of ``transfer_cache_async``, by key.
-
-    The attributes can be assigned, under the same checks.
+    """One destination of ``transfer_cache_async``, by key; attributes are checked when assigned.
 
     Raises:
-        ParamError: An integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
+        ParamError: As :class:`TransferConfig`; ranges of unequal length; a row with a BlocksCacheKey.
         TypeError: A wrong type (NoneArgument for None, also for the ranges).
 
     Source: interface §4.
@@ -183,17 +180,16 @@ def _check_row(row: int, key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
 class LayerSynchronizer(ABC):
     """Callback of ``transfer_cache_async`` that waits for a layer; implemented by the user.
 
-    One that never returns keeps the transfer's thread, and nothing else, for ever.
-
     Source: interface §4.
     """
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        """Block until layer ``layer_index`` is ready. The transfer's thread calls it once per layer.
+        """Block until layer ``layer_index``, from 0, is ready. The transfer's thread calls it.
+
+        A call that never returns keeps that thread, and nothing else, for ever.
 
         Args:
-            layer_index: From 0.
             timeout_in_millis: Always None: no limit.
 
         Returns:
