@@ -239,7 +239,7 @@ class CacheManager(EngineUser):
         """Check the arguments and do nothing: host memory needs no repair.
 
         Raises:
-            ParamError: Not MemInfo or a non-empty list of them, not device memory, zero address or size.
+            ParamError: Not one or more MemInfo of device memory, with address and size.
             NotLinked: There is no link.
 
         Source: interface §6.15.
@@ -301,8 +301,8 @@ class CacheManager(EngineUser):
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
-        ``Cache.create_cpu_cache`` makes the usual host side. At most four threads copy, without a time limit. If the
-        device needs staging, the first swap-in takes four device buffers of one block (interface R10).
+        At most four threads copy, without a time limit. If the device needs staging, the first swap-in takes four
+        device buffers of one block (interface R10).
 
         Raises:
             ParamError: Not blocks caches, not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, an index
@@ -426,13 +426,12 @@ class CacheManager(EngineUser):
         ends with the link. Call :meth:`Grant.release` after the last pull.
 
         Args:
-            token: The grant's 16 bytes.
             readers: Number of peers, 1 to 1024, that share the grant, equal in all their calls. It ends when all have
                 released it.
             wait: If False, the call does not wait.
 
         Raises:
-            ParamError: ``token`` or ``readers`` outside its range.
+            ParamError: ``token`` not of 16 bytes, or ``readers`` outside its range.
             CacheMismatch: Another number of readers; the owner's policy refuses; too many blocks for a message.
             CacheNotFound: All readers have claimed it.
             GrantEnded, NotLinked, PeerLost: The grant, or the link to its owner, has ended.
@@ -542,10 +541,10 @@ class CacheManager(EngineUser):
     ) -> CacheTask:
         """Push a cache layer by layer, from its own thread, while the model computes.
 
-        For each layer, ascending, the thread calls ``layer_synchronizer``, then sends tensors 2l and 2l + 1 to each
-        config with that layer, in list order. ``sync_kv_timeout`` bounds each layer to each config, not the
-        synchronizer. The first failure stops the transfer (interface R18). No key is consumed. Until the end
-        ``unregister_cache`` of the source waits.
+        For each layer of a config, ascending, the thread calls ``layer_synchronizer``, then sends tensors 2l and 2l + 1
+        to each config with that layer, in list order. ``sync_kv_timeout`` bounds each layer to each config, not the
+        synchronizer. The first failure stops the transfer (interface R18). No key is consumed. ``unregister_cache`` of
+        the source waits for the end.
 
         Args:
             src_cache: Local DEVICE cache with an even number of tensors.

@@ -203,7 +203,7 @@ def check_layer_range(name: str, layer_range: object) -> None:
     """Check a push's layer range: step 1 and ``0 <= start < stop``.
 
     Raises:
-        TypeError, ParamError: Not a range; another range.
+        TypeError, ParamError: Not a range; one that breaks the rule.
 
     Source: interface §6.12.
     """

@@ -523,8 +523,8 @@ class LLMDataDist:
         """Return a link's state, its transports and the reason for them. An extension.
 
         Raises:
-            NotLinked: There is no link; the text has its last event, ``__cause__`` a failed ``link_clusters``'
-                exception.
+            NotLinked: There is no link. The text has its last event; after a failed ``link_clusters`` its exception is
+                the ``__cause__``.
         """
         engine = self._require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()

@@ -170,7 +170,7 @@ class LLMException(RuntimeError):
 class ParamError(LLMException, ValueError):
     """An argument, which the text names, breaks a rule (interface R1).
 
-    No byte was written. Checks against the peer's cache follow one request.
+    No cache, key or byte has changed. Checks against the peer's cache follow one request.
     """
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
@@ -340,8 +340,8 @@ class DeadlineExceeded(LLMException, TimeoutError):
     """The call's time is over; the link stays usable.
 
     Attributes:
-        budget_ms: The call's budget.
-        elapsed_ms: Time since its begin.
+        budget_ms: The call's budget in milliseconds.
+        elapsed_ms: Milliseconds since its begin.
     """
 
     default_status = LLMStatusCode.LLM_TIMEOUT

@@ -141,7 +141,7 @@ class Tensor:
             patterns as ``uint16`` or ``float16``.
 
     Raises:
-        TypeError: A wrong type of an argument (``NoneArgument`` for None).
+        TypeError: Wrong types (``NoneArgument`` for None).
         ParamError: An unsupported element type, an array that is not contiguous, another shape or type than
             ``tensor_desc``, an address without it.
 

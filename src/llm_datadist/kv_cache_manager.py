@@ -1,4 +1,4 @@
-"""KvCacheManager, the v1 interface to caches (interface §8): v2's calls under other rules and codes."""
+"""KvCacheManager, the v1 interface to caches (interface §8)."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _ARGUMENTS: Final[Rules] = {
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode; ``LLMDataDist.kv_cache_manager`` returns it.
 
-    A PROMPT binds and removes keys; a DECODER links and pulls; else ParamError. A MIX may only give blocks caches a
-    key. All caches are on the device. "v2" below is the method of the same name of
+    A PROMPT binds and removes keys; a DECODER links and pulls; other roles get ParamError. At a MIX, only blocks caches
+    can get a key. All caches are on the device. "v2" below is the method of the same name of
     :class:`~llm_datadist.cache_manager.CacheManager`.
 
     The errors are v2's, with v1's statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for ``LLM_TIMEOUT``,
@@ -301,9 +301,9 @@ class KvCacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Pull blocks of a PROMPT's cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in order.
+        """Pull blocks of a PROMPT's cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in list order.
 
-        The order is that of the lists (interface R26). Nothing is consumed. Only at a DECODER.
+        Nothing is consumed. Only at a DECODER.
 
         Args:
             prompt_cache_key: The PROMPT's cache; its cluster id selects the link.

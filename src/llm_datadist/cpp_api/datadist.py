@@ -54,7 +54,7 @@ _NO_OPTIONS: Final[dict[str, str]] = {}
 
 @public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"), Initialize="_undo_initialize")
 class LlmDataDist:
-    """One instance, with the calls of the C++ class; each docstring names its Python call.
+    """One instance, with the calls of the C++ class.
 
     Every call returns ``LLM_FAILED`` before Initialize, and if the operating system refuses something. A dropped object
     serves until Finalize or its process's end. Transfers (Pull, Push) need a link. Of local caches they read

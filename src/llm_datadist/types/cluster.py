@@ -69,7 +69,7 @@ def _role(name: str, value: object) -> LLMRole | int:
 class LLMClusterInfo:
     """One cluster to link or to unlink.
 
-    It needs exactly one remote endpoint, the peer's ``listen_ip_info``. Linking learns an unset ``remote_cluster_id``
+    Linking needs exactly one remote endpoint, the peer's ``listen_ip_info``, and learns an unset ``remote_cluster_id``
     (interface R28).
 
     Source: interface §2.1.

@@ -206,6 +206,7 @@ class Cache:
                 a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.
 
         Raises:
+            TypeError: Wrong types.
             ParamError: Not a blocks cache, a block outside it, no block, a bad ``ttl``, a token of another length or
                 used before.
             CacheNotFound: The cache was freed.

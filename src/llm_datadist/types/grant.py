@@ -138,7 +138,7 @@ class Grant:
     def claimed(self) -> bool:
         """Return True while a reader has claimed the grant and not released it. Owner only.
 
-        False does not mean the end: other readers may still claim it.
+        False is not the end: the grant waits for other readers, for its lifetime.
         """
         return self._at_owner("claimed").claimed(self)
 
@@ -193,7 +193,7 @@ class Grant:
         try:
             wire = _decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
+            raise ParamError(f"data: {len(data)} bytes that are not a grant: {error}") from error
         return cls(
             wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation), wire.token, wire.blocks
         )

@@ -61,8 +61,9 @@ def _some_layers_or_all(name: str, value: range | None) -> range | None:
 class TransferConfig:
     """One destination of ``transfer_cache_async``, by raw addresses; attributes are checked when assigned.
 
-    If an address, or its range, lies in none of the peer's caches, the config ends with ``LLM_PARAM_INVALID``; the
-    error names the address. Over shm alone (``llm.Transport=shm``) it ends with ``LLM_FEATURE_NOT_ENABLED``.
+    Block b lies b block sizes behind its address. If an address, or its range, lies in none of the peer's caches, the
+    config ends with ``LLM_PARAM_INVALID``; the error names the address. Over shm alone (``llm.Transport=shm``) it ends
+    with ``LLM_FEATURE_NOT_ENABLED``.
 
     Raises:
         ParamError: An integer outside its width; a range that is empty, starts below 0 or has another step than 1.
@@ -102,6 +103,8 @@ class TransferConfig:
 
 class TransferWithCacheKeyConfig:
     """One destination of ``transfer_cache_async``, by key; attributes are checked when assigned.
+
+    A row goes to the key's row, or to block 0 of a blocks cache.
 
     Raises:
         ParamError: As :class:`TransferConfig`; ranges of unequal length; a row with a BlocksCacheKey.
