@@ -223,7 +223,9 @@ inline PyObject* repr_of_call(PyObject* object) {
 
 // The class of the function: `inspect`, `pydoc` and mocks take the call for a function (signals.py copies its code).
 inline PyObject* class_of_call(PyObject* object, void*) {
-    return PyObject_GetAttrString(reinterpret_cast<HoldingCall*>(object)->function, "__class__");
+    PyObject* function = reinterpret_cast<HoldingCall*>(object)->function;
+    if (function == nullptr) return Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(object)));  // being collected
+    return PyObject_GetAttrString(function, "__class__");
 }
 
 // What makes a method of a function and an instance: the stable ABI has no PyMethod_New.

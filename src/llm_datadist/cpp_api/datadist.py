@@ -138,7 +138,7 @@ class LlmDataDist:
 
     @property
     def datadist(self) -> LLMDataDist:
-        """The LLMDataDist underneath, for ``statistics``, ``explain`` and ``listen_port``. An extension.
+        """The LLMDataDist underneath. An extension.
 
         Raises:
             NotInitialized: Before the first Initialize.

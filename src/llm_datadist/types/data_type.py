@@ -9,7 +9,7 @@ import numpy as np
 
 
 class DataType(Enum):
-    """Element type of a tensor; the values are the interface's codes.
+    """Element type of a tensor.
 
     Source: interface §1.2.
     """
