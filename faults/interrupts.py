@@ -375,7 +375,7 @@ def _busy(world: World) -> list[str]:
     for connection in there.connection.connections:
         if isinstance(connection, TcpConnection) and any(connection.group.loads.values()):
             found.append(f"load of lanes {connection.group.loads}")
-        writer = connection.intent_writer(write=False)
+        writer = connection.intent_writer
         if isinstance(writer, IntentWriter) and len(writer.free) != WRITER_SLOTS:
             found.append(f"{writer!r}")
     return found

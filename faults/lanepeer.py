@@ -21,6 +21,7 @@ from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
 from llm_datadist._native import Tensors
 from llm_datadist._transport import lanes as wire
 from llm_datadist._transport.connection import RemoteTensors
+from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
@@ -44,18 +45,12 @@ class MemoryHandler:
         self.guards: list[tuple[int, int]] = []
         self._peer = peer
 
-    def on_read(self, link: object, request: wire.LaneRequest) -> wire.LaneGrant:
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
+        if request.write and not self._peer.exports.writable:
+            raise ParamError("this peer may not be written")
         regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
         bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
-        return wire.LaneGrant(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
-
-    def on_write(self, link: object, request: wire.LaneRequest) -> wire.LaneGrant:
-        if not self._peer.exports.writable:
-            raise ParamError("this peer may not be written")
-        return self.on_read(link, request)
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Nothing is kept for a link here."""
+        return MoveReply(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
 
     def _base(self, region: int, offset: int, extent: int) -> int:
         start = self._peer.address(region)

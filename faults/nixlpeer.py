@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final
 
 from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
+from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._transport.nixl import Nixl, NixlConnection, Server
@@ -91,7 +92,7 @@ class SocketConnection(Handles, NixlConnection):
 
     def _release(self) -> None:
         super()._release()
-        if not self._forked:
+        if self._pid == HERE["pid"]:
             self.close_wire()
             self.server.join()
 

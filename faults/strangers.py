@@ -21,28 +21,42 @@ from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._links.seal import Seal
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
+from llm_datadist._transport.address import PROTOCOL_VERSION
 from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
 from llm_datadist._transport.samehost import exchange_memory
+from llm_datadist._transport.shm import COOKIE_BYTES
 
 M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0
 
 
 def hello_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Hello:
-    who = _greeting(cluster_id, incarnation, cookie)
+    who = _greeting(cluster_id, incarnation, {"shm": cookie})
     good = wire.Hello(**who, wanted=None, reconnects=False, token=secrets.token_bytes(16))
     return msgspec.structs.replace(good, **changes)
 
 
 def welcome_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes: object) -> wire.Welcome:
-    good = wire.Welcome(**_greeting(cluster_id, incarnation, cookie), rendezvous="@x", lane_token=bytes(16), proof=b"")
+    """Return a Welcome; ``rendezvous`` is a change too."""
+    offers = {"shm": cookie + str(changes.pop("rendezvous", "@x")).encode(), "tcp": bytes(16)}
+    good = wire.Welcome(**_greeting(cluster_id, incarnation, offers), proof=b"")
     return msgspec.structs.replace(good, **changes)
 
 
-def _greeting(cluster_id: int, incarnation: bytes, cookie: bytes) -> dict[str, Any]:
-    who = {"version": wire.PROTOCOL_VERSION, "cluster_id": cluster_id, "incarnation": incarnation, "cookie": cookie}
-    where = {"pid": os.getpid(), "host": "stranger", "remote_accessible": False, "fabric": "", "transport": None}
-    return who | where | {"nonce": bytes(16), "lane_share": b""}
+def _greeting(cluster_id: int, incarnation: bytes, offers: dict[str, bytes]) -> dict[str, Any]:
+    who = {"version": PROTOCOL_VERSION, "cluster_id": cluster_id, "incarnation": incarnation, "offers": offers}
+    where = {"pid": os.getpid(), "host": "stranger", "remote_accessible": False, "transport": None}
+    return who | where | {"nonce": bytes(16), "share": b""}
+
+
+def rendezvous_of(welcome: wire.Welcome) -> str:
+    """Return the name of a listener's same-host rendezvous."""
+    return welcome.offers["shm"][COOKIE_BYTES:].decode()
+
+
+def lane_token_of(welcome: wire.Welcome) -> bytes:
+    """Return what opens a listener to the data lanes of this link."""
+    return welcome.offers["tcp"]
 
 
 class Plain:
@@ -157,11 +171,13 @@ class Stranger:
         self.say(said)
         welcome = self.hear(wire.Welcome)
         if over == "tcp":
-            self.lanes = [each.socket for each in dial_lanes(self.sock.getpeername(), welcome.lane_token, 2, deadline)]
+            self.lanes = [
+                each.socket for each in dial_lanes(self.sock.getpeername(), lane_token_of(welcome), 2, deadline)
+            ]
         else:
             assert self._guards is not None
             exports = Exports(self.incarnation, {}, self._guards, writable=said.remote_accessible)
-            exchange_memory(welcome.rendezvous, said.token, exports, deadline).close()
+            exchange_memory(rendezvous_of(welcome), said.token, exports, deadline).close()
         transcript = Transcript(said.incarnation, welcome.incarnation, said.nonce, welcome.nonce)
         proof = self.known.prove(welcome.incarnation, b"initiator", transcript)
         share = b"" if proof else new_share()

@@ -49,7 +49,7 @@ from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Failed, Located, Message, frame
 from llm_datadist._links.seal import Seal
-from llm_datadist._transport.lanes import decode_request
+from llm_datadist._transport.moves import decode_request
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, LLMException
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import llm_datadist
-from llm_datadist import cache_manager, compat, cpp_api, errors
+from llm_datadist import cache_manager, compat, config, cpp_api, errors
 from llm_datadist.errors import LLMStatusCode
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def entries() -> dict[str, list[str]]:
         "Classes and members": sorted(_public()),
         "Exceptions": sorted(f"errors.{name}" for name, each in vars(errors).items() if _is(each, Exception)),
         "Status codes": [f"LLMStatusCode.{name}" for name in LLMStatusCode.__members__],
-        "Options": sorted(set(re.findall(r'"((?:llm|ge)\.\w+(?:\.\w+)?)"', _text("config.py")))),
+        "Options": sorted([*config.OPTIONS, "ge.session_device_id", *config.CPP_NAMES]),
         "Helpers and older module paths": [
             *sorted(f"compat.{name}" for name in compat.__all__ if name.islower()),
             *_older(),
@@ -48,10 +48,6 @@ def entries() -> dict[str, list[str]]:
         "Rulings and invariants": [number for number in rulings if number not in _UNTESTED],
         "Examples": sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("[!_]*.py")),
     }
-
-
-def _text(path: str) -> str:
-    return (ROOT / "src" / "llm_datadist" / path).read_text()
 
 
 def _older() -> list[str]:

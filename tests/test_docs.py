@@ -1,6 +1,6 @@
 """What the documentation says is true: files and links exist, examples run, lists are complete.
 
-`make docs` compares more (scripts/check_pages.py), checks that each page is in the index, and that each entry has a test.
+`make docs` compares more (scripts/check_pages.py), checks that each page is in the index and each entry has a test.
 """
 
 import ast
@@ -19,7 +19,18 @@ from typing import Any, Final
 import pytest
 
 import llm_datadist
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, config, cpp_api, errors
+from llm_datadist import (
+    CacheDesc,
+    DataType,
+    LLMDataDist,
+    LLMRole,
+    Memtype,
+    Placement,
+    RegisterMemStatus,
+    config,
+    cpp_api,
+    errors,
+)
 from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist._links.messages import MAX_READERS
@@ -221,24 +232,62 @@ def test_the_transition_tables_are_those_of_the_code(
     assert shown == names
 
 
-# --- options, errors, dependencies, the reference ---------------------------------------------------------------------
-def test_every_option_is_documented_and_extensions_lists_ours_those_without_effect_and_the_refused_ones() -> None:
-    def options(text: str) -> set[str]:
-        return set(re.findall(r"[\"`](llm\.[A-Za-z]+)", text))
+def test_the_values_of_enumerations_on_the_page_of_the_interface_are_those_of_the_code() -> None:
+    text = " ".join(_text(DOCS / "interface.md").partition("### 1.2")[2].partition("### 1.3")[0].split())
+    types, single, codes = (
+        part.partition(end)[0]
+        for part, end in (
+            (text.partition("`DataType`, value and bytes")[2], "`data_type.py`"),
+            (text.partition("`LLMStatusCode`")[2], "The others are"),
+            (text.partition("The others are 0x5010B000 plus, in hex:")[2], "`Status` wraps"),
+        )
+    )
+    values = {name: (int(value), int(size)) for name, value, size in re.findall(r"(DT_\w+) (\d+), (\d+)", types)}
+    assert values == {each.name: (each.value, each.itemsize) for each in DataType}
+    statuses = {name: int(value, 0) for name, value in re.findall(r"([A-Z_]+) (-?\d\w*)", single)}
+    statuses |= {name: 0x5010B000 + int(value, 16) for name, value in re.findall(r"([A-Z_]+) ([\dA-F]+)[,.]", codes)}
+    assert {f"LLM_{name}": value for name, value in statuses.items()} == dict(errors.LLMStatusCode.__members__)
+    shown = dict(re.findall(r"`(\w+)`[^`:]*: ((?:\w+ \d+,? ?)+)", text))
+    for cls in (LLMRole, Placement, RegisterMemStatus, Memtype, cpp_api.CachePlacement, cpp_api.LlmRole):
+        found = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", shown[cls.__name__])}
+        assert found == {each.name: each.value for each in cls}
 
-    known = options((SOURCE / "config.py").read_text())
-    assert set().union(*(options(_text(page)) for page in PAGES)) == known != set()
-    page = DOCS / "extensions.md"
-    ours = [row for row in _rows(_section(page, "Options"), 4) if "`" in row[0]]
-    names = "TRANSPORT SHM_SOCKET_DIR POOL_PREFAULT COPY_THREADS PEER_TIMEOUT CHECKSUM TRACING MAX_LINKS"
-    names += " AUTH_SECRET TLS_CERT MAX_LINK_AGE SAME_HOST_USERS INSECURE PEER_POLICY NIXL_FALLBACK NIXL_PLAINTEXT"
-    names += " WRITE_BY_ADDRESS STATISTICS_PAGE STRICT_TYPES"
-    assert {_code_spans(row[0])[0] for row in ours} == {getattr(config, name) for name in names.split()}
-    values = next(row[1] for row in ours if config.TRANSPORT in row[0])
-    assert tuple(_code_spans(values)) == config.TRANSPORTS
-    ignored = {span for row in _rows(_section(page, "Accepted without effect"), 2) for span in _code_spans(row[0])}
-    checked = {config.GLOBAL_RESOURCE, config.BUF_POOL, config.SWITCH_ROLE, config.MEM_UTILIZATION}
-    assert ignored == config.NO_EFFECT | checked
+
+# --- options, errors, dependencies, the reference ---------------------------------------------------------------------
+def _option_rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield each option with the section of docs/options.md that has it, and the other cells of its row there."""
+    settings = {each.key: f"`{name}`" for name, each in vars(config.LLMConfig).items() if hasattr(each, "key")}
+    settings[config.GRAPH_MEMORY] = "`ge_options`"
+    for name, row in config.OPTIONS.items():
+        values, default, meaning = (text.replace("``", "`") for text in (row.values, row.default, row.meaning))
+        if not row.effect:
+            yield name, ["Accepted without effect", settings.get(name, ""), values, meaning]
+        elif name in settings:
+            yield name, ["Options of the interface", settings[name], values, default, meaning]
+        else:
+            yield name, ["Options of this library", values, default, meaning]
+
+
+def test_the_page_about_options_has_the_rows_of_the_code_and_no_page_names_an_unknown_option() -> None:
+    page, columns = DOCS / "options.md", {"Options of the interface": 5, "Options of this library": 4}
+    shown = [
+        (_code_spans(name)[0], [title, *cells])
+        for title in [*columns, "Accepted without effect"]
+        for name, *cells in list(_rows(_section(page, title), columns.get(title, 4)))[1:]
+    ]
+    assert dict(shown) == dict(_option_rows())
+    assert len(shown) == len(config.OPTIONS), "one row for one option"
+    known = {name.rstrip("*") for name in [*config.OPTIONS, *config.CPP_NAMES] if name.startswith("llm.")}
+    named = {name for each in PAGES for name in re.findall(r"[\"`](llm\.[A-Za-z]+)", _text(each))}
+    assert named == known
+
+
+def test_the_sentence_and_the_parser_of_an_option_keep_to_the_form_of_a_row() -> None:
+    for row in config.OPTIONS.values():
+        assert row.meaning.endswith("."), row
+        assert len(row.meaning.split()) <= 20, row
+        if row.field and row.default in ("0", "1"):
+            assert row.parse(row.name, row.default) == config.Options.__dataclass_fields__[row.field].default
 
 
 def test_errors_page_lists_exactly_the_exceptions_with_bases_and_every_status_that_the_code_uses() -> None:

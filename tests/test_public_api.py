@@ -39,7 +39,7 @@ DOCUMENTED: Final = (
     "TransferConfig CacheTask TransferWithCacheKeyConfig Memtype MemInfo TensorDesc Tensor KvCacheManager"
 )
 
-#: interface §6, names, order, defaults and keyword-only as printed there; the RULINGS change none of them.
+#: interface §6: names, order, defaults and keyword-only parameters of the published pages; no ruling changes them.
 CACHE_MANAGER: Final = {
     "allocate_cache": "(self, cache_desc, cache_keys=())",
     "deallocate_cache": "(self, cache)",
@@ -74,7 +74,7 @@ COMMON: Final = (
     "transfer_cache_async"
 )
 
-#: interface §8, as printed there; offsets and batch indexes may be left out as in v2.
+#: interface §8; offsets and batch indexes may be left out as in v2.
 KV_CACHE_MANAGER: Final = {name: CACHE_MANAGER[name] for name in COMMON.split()} | {
     "is_initialized": "(self)",
     "pull_cache": "(self, cache_key, kv_cache, batch_index=0, size=-1, *, src_layer_range=None, dst_layer_range=None, "
@@ -100,7 +100,7 @@ DATADIST: Final = {
 #: The last one is an extension.
 DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager", "incarnation", "kv_cache_manager", "listen_port"}
 
-#: Ours: named as extensions in docs/extensions.md.
+#: Ours: extensions, as docs/interface.md says.
 DATADIST_EXTENSIONS: Final = {
     "statistics": "(self)",
     "explain": "(self, remote_cluster_id)",
@@ -300,7 +300,7 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
     assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
         f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
-    } | {"claim_grant": "(self, cluster_id, token, readers=1, wait=True)"}  # docs/extensions.md
+    } | {"claim_grant": "(self, cluster_id, token, readers=1, wait=True)"}  # docs/interface.md
     for name in AWAITED:
         call, awaited = getattr(CacheManager, name), getattr(CacheManager, f"{name}_async")
         now, later = inspect.signature(call), inspect.signature(awaited)

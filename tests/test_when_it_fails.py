@@ -134,7 +134,7 @@ class Stage:
 #: Those of one call; :func:`scene` has the others. By a part of the cell of the page.
 SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "not initialized": lambda stage: stage.fails(getattr, LLMDataDist(LLMRole.PROMPT, 1), "cache_manager"),
-    "no JSON": lambda stage: init(stage, mem_pool_cfg='{"memory_size": 1048576'),
+    "not valid JSON": lambda stage: init(stage, mem_pool_cfg='{"memory_size": 1048576'),
     "cannot listen there": lambda stage: init(stage, listen_ip_info=f"127.0.0.1:{stage.listens()}"),
     "memory_size is": lambda stage: init(stage, mem_pool_cfg=f'{{"memory_size": {1 << 46}}}'),
     "unknown to this version": lambda stage: stage.end.start("PROMPT", 1, extra={"llm.Tranport": "shm"}),

@@ -136,7 +136,7 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     role = "PROMPT" if worker < 2 else "DECODER"
     world.start(role, worker + 1, make_config(listen_ip_info=f"127.0.0.1:{port}", **settings))
     engine = world.probe.engine
-    _ = engine.links.endpoint.lanes.engine  # made with the first lane otherwise, and kept: that is no leak
+    _ = world.probe.transport("tcp").lanes.engine  # made with the first lane otherwise, and kept: that is no leak
     life = directory.life(worker)
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     engine.store.registry.next_id += life * _IDS

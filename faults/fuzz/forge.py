@@ -19,8 +19,9 @@ import msgspec
 from msgspec.inspect import BoolType, BytesType, IntType, StrType, UnionType, type_info
 
 from llm_datadist._links import messages
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, PROTOCOL_VERSION
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
 from llm_datadist._links.seal import Seal
+from llm_datadist._transport.address import PROTOCOL_VERSION
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
@@ -190,6 +191,19 @@ def _grant(rng: random.Random) -> bytes:
     return grant if rng.random() < 0.8 else rng.randbytes(rng.randrange(80))
 
 
+def _offers(rng: random.Random) -> dict[str, bytes]:
+    """Return what transports offer: a cookie and where the rendezvous is, the token of lanes, a fabric; or nonsense."""
+    name = rng.choice(
+        (b"@llm-datadist-none", b"/tmp/llm-datadist-none.sock", b"@x", b"", b"\0", b"/etc/passwd", b"\xff")
+    )
+    offers = {"shm": rng.randbytes(16) + name, "tcp": rng.randbytes(16), "nixl": rng.choice((b"", b"tcp", b"rdma"))}
+    if rng.random() < 0.2:
+        offers[rng.choice(("shm", "tcp", "nixl", "cma", "x" * 64))] = rng.randbytes(rng.choice((0, 1, 16, 300)))
+    if rng.random() < 0.1:
+        del offers[rng.choice(("shm", "tcp", "nixl"))]
+    return offers
+
+
 #: How a field is made whose type does not say enough, by its name, or by that of its message too.
 FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
     "version": _one_of(PROTOCOL_VERSION),
@@ -198,12 +212,12 @@ FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
     "transport": _one_of(None, None, "shm", "rdma"),
     "welcome.transport": _one_of(None, "tcp", "x\ny"),
     "transportchoice.transport": _one_of("inproc", "shm", "cma", "tcp", "x\ny"),
-    "lane_share": lambda rng: rng.choice((b"", b"", b"", rng.randbytes(9))),
-    "fabric": _one_of("", "", "tcp", "rdma"),
+    "hello.share": lambda rng: rng.choice((b"", b"", b"", rng.randbytes(9))),
+    "welcome.share": lambda rng: rng.choice((b"", b"", b"", rng.randbytes(9))),
+    "offers": _offers,
     "wanted": lambda rng: rng.choice((None, None, 1, rng.randrange(9))),
     "reconnects": lambda rng: rng.random() < 0.2,
     "communicator": _communicator,
-    "rendezvous": _one_of("@llm-datadist-none", "/tmp/llm-datadist-none.sock", "@x", "", "\0", "/etc/passwd"),
     "code": _one_of(*_NUMBERS),
     "failed.code": _one_of(*_NUMBERS, *_LARGE),
     "sequence": _below(1 << 40, 1),
@@ -257,7 +271,9 @@ def _of_type(rng: random.Random, type_: Any) -> Any:
     raise TypeError(f"nothing is known of {type_}")
 
 
-_TYPES: Final = {kind.__name__.lower(): msgspec.structs.fields(kind) for kind in get_args(messages.AnyMessage)}
+_TYPES: Final = {
+    str(kind.__struct_config__.tag): msgspec.structs.fields(kind) for kind in get_args(messages.AnyMessage)
+}
 
 
 def _message(rng: random.Random, name: str, *, sealed: bool) -> list[Any]:
@@ -269,7 +285,7 @@ def _message(rng: random.Random, name: str, *, sealed: bool) -> list[Any]:
     said: list[Any] = [name]
     for field in _TYPES[name]:
         make = FIELDS.get(f"{name}.{field.name}") or FIELDS.get(field.name)
-        if sealed and field.name == "lane_share" and rng.random() < 0.9:
+        if sealed and field.name == "share" and name in ("hello", "welcome") and rng.random() < 0.9:
             said.append(rng.randbytes(32))
         else:
             said.append(make(rng) if make else _of_type(rng, field.type))

@@ -7,6 +7,7 @@ real dialling end, real sockets.
 """
 
 import array
+import copy
 import os
 import queue
 import random
@@ -33,7 +34,7 @@ from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import Dial
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
 from llm_datadist._native import readable
-from llm_datadist._transport import inproc
+from llm_datadist._transport import instances
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkError, LLMException
@@ -303,7 +304,9 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
         trial(name, seed) as verdicts,
     ):
         # Not held to shm, so that a welcome in the name of a peer of this process can come to something.
-        endpoint = replace(stage.engine.links.endpoint, transport=None, credentials=peers.credentials)
+        transports = copy.copy(stage.engine.transports)
+        transports.asked = None
+        endpoint = replace(stage.engine.links.endpoint, transports=transports, credentials=peers.credentials)
         with Nonsense(stage, forge, peers) as nonsense:
             while verdicts.judged < frames:
                 if verdicts.judged % 500 == 0:
@@ -333,7 +336,7 @@ class Nonsense:
         self._forge, self._peers = forge, peers
         self._plans: queue.SimpleQueue[Hostile | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._welcome = welcome_of(9, self._exports.incarnation, bytes(16), lane_share=peers.share)
+        self._welcome = welcome_of(9, self._exports.incarnation, bytes(16), share=peers.share)
         self._listening = listener(self._serve)
 
     def __enter__(self) -> Self:
@@ -370,7 +373,7 @@ class Nonsense:
             return
         peer.codec.shake(sock)
         hello = peer.hear_hello(sock)
-        inproc.accept(hello.token, self._exports)  # it is in this process, so that a welcome can come to something
+        instances.accept(hello.token, self._exports)  # it is in this process, so that a welcome can come to something
         choice = self._forge.rng.random()
         first = [wire.frame(self._welcome), wire.frame(wire.Linked(7, b""))][: 2 if choice < 0.1 else int(choice < 0.3)]
         sock.sendall(peer.lie(first))
@@ -403,7 +406,7 @@ def fuzz_rendezvous(frames: int, seed: int) -> Verdicts:
     """Send packets with descriptors of all kinds to the victim's rendezvous, with a token that is expected."""
     forge = Forge(seed, LINK)
     with Stage() as stage, trial("rendezvous", seed) as verdicts, _descriptors() as descriptors:
-        listener = stage.engine.links.rendezvous
+        listener = stage.probe.transport("shm").rendezvous
         met: list[PeerMemory | LinkError] = []
         while verdicts.judged < frames:
             # The token of the packets the forge makes.

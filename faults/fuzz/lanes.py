@@ -9,11 +9,11 @@ import random
 import socket
 import time
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
@@ -25,7 +25,14 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, Plan, encode_request, plan_row
-from llm_datadist._transport.lanes import TOKEN_BYTES, LaneGrant, LaneRequest, Lanes, LaneSocket, read_lane_greeting
+from llm_datadist._transport.lanes import (
+    TOKEN_BYTES,
+    LaneGroup,
+    Lanes,
+    LaneSocket,
+    read_lane_greeting,
+)
+from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from tests.support.twin import tensors_of
 
@@ -34,7 +41,7 @@ _SECONDS: Final = 20.0
 
 
 class _Owner:
-    """Grants its memory to requests with the right handle; a :class:`~llm_datadist._transport.lanes.LaneHandler`."""
+    """Grants its memory to requests with the right handle; a :class:`~llm_datadist._transport.moves.MoveOwner`."""
 
     def __init__(self) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (4, _EXTENT), dtype=np.uint8)
@@ -43,25 +50,20 @@ class _Owner:
         self.lost = 0
         self.granted = 0  # requests of the bad ones
 
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        return self._grant(link, request, "read", self.memory)
-
-    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        return self._grant(link, request, "write", self.sink)
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
+    def on_lost(self, link: object, left: int, reason: str) -> None:
         self.lost += 1
         # A peer that says its last and goes is no breach.
         if self.verdicts is not None and link != "honest" and "closed" not in reason and "ended" not in reason:
             self.verdicts.refuse("breach")
 
-    def _grant(self, link: object, request: LaneRequest, what: str, memory: NDArray[np.uint8]) -> LaneGrant:
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
+        what, memory = ("write", self.sink) if request.write else ("read", self.memory)
         if self.verdicts is not None and link != "honest":
             self.verdicts.accepted[what] += 1
         if request.handle != b"mine":
             raise CacheNotFound(f"no memory is called {request.handle!r}")
         self.granted += link != "honest"
-        return LaneGrant(tensors_of(list(memory)))
+        return MoveReply(tensors_of(list(memory)))
 
 
 class _Scene:
@@ -77,7 +79,7 @@ class _Scene:
         self._control.call(self.lanes.start, self._control.loop)
         near, far = socket.socketpair()
         self._lane = self._honest.add_lane(near.detach())
-        self.lanes.begin(self.lanes.open([LaneSocket(far)]), "honest")
+        self.lanes.begin(self._group(LaneSocket(far), "honest"), "honest")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -85,6 +87,11 @@ class _Scene:
         self._control.call(self.lanes.stop)
         self.lanes.close()
         self._control.stop()
+
+    def _group(self, lane: LaneSocket, link: str) -> LaneGroup:
+        group = self.lanes.open([lane])
+        group.on_lost = partial(self.owner.on_lost, link)
+        return group
 
     def look(self) -> None:
         self._into[:] = 0
@@ -100,7 +107,7 @@ class _Scene:
         ours, theirs = socket.socketpair()
         with ours:
             lost = self.owner.lost
-            self.lanes.begin(self.lanes.open([LaneSocket(theirs, keys)]), "bad")
+            self.lanes.begin(self._group(LaneSocket(theirs, keys), "bad"), "bad")
             ours.settimeout(_SECONDS)
             with suppress(ConnectionError):
                 ours.sendall(data)
@@ -165,7 +172,7 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     ours, theirs = socket.socketpair()
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
         stage.publish()
-        link, owner = join(stage, theirs, 1), stage.engine.links.endpoint.lanes.handler
+        link, owner = join(stage, theirs, 1), stage.probe.transport("tcp").lanes.owner
         entries, _, _ = stage.engine.store.registry.snapshot()
         guards = {each.cache_id: [each.guard.slot, each.guard.generation] for each in entries}
         geometries = [msgspec.to_builtins(each.geometry) for each in entries]
@@ -174,12 +181,12 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
 
         def ask_many() -> None:
             for _ in range(500):
-                ask = owner.on_write if rng.random() < 0.5 else owner.on_read
+                write = rng.random() < 0.5
                 if rng.random() < 0.1:
                     target.on_release(link, Release(_pin_name(rng), 0, rng.randrange(5)))
                 handle = _key_handle(rng, geometries) if rng.random() < 0.3 else _handle(rng, guards)
                 try:
-                    grant = ask(link, LaneRequest(handle, 384, plan))
+                    grant = owner.on_move(link, MoveRequest(handle, 384, plan, write))
                 except LLMException as error:
                     verdicts.refuse(error)
                 else:

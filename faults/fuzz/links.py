@@ -28,7 +28,7 @@ from llm_datadist._links.seal import Seal
 from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
-from llm_datadist._transport.connect import ConnectionBuilder, PeerIdentity
+from llm_datadist._transport.choose import Choice
 from llm_datadist.errors import LLMException, NotLinked
 from llm_datadist.types import BlocksCacheKey
 from tests.support.probe import Probe, socket_of
@@ -118,15 +118,15 @@ def join(
     def install() -> Link:
         own = engine.store.exports
         peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
-        with closing(ConnectionBuilder(PeerIdentity(own.incarnation, bytes(16), own), None, "inproc")) as opening:
-            lanes = engine.links.endpoint.lanes
+        with closing(engine.transports.meet(secrets.token_bytes(16), dialled=False)) as meeting:
+            meeting.here, meeting.choice = own, Choice("inproc", "inproc", "fuzz")
             renewal = None
             if believed is not None:
                 renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
-            connection = opening.open(lanes, lanes.open(), writable=own.writable)
+            connection = meeting.open()
             origin = LinkOrigin(False, 0, sequence)
             engine.links.install(
-                NewLink(peer, connection, opening.choice, origin, sock, b"", seal=seal, renewal=renewal)
+                NewLink(peer, connection, meeting.choice, origin, sock, b"", seal=seal, renewal=renewal)
             )
         return engine.links.get(_STRANGER)
 

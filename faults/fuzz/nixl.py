@@ -16,7 +16,7 @@ from faults.fuzz import Finding, Targets, Verdicts, trial
 from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
-from llm_datadist._transport.lanes import LaneGrant, LaneRequest
+from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.nixl import Ask, Done, Granted, Meet, Moved, Nixl, NixlConnection, Refused
 from llm_datadist._transport.nixl_agent import Address, NixlFailed, Progress
 from llm_datadist.errors import CacheNotFound, ProtocolError
@@ -80,15 +80,10 @@ class StillAgent:
 
 
 class _Owner:
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
         if request.handle != HANDLE:
             raise CacheNotFound("no such cache")
-        return LaneGrant(_TENSORS, [], TAG)
-
-    on_write = on_read
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        raise AssertionError("there are no lanes")
+        return MoveReply(_TENSORS, [], TAG)
 
 
 class _NoWire:

@@ -15,7 +15,7 @@ from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._native import Plan, encode_request
 from llm_datadist._native.lanes import check_plan
 from llm_datadist._transport import rendezvous
-from llm_datadist._transport.lanes import LaneRequest, decode_request
+from llm_datadist._transport.moves import MoveRequest, decode_request
 from llm_datadist.errors import ParamError, ProtocolError
 from tests.support.twin import tensors_of
 
@@ -110,7 +110,7 @@ _MEMORY: Final = np.zeros((4, 4096), np.uint8)
 _TENSORS: Final = tensors_of(list(_MEMORY))
 
 
-def _read_request(data: bytes) -> LaneRequest:
+def _read_request(data: bytes) -> MoveRequest:
     """Read a request of a lane, and check it against real tensors; what passes may not leave them."""
     request = decode_request(data)
     plan = request.plan

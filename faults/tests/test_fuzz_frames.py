@@ -43,7 +43,7 @@ _READ: Final = {"Resolve": 0.05, "Release": 0.03, "Hello": 0.01, "Resolved": 0.0
 TAKEN: Final[dict[str, dict[str, float]]] = {
     "parser": _READ | {"TransportChoice": 0.005, "UnlinkAck": 0.002},
     "same-host packets": {"RendezvousHello": 0.1, "Refusal": 0.01},
-    "lane requests": {"LaneRequest": 0.1},
+    "lane requests": {"MoveRequest": 0.1},
     "handlers": _LINKED | {"UnlinkCancel": 0.01, "Verify": 0.01},
     "handlers, RCA": _LINKED | {"UnlinkRequest": 0.005},
     "sealed handlers": _LINKED | {"Verify": 0.01},
@@ -52,10 +52,11 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     **{target: {"Welcome": 0.05, "Linked": 0.01} for target in ("dials", "sealed dials")},
     **{target: {"read": 0.1, "write": 0.1} for target in ("lanes", "sealed lanes")},
     "rendezvous": {},
-    "lane handles": {"LaneGrant": 0.001},
+    "lane handles": {"MoveReply": 0.001},
     "lane greetings": {"greeting": 0.1},
     "nixl requests": {"Moved": 0.05, "Granted": 0.01, "Meet": 0.01},
 }
+TAGS: Final = {kind.__name__: str(kind.__struct_config__.tag) for kind in get_args(messages.AnyMessage)}
 #: Targets that are fed with messages, and those of which each kind must have been taken.
 ALL_TAKEN: Final = {
     "parser": forges.LINK.keys() | forges.HANDSHAKE.keys(),
@@ -116,7 +117,7 @@ def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target:
     assert verdicts.judged >= frames_of(target)
     few = {kind: part for kind, part in TAKEN[target].items() if verdicts.accepted[kind] < part * verdicts.judged}
     assert few == {}, verdicts
-    assert set(ALL_TAKEN.get(target, ())) <= {kind.lower() for kind in verdicts.accepted}
+    assert set(ALL_TAKEN.get(target, ())) <= {TAGS.get(kind, kind) for kind in verdicts.accepted}
     assert set(ways) == {*forges.MUTATIONS, *(forges.SPOILS if target in SPOILED else ())}
     assert verdicts.refused.total() > verdicts.judged / 50, verdicts
     assert set(verdicts.refused) <= TYPED
@@ -229,13 +230,13 @@ def test_what_the_library_logs_against_itself_is_found() -> None:
 
 def test_every_message_has_its_right_and_its_wrong_forms() -> None:
     # A new message has to be forged too.
-    assert {kind.__name__.lower() for kind in get_args(messages.AnyMessage)} == set(forges.LINK | forges.HANDSHAKE)
+    assert set(TAGS.values()) == set(forges.LINK | forges.HANDSHAKE)
     forge = forges.Forge(1, forges.LINK | forges.HANDSHAKE)
     payloads = [forge.payload() for _ in range(20_000)]
     right: set[str] = set()
     for payload in payloads:
         with suppress(ProtocolError):
-            right.add(type(decode(payload)).__name__.lower())
+            right.add(TAGS[type(decode(payload)).__name__])
     assert right == set(forges.LINK | forges.HANDSHAKE)
     assert len(set(payloads)) < len(payloads), "some are said again"
     assert min(map(len, payloads)) < 3

@@ -1,7 +1,7 @@
-"""Argument checks: each names the argument, shows its value and says what is allowed (interface R1, §1.3).
+"""Argument checks; errors have the argument's name, its value and the rule (interface R1, §1.3).
 
-Wrong type: ``TypeError``. None where it is not allowed: :class:`NoneArgument`. An integer outside its width, or a rule
-broken by a well-typed value: :class:`ParamError`. ``bool`` and what has ``__index__`` (``np.int64``) count as int.
+A wrong type is TypeError, a forbidden None NoneArgument, a broken rule or width ParamError. ``bool`` and types with
+``__index__`` (``np.int64``) count as int.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ U = TypeVar("U")
 V = TypeVar("V")
 
 INVALID_ID: Final = 2**64 - 1
-"""The largest uint64: "no id" wherever the interface has an id (request, prefix)."""
+"""The largest uint64: "no id" for a request or prefix."""
 
 _INNER: Final = "inner type only support"
-_ODD: Final = re.compile("[\0\ud800-\udfff]")  # compiled here: init may have no memory left for it
+_ODD: Final = re.compile("[\0\ud800-\udfff]")  # compiled now: init may lack memory for it
 
 
 def type_error(name: str, value: object, types: type | tuple[type, ...], rule: str = "only support") -> TypeError:
-    """Build the error for ``value`` of a wrong type; None has its own class."""
+    """Build the error for a wrong type; NoneArgument for None."""
     allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
     if value is None:
         return NoneArgument(f"{name} {rule} [{allowed}] but got None")
@@ -47,16 +47,16 @@ def check_type(name: str, value: object, types: tuple[type[T], type[U]]) -> T | 
 @overload
 def check_type(name: str, value: object, types: tuple[type[T], type[U], type[V]]) -> T | U | V: ...
 def check_type(name: str, value: object, types: type | tuple[type, ...]) -> Any:
-    """Return ``value`` if it is an instance of ``types``. Raises TypeError, or NoneArgument for None."""
+    """Return ``value``, an instance of ``types``."""
     if isinstance(value, types):
         return value
     raise type_error(name, value, types)
 
 
 def check_int(name: str, value: object) -> int:
-    """Return ``value`` as an int of any width. Raises TypeError, or NoneArgument for None."""
+    """Return ``value`` as an int of any width."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is the case handled below
+        return operator.index(value)  # type: ignore[arg-type]  # no __index__: handled below
     except TypeError:
         raise type_error(name, value, int) from None
 
@@ -90,10 +90,7 @@ def _check_container(name: str, value: object, tuple_ok: bool) -> list[Any] | tu
 
 
 def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = False) -> list[T] | tuple[T, ...]:
-    """Return ``value``, a list (or a tuple with ``tuple_ok``) of ``inner`` instances.
-
-    Raises TypeError naming the argument, or ``name[i]`` for an element; NoneArgument where it is None.
-    """
+    """Return ``value``, a list, or with ``tuple_ok`` a tuple, of ``inner``."""
     items = _check_container(name, value, tuple_ok)
     for i, item in enumerate(items):
         if not isinstance(item, inner):
@@ -102,16 +99,16 @@ def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = Fal
 
 
 def check_uint64_list(name: str, value: object, *, tuple_ok: bool = True) -> list[int]:
-    """Return the elements of ``value`` as a new list of ints in [0, 2**64). Errors name ``name[i]``."""
+    """Return the elements as a new list of ints in [0, 2**64)."""
     items = _check_container(name, value, tuple_ok)
-    # The name of an element is only put together when there is something to say about it.
+    # Elements get a name only for an error.
     return [
         x if type(x) is int and 0 <= x <= INVALID_ID else check_uint64(f"{name}[{i}]", x) for i, x in enumerate(items)
     ]
 
 
 def check_dict(name: str, value: object, key: type[T], inner: type[U]) -> dict[T, U]:
-    """Return ``value``, a dict from ``key`` to ``inner`` instances. Errors name the argument or ``name[key]``."""
+    """Return ``value``, a dict from ``key`` to ``inner``."""
     if not isinstance(value, dict):
         raise type_error(name, value, dict)
     for k, v in value.items():
@@ -123,10 +120,7 @@ def check_dict(name: str, value: object, key: type[T], inner: type[U]) -> dict[T
 
 
 def check_range(name: str, value: object, *, empty_ok: bool = True) -> range:
-    """Return ``value``, a layer range: a ``range`` with step 1 and start >= 0 (interface §6.10).
-
-    An empty range means "not given" in the pulls; with ``empty_ok=False`` (pushes, transfer configs) it is an error.
-    """
+    """Return ``value``, a range with step 1 and start >= 0 (interface §6.10)."""
     layers = check_type(name, value, range)
     if layers.step != 1:
         raise ParamError(f"{name}: {layers} has step {layers.step}, only 1 is allowed")
@@ -142,9 +136,9 @@ def _read_only(name: str, value: object) -> NoReturn:
 
 
 def assign_known(instance: object, name: str, value: object) -> None:
-    """Assign an attribute; a public name that the class does not have is an AttributeError with the nearest one.
+    """Assign an attribute; AttributeError, with the nearest name, if the class lacks a public one.
 
-    Becomes ``__setattr__`` behind the back of type checkers, which would take that for leave to assign any name.
+    It becomes ``__setattr__`` unseen by type checkers, which would else allow any name.
     """
     if name[0] != "_" and not hasattr(type(instance), name):
         from difflib import get_close_matches
@@ -156,7 +150,7 @@ def assign_known(instance: object, name: str, value: object) -> None:
 
 
 class Attribute(Generic[T]):
-    """A documented attribute ``x`` of a public class, kept in ``_x``; ``check`` returns what an assignment keeps."""
+    """Documented attribute ``x`` of a public class, kept in ``_x``; ``check`` returns the new value."""
 
     def __init__(self, doc: str, check: Callable[[str, Any], T] = _read_only) -> None:
         self.__doc__ = doc
@@ -182,7 +176,7 @@ class Attribute(Generic[T]):
 
 
 def is_ipv6(text: str) -> bool:
-    """Return True if ``text`` is an IPv6 address, without brackets."""
+    """Return True for an IPv6 address without brackets."""
     try:
         return bool(socket.inet_pton(socket.AF_INET6, text))
     except (OSError, ValueError):
@@ -190,7 +184,7 @@ def is_ipv6(text: str) -> bool:
 
 
 def is_ip(value: object) -> bool:
-    """Return True for the text of an IPv4 address, or of an IPv6 address without brackets."""
+    """Return True for an IPv4 address, or an IPv6 address without brackets."""
     try:
         return isinstance(value, str) and (is_ipv6(value) or bool(socket.inet_pton(socket.AF_INET, value)))
     except (OSError, ValueError):
@@ -198,7 +192,7 @@ def is_ip(value: object) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if ``host`` is an address that only this host has; a name may be anything but ``localhost``."""
+    """Return True for a loopback address or ``localhost``; other names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -206,36 +200,36 @@ def is_loopback(host: str) -> bool:
 
 
 def is_digits(text: str) -> bool:
-    """Return True for one to twenty ASCII digits: every number that fits an integer of the interface."""
+    """Return True for 1 to 20 ASCII digits, as many as a uint64 can have."""
     return text.isascii() and text.isdigit() and len(text) <= 20
 
 
 def check_rule(condition: object, text: str) -> None:
-    """Raise ParamError(``text``) unless ``condition`` is true. The text names argument, value and rule."""
+    """Raise ParamError unless ``condition`` is true."""
     if not condition:
         raise ParamError(text)
 
 
 def check_text(name: str, text: str) -> str:
-    """Return ``text``. Raises ParamError if it has a NUL or a surrogate, which no path, host or message can hold."""
+    """Return ``text``. ParamError if it has a NUL or a surrogate, which no path, host or message can hold."""
     if found := _ODD.search(text):
         raise ParamError(f"{name}: {text[:200]!r} has {found[0]!r}: NUL and lone surrogates are not allowed")
     return text
 
 
 def require_intact(condition: object, text: str) -> None:
-    """Raise AssertionError(``text``) unless ``condition`` is true, also under ``python -O``, unlike ``assert``."""
+    """Raise AssertionError unless ``condition`` is true, also under ``python -O``."""
     if not condition:
         raise AssertionError(text)
 
 
 def check_enabled(condition: object, text: str) -> None:
-    """Raise LLMException(``text``) with ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
+    """Raise ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
     if not condition:
         raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 
-#: Address space for the error that says there is none left. Nobody touches it, so it takes no memory.
+#: Address space for the error that none is left; untouched.
 _reserve: Final[list[mmap.mmap]] = []
 
 
@@ -249,7 +243,7 @@ _keep_reserve()
 
 @contextmanager
 def typed_memory_error(what: str) -> Iterator[None]:
-    """Raise OutOfMemory in place of a MemoryError of Python or of native code."""
+    """Turn a MemoryError of Python or native code into OutOfMemory."""
     if not _reserve:
         _keep_reserve()
     try:
@@ -261,7 +255,7 @@ def typed_memory_error(what: str) -> Iterator[None]:
 
 
 def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
-    """Return the error for a MemoryError. It gives up the reserve, so that there is memory for its text."""
+    """Return the error; give up the reserve for its text."""
     try:  # noqa: SIM105 (suppress would take memory)
         _reserve.pop().close()
     except IndexError:
@@ -269,15 +263,15 @@ def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
     return OutOfMemory(f"{what}: this process has no memory left: {error!r}")
 
 
-#: The pid of this process, without a system call at each use.
+#: Own pid, without a system call at each use.
 HERE: Final = {"pid": os.getpid()}
 os.register_at_fork(after_in_child=lambda: HERE.update(pid=os.getpid()))
 
 
 def require_process(owner: int, what: str) -> None:
-    """Refuse ``what`` in a forked child of the process ``owner``, whose shared memory, locks and threads it needs.
+    """Raise StateError for ``what`` in a forked child of process ``owner``.
 
-    Takes no lock: at the fork, a thread that the child does not have may have held any.
+    It takes no lock: a thread of the parent may have held any at the fork.
     """
     if HERE["pid"] != owner:
         raise StateError(f"{what}: it belongs to process {owner}, of which this one is a fork; call it there")

@@ -1,7 +1,6 @@
-"""The deadline of one public call: built once at the public method, passed down, never renewed. How its caller waits.
+"""Deadline of one public call, and its waits: turns of at most 50 ms.
 
-A caller waits in turns of at most 50 ms. Between two of them, without a lock, handlers of signals run, which may raise,
-and a cancellation is noticed.
+Between turns, without a lock, signal handlers run and may raise, and a cancellation is noticed.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _LONGEST_TURN_S: Final = 0.05
 
 
 class Deadline:
-    """A point on the monotonic clock, ``budget_ms`` milliseconds from now, with the budget it came from.
+    """End of a call, ``budget_ms`` milliseconds after its construction.
 
     Attributes:
-        budget_ms: Milliseconds the call was given.
-        expires_ns: ``time.monotonic_ns()`` at which it is over; what native loops compare with.
-        cancelled: One byte that is not zero after :meth:`cancel`, which native loops read. None: not cancellable.
+        budget_ms: Milliseconds of the call.
+        expires_ns: ``time.monotonic_ns()`` of the end.
+        cancelled: Byte for native loops, not 0 after :meth:`cancel`; None if not cancellable.
     """
 
     __slots__ = ("_started_ns", "budget_ms", "cancelled", "expires_ns")
@@ -45,37 +44,36 @@ class Deadline:
         self.expires_ns = self._started_ns + budget_ms * _NS_PER_MS
 
     def remaining(self) -> float:
-        """Return the seconds left, never below zero: what a wait may take."""
+        """Return the seconds left, at least 0."""
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
     def next_turn(self) -> float:
-        """Return the seconds that the next turn of a wait may take. The caller holds no lock: handlers run."""
+        """Run signal handlers; return the seconds of the next turn. The caller holds no lock."""
         deliver_signals()
         return min(self.remaining(), _LONGEST_TURN_S)
 
     def remaining_ms(self) -> int:
-        """Return the whole milliseconds left, rounded up, never below zero."""
+        """Return the milliseconds left, rounded up, at least 0."""
         return -(-max(0, self.expires_ns - time.monotonic_ns()) // _NS_PER_MS)
 
     def elapsed_ms(self) -> float:
-        """Return the milliseconds since the call began."""
         return (time.monotonic_ns() - self._started_ns) / _NS_PER_MS
 
     def expired(self) -> bool:
         return time.monotonic_ns() >= self.expires_ns
 
     def cancel(self) -> None:
-        """End the deadline now; waits notice within 50 ms, native work after its current chunk. Any thread."""
+        """End the deadline now, from any thread. Waits notice within 50 ms, native copies after their chunk."""
         assert self.cancelled is not None, "it was not made to be cancelled"
         self.cancelled[0] = 1
         self.expires_ns = 0
 
     def was_cancelled(self) -> bool:
-        """Return True when the caller was cancelled: then the lack of time says nothing about the peer."""
+        """Return True after :meth:`cancel`: the deadline then says nothing about the peer."""
         return self.cancelled is not None and self.cancelled[0] != 0
 
     def poll(self, done: Callable[[], bool]) -> bool:
-        """Poll ``done``, ever less often; return True once it is, False when no time is left."""
+        """Poll ``done``, at pauses of 0.5 to 20 ms; False if time runs out."""
         pause = _SHORTEST_POLL_S
         while not done():
             if self.expired():
@@ -85,7 +83,7 @@ class Deadline:
         return True
 
     def ready(self, sock: socket.socket, event: int) -> bool:
-        """Wait until a socket is ready for ``event`` (of ``select.poll``) or has failed; False when no time is left."""
+        """Wait until a socket is ready for a ``select.poll`` event, or failed; False if time runs out."""
         poll = select.poll()
         poll.register(sock, event)
         while not poll.poll(self.next_turn() * 1e3):
@@ -94,7 +92,7 @@ class Deadline:
         return True
 
     def wait_for(self, condition: threading.Condition, done: Callable[[], bool]) -> bool:
-        """Wait until ``done``, called under the lock at every change; return False when no time is left."""
+        """Wait until ``done``, called under the lock at each change; False if time runs out."""
         while True:
             seconds = self.next_turn()
             with condition:
@@ -104,7 +102,6 @@ class Deadline:
                 return False
 
     def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
-        """Build the error that says ``what`` ran out of time in which ``phase``."""
         elapsed = self.elapsed_ms()
         when = f"(phase {phase}, {elapsed:.0f} ms elapsed)"
         if self.was_cancelled():
@@ -115,15 +112,15 @@ class Deadline:
         return DeadlineExceeded(text, phase=phase, budget_ms=self.budget_ms, elapsed_ms=elapsed, peer=peer)
 
     def check(self, what: str, phase: str, peer: int | None = None) -> None:
-        """Raise :class:`DeadlineExceeded` when no time is left."""
+        """Raise :meth:`error` if no time is left."""
         if self.expired():
             raise self.error(what, phase, peer)
 
 
 def wait_all(futures: list[Future[T]], cancel: Callable[[], object]) -> list[T]:
-    """Wait for all futures and return their results, or raise the first error.
+    """Wait for all futures; return their results, or raise the first error.
 
-    If the handler of a signal raises, ``cancel`` must make them end soon: they have ended when this raises.
+    If a signal handler raises, ``cancel`` must end the futures soon; they have ended when this raises.
     """
     try:
         while wait(futures, _LONGEST_TURN_S).not_done:

@@ -1,5 +1,4 @@
-"""The library's logger. Importing it installs no handler; the application, or the command line, decides
-(interface R30)."""
+"""Logger of the library (interface R30). It gets a handler only if ``LLM_DATADIST_LOG`` is set."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("LLM_DATADIST")
 
 LEVEL_VARIABLE: Final = "ASCEND_GLOBAL_LOG_LEVEL"
-#: Ours: it also has the log written to standard error.
+#: An extension; also writes the log to standard error.
 LOG_VARIABLE: Final = "LLM_DATADIST_LOG"
 
 _LEVELS: Final = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
@@ -21,15 +20,14 @@ _NAMES: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": loggin
 
 
 def named(error: BaseException) -> str:
-    """Return what a log line says of an exception: its class and its text."""
+    """Return class and text of an exception."""
     return f"{type(error).__name__}: {error}"
 
 
 def apply_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Set the logger's level from ``ASCEND_GLOBAL_LOG_LEVEL``; unset or empty leaves the level alone.
+    """Set the logger's level from ``ASCEND_GLOBAL_LOG_LEVEL``, then from ``LLM_DATADIST_LOG``, if set.
 
-    ``LLM_DATADIST_LOG`` counts instead where it is set. It also gives the logger a handler for standard error, which is
-    silent once the application has handlers of its own.
+    The latter also adds a handler for standard error, silent while the root logger has handlers.
     """
     level = _level(environ, LEVEL_VARIABLE, _LEVELS, "0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR")
     if level is not None:
@@ -41,7 +39,7 @@ def apply_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _level(environ: Mapping[str, str], variable: str, levels: Mapping[str, int], known: str) -> int | None:
-    """Return the level that a variable names; None, with a warning where it names none."""
+    """Return the level of a variable; None if unset or, with a warning, unknown."""
     value = environ.get(variable, "").strip()
     level = levels.get(value)
     if value and level is None:

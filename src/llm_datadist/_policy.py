@@ -1,7 +1,6 @@
-"""What each peer may do at this end, as ``llm.PeerPolicy`` says: values, and the parser of its text.
+"""Permissions of peers, from the option ``llm.PeerPolicy``: values and parser.
 
-The text is a JSON object: a cluster id, or ``*`` for all clusters that are not named, and what that peer may do. What
-is not said is not allowed. :class:`~llm_datadist._transfer.access.AccessPolicy` decides by these values.
+The text is a JSON object from cluster ids, or ``*`` for all others, to permissions; others are denied.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from llm_datadist._checks import is_digits
 from llm_datadist.errors import ParamError
 
 OTHERS: Final = "*"
-"""Stands for every cluster that the policy does not name."""
+"""Name of all clusters that the policy does not name."""
 
 _UINT64_MAX: Final = 2**64 - 1
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -27,7 +26,7 @@ _MAX_SHOWN: Final = 200
 
 
 class Permissions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one peer may do at this end. ``models``: with caches that have a key of one of these; unset: with all."""
+    """Permissions of one peer. ``models`` limits them to caches with a key of these models; unset: all caches."""
 
     link: bool = False
     pull: bool = False
@@ -42,48 +41,44 @@ _decode_rules: Final = msgspec.json.Decoder(Permissions).decode
 
 
 class PeerPolicy:
-    """The permissions of every cluster. Never changes; any thread."""
+    """Permissions of every cluster. Immutable."""
 
     def __init__(self, named: dict[int, Permissions], others: Permissions) -> None:
         self._named = named
         self._others = others
 
     def of(self, cluster_id: int) -> Permissions:
-        """Return what a cluster may do."""
         return self._named.get(cluster_id, self._others)
 
     @classmethod
     def parse(cls, option: str, given: str) -> PeerPolicy:
-        """Parse JSON, or the file whose path is given; text that begins with ``{`` is JSON.
-
-        Raises ParamError naming ``option``, the place, and the rule that is broken.
-        """
+        """Parse JSON text (it begins with ``{``) or the file at a path. ParamError names ``option`` and place."""
         if given.lstrip()[:1] == "{":
             where, text = option, given.encode()
         else:
             where, text = f"{option}: {given[:_MAX_SHOWN]!r}", _read(option, given)
         try:
             peers = _decode_peers(text)
-            json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec takes the last of two
+            json.loads(text, object_pairs_hook=partial(_once, where))  # msgspec ignores duplicates
         except ParamError:
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ParamError(f"{where}: no JSON object of cluster ids: {' '.join(str(error).split())}") from None
+            raise ParamError(f"{where}: not a JSON object of cluster ids: {' '.join(str(error).split())}") from None
         parsed = {peer: _permissions(f"{where}: {peer!r}", peer, rules) for peer, rules in peers.items()}
         others = parsed.pop(OTHERS, Permissions())
         return cls({int(peer): each for peer, each in parsed.items()}, others)
 
 
 def _once(where: str, fields: list[tuple[str, object]]) -> None:
-    """Take the fields of one JSON object. Raise ParamError for a name that is there twice."""
+    """Raise ParamError if a JSON object has a name twice."""
     counted = Counter(name for name, _ in fields)
     if len(counted) < len(fields):
-        raise ParamError(f"{where}: {counted.most_common(1)[0][0]!r} is there twice")
+        raise ParamError(f"{where}: {counted.most_common(1)[0][0]!r} appears twice")
 
 
 def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
     if peer != OTHERS and not (is_digits(peer) and str(int(peer)) == peer and int(peer) <= _UINT64_MAX):
-        raise ParamError(f"{where} is no cluster id: decimal digits, at most {_UINT64_MAX}, or {OTHERS!r}")
+        raise ParamError(f"{where} is not a cluster id: decimal digits, at most {_UINT64_MAX}, or {OTHERS!r}")
     try:
         found = _decode_rules(rules)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -91,19 +86,19 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
         raise ParamError(f"{where}: {' '.join(str(error).split())}; known are {known}") from None
     for model in () if isinstance(found.models, msgspec.UnsetType) else found.models:
         if model > _UINT64_MAX:
-            raise ParamError(f"{where}: models: {model} is no model id, at most {_UINT64_MAX}")
+            raise ParamError(f"{where}: models: {model} is not a model id: at most {_UINT64_MAX}")
     return found
 
 
 def _read(option: str, given: str) -> bytes:
-    """Return what the file holds. It is opened without waiting: the path may be that of a pipe."""
+    """Return the file's bytes; open it without waiting, because it may be a pipe."""
     shown = repr(given[:_MAX_SHOWN])
     if not given.strip():
         raise ParamError(f"{option}: {shown} is neither JSON nor the path of a file, leave it out")
     try:
         with open(given, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ParamError(f"{option}: {shown} is no regular file")
+                raise ParamError(f"{option}: {shown} is not a regular file")
             text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ParamError(f"{option}: {shown} cannot be read: {error.strerror}") from None

@@ -1,7 +1,7 @@
-"""The statistics page: a memfd in which an LLMDataDist publishes ``statistics()``, for ``llm-datadist top``.
+"""Statistics page: a memfd in which an LLMDataDist publishes ``statistics()`` for ``llm-datadist top``.
 
-The control thread writes it once a second, in a sequence lock: the number in the header is odd while it writes. Readers
-find it as ``/proc/<pid>/fd/<n>``, which the kernel opens for processes of the same user only. It ends with its process.
+The control thread writes it each second under a sequence lock: an odd number marks a half-written page. Readers find it
+as ``/proc/<pid>/fd/<n>``, which the kernel opens for the same user and root.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _NAME: Final = "llm-datadist-statistics"
 _MAGIC: Final = b"lldd-sta"
 PAGE_VERSION: Final = 1
 Instance = dict[str, Any]
-"""What one LLMDataDist publishes: ``pid``, ``cluster_id``, ``role``, ``published_at`` (s, Unix time), ``age_seconds``,
+"""Content of one page: ``pid``, ``cluster_id``, ``role``, ``published_at`` (s, Unix time), ``age_seconds``,
 ``truncated`` and ``statistics``."""
 _decode: Final = msgspec.json.Decoder(Instance).decode
-_HEADER: Final = struct.Struct("<8sIIQdQQ")  # magic, version, pid, sequence, time, cluster id, bytes that follow
-_CAPACITY: Final = 1 << 20  # takes only the memory that is written
+_HEADER: Final = struct.Struct("<8sIIQdQQ")  # magic, version, pid, sequence, time, cluster id, body bytes
+_CAPACITY: Final = 1 << 20  # bytes; untouched ones take no memory
 _PERIOD: Final = 1.0
-#: Entries that are kept of each long part when the whole does not fit.
+#: Entries of each long part, if all do not fit.
 _KEPT: Final = 100
 _TRIES: Final = 200
 _TRY_SECONDS: Final = 0.001
 
 
 class PageError(Exception):
-    """A page that cannot be read: of another version, half written for too long, or something else."""
+    """Unreadable page: another version, half written for too long, or invalid."""
 
 
 class StatisticsPage:
-    """The page of one LLMDataDist. Everything but ``close`` is called on the control thread."""
+    """Page of one LLMDataDist. ``start`` and ``write`` run on the control thread."""
 
     def __init__(self, cluster_id: int, content: Callable[[], tuple[str, Statistics]]) -> None:
         self._cluster_id, self._content = cluster_id, content
@@ -65,11 +65,11 @@ class StatisticsPage:
             raise
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Write now, and again each second."""
+        """Write now and each second."""
         self._timer = loop.call_later(_PERIOD, self.start, loop)
         try:
             self.write()
-        except Exception as error:  # noqa: BLE001 (the page is a view: it never breaks what it shows)
+        except Exception as error:  # noqa: BLE001 (the page must not break its instance)
             logger.warning("the page of statistics was not written: %r", error)
 
     def stop(self) -> None:
@@ -77,7 +77,7 @@ class StatisticsPage:
             self._timer.cancel()
 
     def write(self) -> None:
-        """Publish the statistics of this moment."""
+        """Publish the present statistics."""
         role, now = self._content()
         body = _encode(role, now, truncated=False)
         if len(body) > _CAPACITY - _HEADER.size:
@@ -94,7 +94,7 @@ class StatisticsPage:
         os.pwrite(self.fd, _HEADER.pack(*fields), 0)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent; also for a forked child, which has a copy of the descriptor."""
+        """Close the descriptor, also in a forked child. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -105,15 +105,15 @@ def _encode(role: str, now: Statistics, *, truncated: bool) -> bytes:
 
 
 def instances() -> list[Instance]:
-    """Return what the LLMDataDists of this user on this host publish, by process and cluster id."""
+    """Return this user's readable pages on this host, by process and cluster id."""
     seen: set[int] = set()
     found = []
     for fd in _pages():
         try:
-            # Left out: made this moment, of another version of this library, or in a file system that tells nothing.
+            # Omitted: new, unreadable, or another version.
             with suppress(PageError, OSError):
                 about = os.fstat(fd)
-                # The kernel lets root open the pages of all: what another user says is not to be believed.
+                # Root can open other users' pages, which it must not trust.
                 if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_ino not in seen:
                     seen.add(about.st_ino)
                     with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as page:
@@ -124,19 +124,19 @@ def instances() -> list[Instance]:
 
 
 def _pages() -> Iterator[int]:
-    """Yield an O_PATH descriptor of each page that this user may open; the caller closes it."""
+    """Yield an O_PATH descriptor of each page; the caller closes it."""
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or belongs to another user
+        with suppress(OSError):  # ended, or of another user
             for entry in os.listdir(process / "fd"):
                 path = process / "fd" / entry
                 with suppress(OSError):
                     if os.readlink(path).startswith(f"/memfd:{_NAME} "):
-                        # Only named, not opened: another user can give a FIFO or a device this name.
+                        # O_PATH: a FIFO or device may have this name.
                         yield os.open(path, os.O_PATH | os.O_CLOEXEC)
 
 
 def read_page(fd: int) -> Instance:
-    """Return one whole page; a half-written one is read again. Raises PageError."""
+    """Return a page; retry a half-written one up to 200 times, 1 ms apart. Raises PageError."""
     for _ in range(_TRIES):
         header = os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0")
         magic, version, pid, sequence, when, cluster_id, length = _HEADER.unpack(header)

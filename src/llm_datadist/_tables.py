@@ -1,4 +1,4 @@
-"""Tables for terminals of any width and for pipes: no cell is cut, no column is empty. Needs rich."""
+"""Tables for terminals and pipes: no cell is cut, no column is empty. Needs rich."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ _PIPE_WIDTH: Final = 1 << 16
 
 
 def columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of the columns in which any row has a cell."""
+    """Return the names of the columns that have a cell."""
     return [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
-    """Print rows, each from the names of columns to its cells; where they are too wide, each as a list of its cells.
-
-    Columns of figures are aligned right.
-    """
+    """Print rows (column name -> cell) as a table, or, if it is too wide, as lists of cells."""
     console = Console(
         file=stream, highlight=False, markup=False, emoji=False, width=None if stream.isatty() else _PIPE_WIDTH
     )

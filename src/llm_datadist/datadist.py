@@ -30,7 +30,7 @@ from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger, named
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
-from llm_datadist._transfer.threads import Threads
+from llm_datadist._threads import Threads
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole

@@ -252,7 +252,7 @@ def _cancelled_on_the_way(world: World, method: str) -> None:
     def on_its_way() -> None:
         connections = links_of(world).get(1).connection.connections
         # A push that comes after a cancelled one waits until the owner has given that up.
-        waits = any(each.doubts_writes for each in connections)
+        waits = any(each.recovery is not None and each.recovery.doubts_writes for each in connections)
         wait_until(lambda: waits or any(world.probe.loads(1)))
 
     moving = call(world, method, BLOCKS, Use("kv"), [1, 6], [0, 3])

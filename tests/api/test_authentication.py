@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from faults.strangers import Stranger, hello_of
+from faults.strangers import Stranger, hello_of, rendezvous_of
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
@@ -688,7 +688,7 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         with Stranger(end.port, cluster_id) as stranger:
             hello = hello_of(cluster_id, exports.incarnation, exports.guards.cookie, remote_accessible=True)
             stranger.say(wire.CONTROL_PREAMBLE, hello)
-            name = stranger.hear(wire.Welcome).rendezvous
+            name = rendezvous_of(stranger.hear(wire.Welcome))
             with offered(name, hello, exports) as packet:
                 answer = decode(packet.data)
                 got = [fd for fd in packet.fds if os.fstat(fd).st_ino in inodes]
@@ -724,22 +724,22 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
         ('{"7": {"read": true}}', "'7'.*unknown field `read`.*known are link, pull, push, locate, consume, models"),
         ('{"7": {"pull": 1}}', r"'7'.*Expected `bool`, got `int` - at `\$.pull`"),
         ('{"7": {"pull": null}}', r"'7'.*Expected `bool`, got `null` - at `\$.pull`"),
-        ('{"-1": {}}', "'-1' is no cluster id"),
-        ('{"07": {}}', "'07' is no cluster id"),
-        ('{"18446744073709551616": {}}', "'18446744073709551616' is no cluster id.*at most 18446744073709551615"),
+        ('{"-1": {}}', "'-1' is not a cluster id"),
+        ('{"07": {}}', "'07' is not a cluster id"),
+        ('{"18446744073709551616": {}}', "'18446744073709551616' is not a cluster id.*at most 18446744073709551615"),
         ('{"7": {"models": 3}}', r"'7'.*Expected `array`, got `int` - at `\$.models`"),
         ('{"7": {"models": [true]}}', r"'7'.*Expected `int`, got `bool`"),
         ('{"7": {"models": [-1]}}', "'7'.*Expected `int` >= 0"),
-        ('{"7": {"models": [18446744073709551616]}}', "'7': models: 18446744073709551616 is no model id"),
-        ('{"7": {"link": tru}}', "no JSON object of cluster ids: .*JSON is malformed|Expecting value"),
-        ('{"7": ' + "[" * 100_000, "no JSON object of cluster ids|Expected `object`"),
-        ("{folder}/latin", "latin': no JSON object of cluster ids"),
-        ('{"7": {}, "8": {}, "7": {"link": true}}', "'7' is there twice"),
-        ('{"7": {"link": false, "link": true}}', "'link' is there twice"),
+        ('{"7": {"models": [18446744073709551616]}}', "'7': models: 18446744073709551616 is not a model id"),
+        ('{"7": {"link": tru}}', "not a JSON object of cluster ids: .*JSON is malformed|Expecting value"),
+        ('{"7": ' + "[" * 100_000, "not a JSON object of cluster ids|Expected `object`"),
+        ("{folder}/latin", "latin': not a JSON object of cluster ids"),
+        ('{"7": {}, "8": {}, "7": {"link": true}}', "'7' appears twice"),
+        ('{"7": {"link": false, "link": true}}', "'link' appears twice"),
         ("", "neither JSON nor the path of a file"),
         ("{folder}/missing", "missing' cannot be read: No such file"),
-        ("{folder}", "is no regular file|cannot be read: Is a directory"),
-        ("{folder}/list", "list': no JSON object of cluster ids: Expected `object`, got `array`"),
+        ("{folder}", "is not a regular file|cannot be read: Is a directory"),
+        ("{folder}/list", "list': not a JSON object of cluster ids: Expected `object`, got `array`"),
         ("{folder}/verb", "verb': '7'.*unknown field `read`"),
         ("x\0y", "NUL and lone surrogates are not allowed"),
     ],

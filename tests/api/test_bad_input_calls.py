@@ -563,8 +563,7 @@ BAD_POOLS: Final = [
     *((f'{{"memory_size": 65536, "page_shift": {n}}}', "page_shift") for n in ("9", "31", "12.0", "true", "null")),
 ]
 #: Every option there is, and one that there is not.
-KEYS: Final = {text for text in vars(config).values() if isinstance(text, str) and text[:4] in ("llm.", "ge.e", "ge.f")}
-ALL_KEYS: Final = sorted(KEYS | config.NO_EFFECT | {"llm.DeviceId", "llm.ListenIpInfo", "llm.Unknown"})
+ALL_KEYS: Final = sorted(config.OPTIONS.keys() | {"llm.DeviceId", "llm.ListenIpInfo", "llm.Unknown"})
 BAD_INIT: Final[list[tuple[Any, refusals.Kind, tuple[str, ...]]]] = [
     (None, NONE, ("options", "dict")),
     ([], TYPE, ("options", "dict", "list")),

@@ -22,6 +22,7 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
+from llm_datadist._transport.address import PROTOCOL_VERSION
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.ends import Call
 from tests.support.kinds import LocalEnd
@@ -367,7 +368,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "refuses, with a code": (says(wire.frame(wire.Refused(int(INVALID), "no\nsuch\nthing"))), INVALID),
     "refuses, with no code of ours": (says(wire.frame(wire.Refused(123, "x"))), Code.LLM_FAILED),
     "an echo of our own greeting": (echoes, FAILED),
-    "another version": (welcomes(version=wire.PROTOCOL_VERSION + 1), FAILED),
+    "another version": (welcomes(version=PROTOCOL_VERSION + 1), FAILED),
     "another cluster": (welcomes(cluster_id=2**64 - 1), FAILED),
     "another rca flag": (welcomes(remote_accessible=True), INVALID),
     "an unknown transport": (welcomes(transport="rdma"), FAILED),
@@ -378,7 +379,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
 
 #: What the log says of some of them, which would fail later anyhow.
 REASONS: Final = {
-    "another version": f"version {wire.PROTOCOL_VERSION + 1}",
+    "another version": f"version {PROTOCOL_VERSION + 1}",
     "another cluster": "remote_cluster_id=1, but cluster 18446744073709551615 answered",
 }
 

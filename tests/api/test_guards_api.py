@@ -273,7 +273,7 @@ def test_an_answer_that_changes_every_time_is_a_failed_transfer(local_pair: Pair
             other.start()
             other.join()
 
-    with watched(late), pytest.raises(TransferFailed, match="changed, or its data lanes broke, 4 times") as caught:
+    with watched(late), pytest.raises(TransferFailed, match="changed, or its connection broke, 4 times") as caught:
         call(world, *PULL)
     assert caught.value.phase == "copy"
     assert local_pair.prompt.do(resolves) == 4

@@ -8,7 +8,7 @@ import pytest
 from faults.lanepeer import LanePeerProcess
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._transport import inproc
+from llm_datadist._transport import inproc, instances
 from llm_datadist._transport.cma import CmaConnection
 from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.peer_memory import PeerMemory
@@ -51,7 +51,7 @@ class TestCma(ProcessConformance):
         for verb in (connection.read, connection.write):
             with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
                 verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))
-        assert connection.bytes_read == connection.bytes_written == 0
+        assert connection.usage()[:2] == (0, 0)
 
 
 class TestTcp(ServedConformance):
@@ -73,10 +73,10 @@ def test_a_finalised_peer_is_lost_and_its_memory_stays_until_the_connection_clos
 
 def test_peers_are_found_by_incarnation_only_while_registered() -> None:
     with LocalPeer(writable=True) as peer:
-        assert inproc.lives_here(peer.exports.incarnation)
-        inproc.register(peer.exports)  # again, the same: nothing
+        assert instances.lives_here(peer.exports.incarnation)
+        instances.register(peer.exports)  # again, the same: nothing
         with LocalPeer(writable=True) as other, pytest.raises(ParamError, match="already registered"):
-            inproc.register(type(other.exports)(peer.exports.incarnation, {}, other.exports.guards, True))
-    assert not inproc.lives_here(peer.exports.incarnation)
+            instances.register(type(other.exports)(peer.exports.incarnation, {}, other.exports.guards, True))
+    assert not instances.lives_here(peer.exports.incarnation)
     with pytest.raises(LinkError, match="does not live"):
         inproc.connect(peer.exports)

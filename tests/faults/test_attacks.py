@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from faults.strangers import Stranger, listener, read_hello, welcome_of
+from faults.strangers import Stranger, lane_token_of, listener, read_hello, welcome_of
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
@@ -17,8 +17,10 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.handshake import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.target import LaneReconnector, LaneTarget, encode_handle
-from llm_datadist._transport.lanes import MAX_LANES, LaneGrant, LaneRequest, dial_lanes
+from llm_datadist._transfer.handles import encode_handle
+from llm_datadist._transfer.target import MoveTarget
+from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
+from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist.errors import CacheNotFound, LinkRefused
 from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link, links
@@ -76,7 +78,7 @@ def test_attack_poc5_a_stranger_with_a_peers_incarnation_does_not_replace_its_li
         if proof is None:
             choice = wire.TransportChoice(transport, "evil", 1, present=True, proof=bytes(32), share=b"")
         else:
-            for lane in dial_lanes(("127.0.0.1", pair.prompt.port), welcome.lane_token, 2, Deadline(5_000)):
+            for lane in dial_lanes(("127.0.0.1", pair.prompt.port), lane_token_of(welcome), 2, Deadline(5_000)):
                 lane.socket.close()
             choice = wire.TransportChoice(transport, "evil", 1 << 40, present=False, proof=proof, share=bytes(32))
         stranger.say(choice)
@@ -108,7 +110,7 @@ class _Visitor(Stranger):
         answer = self.hear(wire.Message)
         if isinstance(answer, wire.Welcome):
             address = self.sock.getpeername()[:2]
-            dialled = dial_lanes(address, answer.lane_token, MAX_LANES, Deadline(10_000))
+            dialled = dial_lanes(address, lane_token_of(answer), MAX_LANES, Deadline(10_000))
             self.lanes = [lane.socket for lane in dialled]
             self.say(wire.TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
             answer = self.hear(wire.Message)
@@ -184,12 +186,12 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     engine, cache = end.world.probe.engine, end.world.caches["kv"]
     guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
-    target = LaneTarget(engine.store, AccessPolicy(engine.store), LaneReconnector())
+    target = MoveTarget(engine.store, AccessPolicy(engine.store))
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
-    def ask(generation: int) -> LaneGrant:
+    def ask(generation: int) -> MoveReply:
         handle = encode_handle(cache.cache_id, 0, [wire.Guarded(guard.slot, generation)])
-        return target.on_read(object(), LaneRequest(handle, 48, plan))
+        return target.on_move(object(), MoveRequest(handle, 48, plan, write=False))
 
     assert ask(guard.generation).guards[0][1] == guard.generation
     with pytest.raises(CacheNotFound, match="has changed since it was resolved"):

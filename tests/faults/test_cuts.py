@@ -67,7 +67,7 @@ def error_of(relayed: Relayed, end: End, *pull: Any) -> BaseException | None:
 # --- in the handshake -------------------------------------------------------------------------------------------------
 
 
-#: Up go preamble, Hello and Met, 230 bytes over tcp and 300 over shm; down come Welcome and Linked, 210.
+#: Up go preamble, Hello and TransportChoice, 220 bytes over tcp and 290 over shm; down come Welcome and Linked, 190.
 @pytest.mark.parametrize(
     ("relayed", "stream", "direction", "at", "harm"),
     [

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from faults.lane_ends import READ, frame_of
 from llm_datadist import BlocksCacheKey
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import Plan, encode_request
-from llm_datadist._transport.lanes import MAX_LANES, MAX_RUNS
+from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
+from llm_datadist._transport.lanes import MAX_LANES
 from llm_datadist._transport.tcp import TcpConnection
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
@@ -45,10 +45,10 @@ class Flood:
         self.remote = answer.tensors
         connection = there.connection.shared
         assert isinstance(connection, TcpConnection)
-        assert connection.reconnect is not None
-        self._dial = connection.reconnect
+        assert connection.recovery.reconnect is not None
+        self._dial = connection.recovery.reconnect
         # What the library has dialled makes room for what we will.
-        connection.drop_lanes()
+        connection.recovery.drop()
         self._open = ExitStack()
         self.asked = 0
 
@@ -124,15 +124,15 @@ def test_rule_10_the_longest_requests_on_all_lanes_there_can_be_cost_bounded_mem
 ) -> None:
     owner = tcp_pair.prompt
     before = owner.do(anonymous_bytes)
-    offsets = np.arange(MAX_RUNS, dtype=np.uint64) * np.uint64(2)
-    many = np.stack([offsets, offsets, np.ones(MAX_RUNS, np.uint64)], axis=1)
-    each = 16 * MAX_RUNS + 4096
+    offsets = np.arange(MAX_REQUEST_RUNS, dtype=np.uint64) * np.uint64(2)
+    many = np.stack([offsets, offsets, np.ones(MAX_REQUEST_RUNS, np.uint64)], axis=1)
+    each = 16 * MAX_REQUEST_RUNS + 4096
     for _ in range(MAX_LANES):
         lane = flood.lane()
         flood.ask(lane, whole(), 1)
         flood.ask(lane, many, WINDOW_BYTES // each)
     # What they ask for is kept until it is answered: that is the memory in question.
-    least = MAX_LANES * (WINDOW_BYTES // each) * MAX_RUNS * 16
+    least = MAX_LANES * (WINDOW_BYTES // each) * MAX_REQUEST_RUNS * 16
     wait_until(lambda: owner.do(anonymous_bytes) - before > least)
     for _ in range(3):
         bytes_move_both_ways(owner, tcp_pair.decoder)

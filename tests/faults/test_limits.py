@@ -276,7 +276,8 @@ def test_pulls_need_no_descriptor_and_without_address_space_succeed_or_fail_with
 def lose_lanes(world: World, peer: int) -> None:
     """Drop every data lane of a link."""
     for each in world.probe.link(peer).connection.connections:
-        each.drop_lanes()
+        if each.recovery is not None:
+            each.recovery.drop()
 
 
 @pytest.mark.parametrize("linked", ["tcp"], indirect=True)

@@ -3,7 +3,7 @@ another program.
 
 A file that is registered by its mapping is truncated: where the kernel moves the bytes it says EFAULT and the call
 fails; where this library touches them by itself the process dies by SIGBUS, as at any other instruction that does.
-docs/extensions.md has the table.
+docs/interface.md, "Requirements for registered memory", has the rules.
 """
 
 import mmap

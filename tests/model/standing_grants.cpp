@@ -97,7 +97,7 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
     void control() {
         // _answer (_transport/lanes.py): `group.grants.keep(`
         keep();
-        // _answer (_transport/lanes.py): `give(event.lane, event.id, grant.plan or request.plan, grant.tensors, grant.guards,`
+        // _answer (_transport/lanes.py): `give(event.lane, event.id, plan, tensors, guards, tag)`
         // run_here (worker.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
         if (kept(5)) take_turn(job[1], true);
         take_turn(job[1], false);

@@ -54,6 +54,10 @@ class Probe:
         """Return the link to a peer. Raises NotLinked as :meth:`LinkManager.get`."""
         return self.engine.links.get(peer)
 
+    def transport(self, name: str) -> Any:
+        """Return the transport of this name."""
+        return self.engine.transports.by_name[name]
+
     def lanes(self, peer: int) -> LaneGroup:
         """Return the data lanes of the link to a peer."""
         connection: Any = self.link(peer).connection
@@ -87,13 +91,13 @@ class Probe:
         """Do what a network does that forgets connections: the lanes end, the control connection stays."""
         group = self.lanes(peer)
         for lane in group.lanes()[keep:]:
-            self.engine._lanes.engine.drop_lane(lane)
+            self.transport("tcp").lanes.engine.drop_lane(lane)
             group.discard(lane)
 
     def lane_dial(self, peer: int) -> tuple[tuple[str, int], bytes, bytes]:
         """Return address, token and secret by which this end dials data lanes to a peer."""
         connection: Any = self.link(peer).connection
-        dial = connection.shared.reconnect
+        dial = connection.shared.recovery.reconnect
         return *dial.args, dial.keywords["secret"]
 
     def unsent(self, peer: int) -> int:

@@ -36,8 +36,9 @@ from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumServer
-from llm_datadist._transfer.target import LaneTarget, Target, encode_handle, encode_key_handle
-from llm_datadist._transport.lanes import LaneRequest
+from llm_datadist._transfer.handles import encode_handle, encode_key_handle
+from llm_datadist._transfer.target import MoveTarget, Target
+from llm_datadist._transport.moves import MoveRequest
 from llm_datadist.config import Options
 
 _BOTH: Final = (False, True)
@@ -69,7 +70,7 @@ class Bench:
         undo.callback(self.store.close)
         policy = AccessPolicy(self.store, peers)
         self.target = Target(self.store, policy)
-        self.lanes = LaneTarget(self.store, policy, None)  # type: ignore[arg-type]
+        self.lanes = MoveTarget(self.store, policy)
         self.checksums = ChecksumServer(self.store, policy, None)
         undo.callback(self.checksums.close)
         self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)
@@ -105,9 +106,9 @@ class Bench:
             handle = encode_key_handle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0)
         else:
             handle = encode_handle(self.entry.cache_id, pin, self._guards())
-        request = LaneRequest(handle, self.entry.geometry.stride, plan)
+        request = MoveRequest(handle, self.entry.geometry.stride, plan, push)
         try:
-            (self.lanes.on_write if push else self.lanes.on_read)(link, request)
+            self.lanes.on_move(link, request)
         except LLMException as error:
             return _REFUSALS[error.status_code]
         return "yes"

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_datadist.config import CredentialFiles, LLMConfig, LlmConfig, Options, PoolOptions, parse_listen_ip_info
+from llm_datadist._option_kinds import PoolOptions
+from llm_datadist.config import CredentialFiles, LLMConfig, LlmConfig, Options, parse_listen_ip_info
 from llm_datadist.types.enums import LLMRole
 from tests.support.moves import wait_until
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each

@@ -19,11 +19,13 @@ from llm_datadist import errors
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._native import Plan, Tensors, encode_request
+from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request
+from llm_datadist._native.plan import split_plan
 from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import LANE_PREAMBLE, LaneGrant, Lanes, LaneSocket, decode_request, dial_lanes
-from llm_datadist._transport.tcp import TcpConnection, split_plan
+from llm_datadist._transport.lanes import LANE_PREAMBLE, Lanes, LaneSocket, dial_lanes
+from llm_datadist._transport.moves import MoveReply, MoveRequest, decode_request
+from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
         encode_request(b"", 8, ROW, False) + b"x",
         encode_request(b"x" * 4097, 8, ROW, False),
         *(encode_request(b"", 8, ROW, False)[:at] + b"\xff" * 8 + bytes(32 - at) for at in (2, 10, 18, 26)),
-        encode_request(b"", 8, ROW, False) + bytes(16 * transport.MAX_RUNS),
+        encode_request(b"", 8, ROW, False) + bytes(16 * MAX_REQUEST_RUNS),
     ],
 )
 def test_broken_requests_are_protocol_errors(meta: bytes) -> None:
@@ -109,17 +111,15 @@ class Handler:
         self.memory = np.arange(64, dtype=np.uint8)
         self.error: Exception | None = None
         self.extent = 64
-        self.lost: list[tuple[object, int]] = []
+        self.lost: list[int] = []
 
-    def on_read(self, link: object, request: transport.LaneRequest) -> LaneGrant:
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
         if self.error is not None:
             raise self.error
-        return LaneGrant(Tensors(tensors_over(self.memory).bases, self.extent))
+        return MoveReply(Tensors(tensors_over(self.memory).bases, self.extent))
 
-    on_write = on_read
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        self.lost.append((link, left))
+    def on_lost(self, left: int, reason: str) -> None:
+        self.lost.append(left)
 
 
 def move(connection: Connection, data: twin.Bytes, *, write: bool = False) -> int:
@@ -134,7 +134,9 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
     ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
     with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
         loop.call_soon_threadsafe(far.start, loop)
-        far.begin(far.open(map(LaneSocket, theirs)), "the link")
+        group = far.open(map(LaneSocket, theirs))
+        group.on_lost = handler.on_lost
+        far.begin(group, "the link")
         with TcpConnection(near, near.open(map(LaneSocket, ours)), [], writable=True) as connection:
             connection.begin("near")
             for error, extent, kind, text in (
@@ -150,7 +152,7 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
             assert "a handler failed" in caplog.text
             handler.extent = 64
             assert (move(connection, into), into.tolist()) == (64, list(range(64)))
-        wait_until(lambda: handler.lost == [("the link", 1), ("the link", 0)])
+        wait_until(lambda: handler.lost == [1, 0])
         assert repr(far) == "<Lanes 0 lanes, 1 threads>"
         loop.call_soon_threadsafe(far.stop)
 
@@ -164,18 +166,18 @@ def test_an_answer_settles_only_the_writes_that_the_owner_was_told_of_before_it(
             connection.begin("near")
             (old,) = group.lanes()
             group.put(old, 0, doubtful=True)
-            told = connection.give_up_writes(lambda: next(pings))
-            assert told == connection.give_up_writes(lambda: next(pings)) == (old, 10), "told once"
+            told = connection.recovery.give_up_writes(lambda: next(pings))
+            assert told == connection.recovery.give_up_writes(lambda: next(pings)) == (old, 10), "told once"
             ours, theirs_too = socket.socketpair()
             with theirs_too:
                 near.add(group, LaneSocket(ours))
                 new = max(group.lanes())
                 group.put(new, 0, doubtful=True)
-                assert connection.give_up_writes(lambda: next(pings)) == (new, 12)
-                connection.writes_given_up(told[0])
-                assert (group.lanes(), connection.doubts_writes) == ([new], True)
-                connection.writes_given_up(new)
-                assert (group.lanes(), connection.doubts_writes) == ([], False)
+                assert connection.recovery.give_up_writes(lambda: next(pings)) == (new, 12)
+                connection.recovery.writes_given_up(told[0])
+                assert (group.lanes(), connection.recovery.doubts_writes) == ([new], True)
+                connection.recovery.writes_given_up(new)
+                assert (group.lanes(), connection.recovery.doubts_writes) == ([], False)
 
 
 @pytest.mark.parametrize("late", [False, True])

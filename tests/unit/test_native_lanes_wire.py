@@ -14,9 +14,8 @@ import pytest
 from faults import lane_ends
 from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire, deadline, joined, next_event, one_row
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, WriteAsked
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, WriteAsked
 from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
-from llm_datadist._transport.lanes import MAX_RUNS
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for
@@ -342,7 +341,7 @@ class Scene:
         if wrong == "span":
             spans.append(choose.choice([(EXTENT, 1), (1, EXTENT), (2**64 - 8, 16), (0, 2**64 - 1), (2**63, 1)]))
         if wrong == "many":
-            spans += [(0, 0)] * (MAX_RUNS + 1 - len(spans))
+            spans += [(0, 0)] * (MAX_REQUEST_RUNS + 1 - len(spans))
         head = [len(handle), first, count, EXTENT, count * sum(length for _, length in spans) % 2**64]
         if wrong == "number":
             at = choose.randint(1, 4)
@@ -352,7 +351,8 @@ class Scene:
         _, first, count, extent, nbytes = head
         fits = wrong != "span" and extent == EXTENT and first + count <= TENSORS
         fits = fits and nbytes == count * sum(length for _, length in spans)
-        memory = self.granted(write, handle) if wrong not in ("short", "long", "many") else None
+        well_formed = wrong not in ("short", "long", "many") and max(head[1:]) < 2**63
+        memory = self.granted(write, handle) if well_formed else None
         payload = choose.randbytes(nbytes) if write and fits else b""
         self.id += 1
         self.wire.send(WRITE if write else READ, self.id, meta, payload)

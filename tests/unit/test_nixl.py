@@ -26,12 +26,23 @@ from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
 from llm_datadist._native.signals import hold_signals, put_off
 from llm_datadist._transport import nixl
-from llm_datadist._transport.choose import choose
-from llm_datadist._transport.connect import NixlEndpoint
-from llm_datadist._transport.lanes import LaneGrant
-from llm_datadist._transport.nixl import _AGAIN, _OVERDUE, Ask, Done, Granted, Moved, Nixl, NixlConnection, Refused
+from llm_datadist._transport.moves import MoveReply
+from llm_datadist._transport.nixl import (
+    _AGAIN,
+    _OVERDUE,
+    Ask,
+    Done,
+    Granted,
+    Moved,
+    Nixl,
+    NixlConnection,
+    NixlTransport,
+    Refused,
+    _common,
+)
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist._transport.peer_memory import why_stranger
+from llm_datadist._transport.transport import Meeting
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
 from tests.support.linking import has_ipv6
@@ -64,12 +75,17 @@ def in_time(call: Callable[..., object], *arguments: object) -> bool:
 def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
     mine: str, theirs: str, asked: bool, authenticated: bool, used: str
 ) -> None:
-    endpoint = NixlEndpoint(mock.sentinel.shared, mine, "not here", asked=asked, authenticated=authenticated)
-    offer = endpoint.offer(theirs)
-    assert offer.fabric == used
-    if not used:
+    transport = object.__new__(NixlTransport)
+    transport.fabric, transport.why_not, transport.asked = mine, "not here", asked
+    meeting = Meeting({"nixl": transport}, mock.sentinel.exports, "nixl", authenticated, bytes(16), dialled=False)
+    meeting.hear({"nixl": theirs.encode()}, None, bytes(16), "the peer", 1)
+    if used:
+        assert meeting.choose().name == "nixl"
+        assert _common(mine, theirs) == used
+    else:
         with pytest.raises(LinkRefused, match=r"not nixl: (this end does not ask for it|not here)"):
-            choose(same_process=False, same_host=None, forced="nixl", nixl=offer)
+            meeting.choose()
+    meeting.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -272,12 +288,12 @@ def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -
     """However long that may take, as its peer says."""
     with owner(SlowAgent) as end:
         shared, tags = end.connection.nixl, iter([TAG, 8] if held else [8, TAG])
-        honest = shared.handler.on_read
+        honest = shared.owner.on_move
 
-        def grant(*asked: Any) -> LaneGrant:
+        def grant(*asked: Any) -> MoveReply:
             return replace(honest(*asked), tag=next(tags))
 
-        shared.handler = mock.Mock(on_read=grant, on_write=grant)
+        shared.owner = mock.Mock(on_move=grant)
         end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)

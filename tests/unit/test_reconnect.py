@@ -12,8 +12,9 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
+from llm_datadist._native import readable
 from llm_datadist._transport.choose import Choice
-from llm_datadist._transport.connection import Connection, DataPath
+from llm_datadist._transport.connection import Connection, DataPath, Watch
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.moves import wait_until
 
@@ -23,7 +24,9 @@ LONG_MS = 60_000
 
 def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
     """Return a link to a process that has ended once ``pidfd`` is readable."""
-    connection = Mock(Connection, peer_pidfd=lambda: None if pidfd is None else os.dup(pidfd))
+    own = -1 if pidfd is None else os.dup(pidfd)
+    watch = None if pidfd is None else Watch(partial(readable, own), partial(os.close, own))
+    connection = Mock(Connection, watch=lambda: watch)
     path = Mock(DataPath, connections=(connection,))
     origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
     return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin)

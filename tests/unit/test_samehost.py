@@ -25,8 +25,9 @@ from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import readable
 from llm_datadist._transport import peer_memory, rendezvous, samehost
-from llm_datadist._transport.choose import choose
+from llm_datadist._transport.choose import Choice, Verdict, choose, yield_to
 from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.registry import ORDER
 from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
@@ -450,36 +451,68 @@ def test_a_forked_child_that_closes_the_listener_does_not_disturb_its_parent(soc
         stage.links()
 
 
+def verdicts(memory: PeerMemory | LinkError | None, *, here: bool, cma: str | None) -> dict[str, Verdict]:
+    """Return how the transports judge a peer; ``cma``: why that cannot be used."""
+    told = "no same-host rendezvous was made" if memory is None else str(memory)
+    mapped = isinstance(memory, PeerMemory)
+    return {
+        "inproc": Verdict(here, f"the peer is in {'this' if here else 'another'} process"),
+        "shm": Verdict(mapped, "the peer (pid 7) is on this host, 0 regions mapped" if mapped else told),
+        "cma": Verdict(cma is None, cma or "the kernel lets us in", final=cma == TOLD_NOTHING),
+        "nixl": Verdict(False, "neither end has NIXL", silent=True),
+        "tcp": Verdict(True, "data lanes reach every peer"),
+    }
+
+
+def chosen_of(judged: dict[str, Verdict], forced: str | None) -> Choice:
+    return choose(ORDER, lambda each: judged[each.name], forced)
+
+
+TOLD_NOTHING = "the peer lets this end into none of its memory"
+
+
 def test_choose() -> None:
     peer = object.__new__(PeerMemory)
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
-    told = LinkRefused("no such socket")
-    cma: dict[str, Any] = {"private": None}
+    told, tried = LinkRefused("no such socket"), "nobody tried"
     mapped = "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
-    chosen: list[
-        tuple[bool, PeerMemory | LinkError | None, str | None, dict[str, Any], tuple[str, str | None], str]
-    ] = [
-        (True, None, None, {}, ("inproc", "inproc"), "the peer is in this process"),
-        (False, peer, None, {}, ("shm", "tcp"), mapped + "memory by tcp, not by cma: nobody tried"),
-        (False, peer, None, cma, ("shm", "cma"), mapped + "memory by cma"),
-        (True, peer, "shm", {}, ("shm", None), "private memory by nothing: nobody tried"),
-        (False, None, None, {}, ("tcp", "tcp"), "not shm: no same-host rendezvous was made"),
-        (False, told, None, {}, ("tcp", "tcp"), "not shm: no such socket"),
-        (True, peer, "tcp", {}, ("tcp", "tcp"), "data lanes, as llm.Transport asks"),
-        (False, peer, "cma", cma, ("cma", "cma"), "the kernel lets us into the peer's memory"),
+    chosen: list[tuple[bool, PeerMemory | LinkError | None, str | None, str | None, tuple[str, str | None], str]] = [
+        (True, None, None, tried, ("inproc", "inproc"), "the peer is in this process"),
+        (False, peer, None, tried, ("shm", "tcp"), mapped + "memory by tcp, not by cma: nobody tried"),
+        (False, peer, None, None, ("shm", "cma"), mapped + "memory by cma"),
+        (False, peer, None, TOLD_NOTHING, ("shm", None), f"{mapped}memory by nothing: {TOLD_NOTHING}"),
+        (True, peer, "shm", tried, ("shm", None), "private memory by nothing: llm.Transport is shm"),
+        (False, None, None, tried, ("tcp", "tcp"), "not shm: no same-host rendezvous was made"),
+        (False, told, None, tried, ("tcp", "tcp"), "not shm: no such socket"),
+        (True, peer, "tcp", tried, ("tcp", "tcp"), "data lanes reach every peer"),
+        (False, peer, "cma", None, ("cma", "cma"), "the kernel lets us in"),
     ]
-    for same_process, same_host, forced, tried, names, reason in chosen:
-        choice = choose(same_process=same_process, same_host=same_host, forced=forced, **tried)
+    for here, memory, forced, cma, names, reason in chosen:
+        choice = chosen_of(verdicts(memory, here=here, cma=cma), forced)
         assert (choice.name, choice.private) == names
         assert choice.reason.endswith(reason)
-    for forced, why, kind, text in (
+    for forced, cma, kind, text in (
         ("inproc", None, LinkRefused, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
         ("shm", None, LinkRefused, "not shm: no such socket"),
         ("cma", "it runs as uid 5", LinkRefused, "'cma' cannot reach the peer: not cma: it runs as uid 5"),
+        ("nixl", None, LinkRefused, "'nixl' cannot reach the peer: not nixl: neither end has NIXL"),
         ("rdma", None, ParamError, "known are inproc, shm, cma, nixl, tcp"),
     ):
         with pytest.raises(kind, match=text):
-            choose(same_process=False, same_host=told, forced=forced, private=why)
+            chosen_of(verdicts(told, here=False, cma=cma), forced)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "used"),
+    [("cma", "tcp", "tcp"), ("cma", "cma", "cma"), ("tcp", "cma", "tcp"), ("cma", "nixl", "cma"), (None, "tcp", None)],
+)
+def test_the_listener_yields_to_a_dialer_that_cannot_use_the_better_transport(
+    mine: str | None, theirs: str | None, used: str | None
+) -> None:
+    choice = yield_to(Choice("shm", mine, "mapped"), ORDER, theirs)
+    assert choice.private == used
+    shut_out = ", but the kernel does not let the peer into this process: by tcp"
+    assert choice.reason == "mapped" + (shut_out if used != mine else "")
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from unittest.mock import Mock, call
 import pytest
 
 from llm_datadist import LLMException, LLMStatusCode, _native
+from llm_datadist._threads import Threads
 from llm_datadist._transfer.layerwise import CacheTask, Tasks, TransferJob
 from llm_datadist._transfer.local_copy import SwapEngine
-from llm_datadist._transfer.threads import Threads
 from llm_datadist.errors import DeadlineExceeded, StateError
 from llm_datadist.testing import StagedDevice
 from tests.support.ends import LocalEnd

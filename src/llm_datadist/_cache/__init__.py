@@ -1,1 +1,1 @@
-"""Caches: their geometry, the registry of what still needs them, and the store that holds their memory."""
+"""Caches: geometry, the registry of their references, and the store of their memory."""

@@ -1,8 +1,6 @@
-"""Geometry of a cache, and plans from one geometry to another. Pure: no bytes, no addresses, no peers. Any thread.
+"""Geometries of caches, and plans between two of them. Pure: no bytes, no addresses, no peers. Any thread.
 
-Terms (interface §5): *tensor bytes* T = prod(shape) x element size; *rows* = ``shape[0]`` (batch rows of a continuous
-cache, blocks of a blocks cache); *stride* = T // rows; *layer* l = tensors [l x tnpl, (l + 1) x tnpl).
-A plan that cannot be made is an error that names the caller's argument; nothing has moved by then.
+``stride`` is the bytes of a row (interface §5): a batch row, or a block. Errors name the caller's argument.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ _MAX_TENSORS: Final = 1 << 20
 _MAX_TENSOR_BYTES: Final = 2**63 - 1
 _NAMES: Final = {each.value: each.name for each in DataType}
 _CACHED_GEOMETRY_BYTES: Final = 256  # no real shape encodes to more
-_MAX_DST_BYTES: Final = 1 << 62  # bound of a destination known by address only, so that offsets cannot wrap
+_MAX_DST_BYTES: Final = 1 << 62  # bound of an addressed destination: offsets cannot wrap
 
 
 class CacheKind(IntEnum):
-    """How a cache is addressed: by batch row, by block, or by either (MIX, which never has keys)."""
+    """Addressing: by batch row, by block, or by either (MIX, which never has keys)."""
 
     CACHE = 0
     BLOCKS = 1
@@ -42,16 +40,16 @@ class CacheKind(IntEnum):
 
     @property
     def word(self) -> str:
-        """Name of the kind in messages."""
+        """Name in messages."""
         return ("continuous", "blocks", "row-and-block")[self]
 
     def serves(self, use: CacheKind) -> bool:
-        """Return True if a cache of this kind can be used as one of kind ``use``."""
+        """Return True if it can be used as ``use``."""
         return self is use or self is CacheKind.MIX
 
 
 class Geometry(msgspec.Struct, frozen=True, array_like=True):
-    """Describe the shape of a cache in bytes. Sent to the initiator inside ``Resolved``."""
+    """Shape of a cache in bytes, as sent in ``Resolved``."""
 
     kind: CacheKind
     num_tensors: int
@@ -64,7 +62,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, desc: CacheDesc, kind: CacheKind) -> Geometry:
-        """Build the geometry of a descriptor; its ``shape[0]`` is the row count, whatever ``batch_dim_index`` is."""
+        """Build from a descriptor; ``shape[0]`` counts rows, whatever ``batch_dim_index`` is."""
         if desc.num_tensors < 1:
             raise ParamError(f"cache_desc.num_tensors={desc.num_tensors}: a cache has at least one tensor")
         size = desc.size
@@ -81,7 +79,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def verify(self) -> None:
-        """Raise ProtocolError if a peer's geometry could make an address computation overflow or leave a tensor."""
+        """Raise ProtocolError if a peer's geometry could make an address overflow or leave a tensor."""
         sound = (
             0 < self.num_tensors <= _MAX_TENSORS
             and self.rows > 0
@@ -93,18 +91,18 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
             raise ProtocolError(f"peer sent an impossible cache geometry: {self}")
 
     def require_row(self, name: str, row: int) -> None:
-        """Raise ParamError, naming the argument ``name``, unless ``row`` exists in this cache."""
+        """Raise ParamError about argument ``name`` unless the row exists."""
         if row >= self.rows:
             raise ParamError(f"{name}={row}: the cache has {self.rows} rows, so at most {self.rows - 1}")
 
     def require_kind(self, name: str, kind: CacheKind) -> None:
-        """Raise ParamError, naming the argument ``name``, unless the cache can be used as one of ``kind``."""
+        """Raise ParamError about argument ``name`` unless the kind serves."""
         if not self.kind.serves(kind):
             raise ParamError(f"{name}: a {kind.word} cache is needed here, this is a {self.kind.word} one")
 
 
 def unlike(local: Geometry, remote: Geometry) -> str:
-    """Return how the element types of two caches differ, or their dimensions where the bytes are equal; else ""."""
+    """Return the difference of element types, or of dimensions of equally large rows, or ""."""
     if local.data_type == remote.data_type and (local.stride != remote.stride or local.shape[1:] == remote.shape[1:]):
         return ""
     here, there = (f"{_NAMES.get(at.data_type, at.data_type)} {reprlib.repr(at.shape[1:])}" for at in (local, remote))
@@ -115,10 +113,7 @@ _decoder: Final = msgspec.msgpack.Decoder(Geometry)
 
 
 def decode_geometry(raw: bytes) -> Geometry:
-    """Decode and verify a geometry that a peer sent, or raise ProtocolError.
-
-    The caches of one model share one geometry, so the result is cached.
-    """
+    """Decode and verify a peer's geometry, cached, or raise ProtocolError."""
     return _decode_cached(raw) if len(raw) <= _CACHED_GEOMETRY_BYTES else _decode(raw)
 
 
@@ -126,7 +121,7 @@ def _decode(raw: bytes) -> Geometry:
     try:
         geometry = _decoder.decode(raw)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"peer sent no cache geometry: {error}") from error
+        raise ProtocolError(f"peer sent an invalid cache geometry: {error}") from error
     geometry.verify()
     return geometry
 
@@ -136,18 +131,14 @@ _decode_cached: Final = lru_cache(256)(_decode)
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """The layer ranges of one call, as the caller gave them (interface R14). ``None`` stands for every tensor of that
-    end."""
+    """Layer ranges of one call (interface R14); None is every tensor of that side."""
 
     src: range | None
     dst: range | None
     tensors_per_layer: int
 
     def check_local(self, name: str, num_tensors: int) -> None:
-        """Check the ranges against the local cache alone, before the peer is asked.
-
-        ``name`` is the range of the local cache: ``src_layer_range`` or ``dst_layer_range``.
-        """
+        """Raise ParamError unless ``name``, the local cache's range, fits it and the other range."""
         if self.src is None and self.dst is None:
             return
         local, remote = (self.src, self.dst) if name == "src_layer_range" else (self.dst, self.src)
@@ -159,7 +150,7 @@ class LayerSelection:
             )
 
     def tensors(self, src: Geometry, dst: Geometry) -> tuple[int, int, int]:
-        """Return (first dst tensor, first src tensor, count) of a transfer between two caches."""
+        """Return (first dst tensor, first src tensor, count). CacheMismatch if the counts differ."""
         if self.src is None and self.dst is None:
             if src.num_tensors != dst.num_tensors:
                 raise CacheMismatch(
@@ -192,11 +183,11 @@ class LayerSelection:
 
 
 class CachePair(msgspec.Struct, eq=False):
-    """One remote cache and one local cache, compared, with the block planner that was used last. Any thread.
+    """Compared remote and local cache, with the last block planner. Any thread.
 
     Attributes:
-        row: Row of the remote cache that its key or the call names.
-        cache_id: The local cache.
+        row: Row of the remote cache.
+        cache_id: Local cache.
         same_memory: True if both have the same tensors.
     """
 
@@ -207,10 +198,7 @@ class CachePair(msgspec.Struct, eq=False):
     _compared: tuple[LayerSelection, BlockPlanner] | None = None
 
     def block_planner(self, src: Geometry, dst: Geometry, layers: LayerSelection) -> BlockPlanner:
-        """Return the planner of blocks from ``src`` to ``dst``, one of which is :attr:`remote`.
-
-        Compares the two only if ``layers`` is not the object of the last call. Raises as :func:`compare_blocks`.
-        """
+        """Return :func:`compare_blocks`; the last result if ``layers`` is the same object."""
         compared = self._compared
         if compared is None or compared[0] is not layers:
             compared = self._compared = layers, compare_blocks(src, dst, layers, alias=self.same_memory)
@@ -218,7 +206,7 @@ class CachePair(msgspec.Struct, eq=False):
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """Name a row of one cache and the byte in it where a transfer begins (v1)."""
+    """Row, and the byte in it where a transfer begins (v1)."""
 
     row: int
     offset: int = 0
@@ -227,13 +215,18 @@ class RowRange(msgspec.Struct, frozen=True):
 def plan_row(
     src: Geometry, dst: Geometry, src_range: RowRange, dst_range: RowRange, *, size: int, layers: LayerSelection
 ) -> Plan:
-    """Plan remote row -> local row (pull_cache) or the reverse (push_cache).
+    """Plan row -> row, for pull_cache and push_cache.
 
-    ``size`` is bytes per tensor; -1 is the rest of the destination's row (a longer source row is truncated).
+    ``size`` is bytes per tensor; -1 is the rest of the destination's row, so a longer source row is truncated.
+
+    Raises:
+        CacheMismatch: A side is a blocks cache, or the bytes do not fit.
+        CacheNotFound: The source row does not exist.
+        ParamError: The destination row does not exist, or a layer range does not fit.
     """
-    for end, geometry in (("source", src), ("destination", dst)):
+    for side, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.CACHE):
-            raise CacheMismatch(f"the {end} is a blocks cache: use the *_blocks calls")
+            raise CacheMismatch(f"the {side} is a blocks cache: use the *_blocks calls")
     _require_src_row(src, src_range.row)
     dst.require_row("batch_index", dst_range.row)
     src_offset, dst_offset = src_range.offset, dst_range.offset
@@ -250,13 +243,13 @@ def plan_row(
 
 
 def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alias: bool = False) -> BlockPlanner:
-    """Check that blocks of ``src`` fit ``dst`` (interface R17); return the planner for lists of them (interface R26).
+    """Return the planner of blocks (interface R26); CacheMismatch if block sizes differ (interface R17).
 
-    ``alias`` is True if both ends have the same tensors.
+    ``alias``: both sides have the same tensors.
     """
-    for end, geometry in (("source", src), ("destination", dst)):
+    for side, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.BLOCKS):
-            raise CacheMismatch(f"the {end} is not a blocks cache")
+            raise CacheMismatch(f"the {side} is not a blocks cache")
     if src.stride != dst.stride:
         raise CacheMismatch(f"block sizes differ: source blocks have {src.stride} bytes, destination {dst.stride}")
     tensors = layers.tensors(src, dst)
@@ -272,7 +265,7 @@ def compare_blocks(src: Geometry, dst: Geometry, layers: LayerSelection, *, alia
 def plan_pieces(
     src: Geometry, dst: Geometry, *, src_row: int, dst_blocks: BlockList | NDArray[np.int64], layers: LayerSelection
 ) -> Plan:
-    """Plan row -> blocks: piece i goes to ``dst_blocks[i]``; the last may be short."""
+    """Plan row -> blocks: piece i goes to ``dst_blocks[i]``, the last may be short. Errors as in :func:`plan_row`."""
     if not (src.kind.serves(CacheKind.CACHE) and dst.kind.serves(CacheKind.BLOCKS)):
         raise CacheMismatch(
             f"a row of a continuous cache goes into blocks here: source is {src.kind.word}, "
@@ -290,7 +283,7 @@ def plan_pieces(
 
 
 def plan_copy_row(src: Geometry, dst: Geometry, *, src_row: int, dst_row: int, offset: int, size: int) -> Plan:
-    """Plan copy_cache (interface R8): bytes [offset, offset + n) of a row, in all tensors; -1 is the whole row."""
+    """Plan copy_cache (interface R8): ``size`` bytes of a row from ``offset`` on, in all tensors; -1 is the rest."""
     if src.num_tensors != dst.num_tensors or src.data_type != dst.data_type:
         raise CacheMismatch(
             f"descriptors must match: src has {src.num_tensors} tensors of data type {DataType(src.data_type).name}, "
@@ -318,14 +311,14 @@ def _require_src_row(src: Geometry, row: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Plan of one tensor, made once for a layer-wise transfer and applied to each layer and destination.
+    """Plan of one tensor, which a layer-wise transfer applies to each layer and destination.
 
     Attributes:
         kind: Kind of the source.
-        runs: As in :class:`Plan`, destination offsets from where the destination begins in its tensor.
-        unit: Bytes of a destination block; of the row if there are no blocks.
-        blocks: The destination's blocks, None if there are none.
-        extent: Bytes from the beginning of the destination to the end of the last run.
+        runs: As in :class:`Plan`, but destination offsets are relative.
+        unit: Bytes of a destination block, or of the row.
+        blocks: Destination blocks; None for a row.
+        extent: Relative end of the last run.
     """
 
     kind: CacheKind
@@ -337,7 +330,7 @@ class LayerPlan:
 
     @classmethod
     def of_row(cls, src: Geometry, row: int) -> LayerPlan:
-        """Plan a whole row of each tensor; row 0 of a blocks cache is its first block."""
+        """Plan a whole row; row 0 of a blocks cache is its first block."""
         if src.kind is CacheKind.BLOCKS and row:
             raise ParamError(f"src_batch_index={row}: a blocks cache has only row 0")
         src.require_row("src_batch_index", row)
@@ -346,7 +339,7 @@ class LayerPlan:
 
     @classmethod
     def of_pieces(cls, src: Geometry, dst_blocks: BlockList, unit: int) -> LayerPlan:
-        """Plan each whole tensor: piece i of ``unit`` bytes to ``dst_blocks[i]``, the last may be short."""
+        """Plan a whole tensor: piece i of ``unit`` bytes, the last may be short, to ``dst_blocks[i]``."""
         if not 0 < unit < src.tensor_bytes:
             raise ParamError(
                 f"dst_block_memory_size={unit}: a tensor of {src.tensor_bytes} bytes is cut by it, so it must be above "
@@ -370,7 +363,7 @@ class LayerPlan:
 
     @classmethod
     def of_blocks(cls, src: Geometry, src_blocks: BlockList, dst_blocks: BlockList) -> LayerPlan:
-        """Plan blocks (rows of a continuous cache), ``src_blocks[i]`` to ``dst_blocks[i]`` in order (interface R26)."""
+        """Plan blocks, or rows, ``src_blocks[i]`` to ``dst_blocks[i]`` in order (interface R26)."""
         plan = _native.plan_blocks(
             dst_blocks,
             src_blocks,
@@ -389,10 +382,9 @@ class LayerPlan:
         return cls(src.kind, runs, plan.ordered, unit, blocks.array, extent=int((runs[:, 0] + runs[:, 2]).max()))
 
     def plan(self, dst_first: int, src_first: int, count: int, *, offset: int, alias: bool) -> Plan:
-        """Return the plan of ``count`` tensors whose destination begins at ``offset`` in each destination tensor.
+        """Return the plan of ``count`` tensors, with destinations at byte ``offset``.
 
-        ``alias`` is True if both ends have the same tensors: then the runs take effect in the order given
-        (interface R26).
+        With ``alias``, the same tensors on both sides, runs are ordered (interface R26).
         """
         runs = self.runs
         if offset:
@@ -402,7 +394,7 @@ class LayerPlan:
         return Plan(dst_first, src_first, count, runs, ordered=self.ordered or alias, nbytes=nbytes)
 
     def offset_in(self, dst: Geometry, row: int) -> int:
-        """Return where the destination begins in the tensors of ``dst``, whose ``row`` was named (interface R17)."""
+        """Return the byte offset of the destination in the tensors of ``dst`` (interface R17)."""
         if self.blocks is None:
             return self._row_offset(dst, row)
         if dst.kind is not CacheKind.BLOCKS or row:

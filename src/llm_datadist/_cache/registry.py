@@ -1,11 +1,7 @@
-"""Which cache is still needed, and by what: owner, keys, pins of peers, local calls (interface B3, R2 to R5, R25, R27).
+"""References that keep caches alive: owner, keys, pins of peers, local uses (interface B3, R2 to R5, R25, R27).
 
-No I/O and no bytes: storages and guards are opaque values of the caller. Each mutator computes under the one lock and
-returns :class:`Effects`: guards to advance, guards to retire, storages to free. The caller applies them after the lock
-is released, guards first, so that no reader can mistake reused memory for the cache that it resolved.
-
-Threads: callers (allocate, register, copy) and the control thread (resolve, release, lost peers).
-On failure: a refused call changes nothing; an illegal event is a StateError that tells the entry's history.
+No I/O and no bytes. Mutators compute under one lock and return :class:`Effects`. The caller applies these after it,
+guards first, so no reader mistakes reused memory for the cache that it resolved.
 """
 
 from __future__ import annotations
@@ -29,25 +25,25 @@ if TYPE_CHECKING:
 
 
 MAX_PINS_PER_PEER: Final = 4096
-"""Bound of what a peer that resolves and never releases can cost its owner."""
+"""Bound of the cost of a peer that never releases."""
 FIRST_NAMED_PIN: Final = 1 << 62
-"""A peer that names a pin by itself takes a number from here on; the registry's own numbers are below."""
+"""Peers number their pins from here on; the registry's own numbers are below."""
 
 
 class Namespace:
-    """The three name spaces of keys; a placeholder is in none of them (interface R4, R25)."""
+    """Name spaces of keys; a placeholder is in none (interface R4, R25)."""
 
     REQUEST: Final = 0
     PREFIX: Final = 1
     BLOCKS: Final = 2
 
 
-#: (namespace, request or prefix id, model id); a blocks key has id 0.
+#: (namespace, request or prefix id, model id); blocks keys have id 0.
 Key = tuple[int, int, int]
 
 
 def key_of(key: CacheKey | BlocksCacheKey) -> Key | None:
-    """Return the table key of a public key; None for a placeholder (interface R4)."""
+    """Return the table key; None for a placeholder (interface R4)."""
     if isinstance(key, BlocksCacheKey):
         return (Namespace.BLOCKS, 0, key.model_id)
     if key.prefix_id != INVALID_ID:
@@ -58,7 +54,6 @@ def key_of(key: CacheKey | BlocksCacheKey) -> Key | None:
 
 
 def _show_key(key: Key) -> str:
-    """Return a table key as the user wrote it, for messages."""
     namespace, number, model = key
     if namespace == Namespace.BLOCKS:
         return f"BlocksCacheKey(model_id={model})"
@@ -72,7 +67,7 @@ class State(Enum):
     DRAINING = "draining"
     FREED = "freed"
 
-    __hash__ = object.__hash__  # identity is enough; Enum.__hash__ is Python code, and runs twice per transition
+    __hash__ = object.__hash__  # faster: Enum.__hash__ is Python code
 
 
 class Event(Enum):
@@ -88,8 +83,8 @@ class Event(Enum):
 
 _L, _D, _P, _F = State.LIVE, State.DEFERRED, State.DRAINING, State.FREED
 
-#: (state, event) -> the states it may lead to; a pair that is not here is illegal. Among several, the remaining
-#: references decide: owner -> LIVE, keys -> DEFERRED, only users -> DRAINING, none -> FREED.
+#: (state, event) -> possible states; other pairs are illegal. The remaining references decide: owner -> LIVE, keys ->
+#: DEFERRED, only users -> DRAINING, none -> FREED.
 TRANSITIONS: Final[dict[tuple[State, Event], frozenset[State]]] = {
     (_L, Event.BIND): frozenset({_L}),
     (_L, Event.UNBIND): frozenset({_L}),
@@ -106,7 +101,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], frozenset[State]]] = {
 
 
 class Lifecycle:
-    """Hold the state of one entry and the last events that led to it. Used under the registry's lock only."""
+    """State of one entry and its last 16 events. Used under the registry's lock."""
 
     __slots__ = ("_history", "name", "state")
 
@@ -116,14 +111,14 @@ class Lifecycle:
         self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=16)
 
     def require(self, event: Event) -> frozenset[State]:
-        """Return the states that ``event`` may lead to; raise StateError if it is illegal."""
+        """Return the states after ``event``; StateError, with the history, if it is illegal."""
         targets = TRANSITIONS.get((self.state, event))
         if targets is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
         return targets
 
     def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> State:
-        """Move to the state that the remaining references imply, after ``event`` changed them."""
+        """Enter the state that the references imply."""
         targets = self.require(event)
         target = _L if owner else _D if keys else _P if pins else _F
         if target not in targets:
@@ -142,33 +137,32 @@ class Lifecycle:
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """One binding of a key to a row. A later binding of the same key is another object."""
+    """Binding of a key to a row; a later one is another object."""
 
     key: Key
     entry: Entry
     row: int
     guard: Any
-    remaining: int  # bit t set: tensor t has not been pulled by this binding yet
+    remaining: int  # bit t: tensor t was not pulled yet
     since: float = field(default_factory=time.monotonic)
     bound: bool = True
     pins: int = 0
 
     @property
     def consumable(self) -> bool:
-        """True if a pull can use it up: a request key of an allocated cache (interface R5)."""
+        """True for a request key of an allocated cache (interface R5)."""
         return self.entry.owned and self.key[0] == Namespace.REQUEST
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cache. ``storage`` and ``guard`` belong to the caller; the registry only keeps and returns them.
+    """One cache. ``storage`` and ``guard`` are the caller's.
 
     Attributes:
-        owner: True until its owner gives it back.
-        pins: Number of pins of peers.
-        uses: Local calls that use its memory. The gate is open while the cache can be found; it is opened and shut
-            under the registry's lock.
-        closing: True while it is being unregistered: lookups fail, and it may be reopened.
+        owner: False once its owner has given it back.
+        pins: Number of peers' pins.
+        uses: Local uses. The gate, open while the cache can be found, changes under the registry's lock.
+        closing: True while the cache is being unregistered.
     """
 
     cache_id: int
@@ -186,26 +180,24 @@ class Entry:
 
     @property
     def reachable(self) -> bool:
-        """True if a lookup by id or key can find it: LIVE or DEFERRED."""
+        """True if the cache is LIVE or DEFERRED."""
         return self.owner or bool(self.bindings)
 
     def require_open(self) -> None:
-        """Raise CacheNotFound while the cache is being unregistered."""
         if self.closing:
             raise CacheNotFound(f"cache {self.cache_id} is being unregistered")
 
     def binding_of_row(self, row: int) -> Binding | None:
-        """Return the request-key binding of ``row``, if there is one."""
+        """Return the request-key binding of ``row``."""
         return next((b for b in self.bindings.values() if b.row == row and b.key[0] == Namespace.REQUEST), None)
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Keep an entry's memory for a peer until it is released or expires.
+    """Protection of an entry's memory for a peer, until release or expiry.
 
     Attributes:
-        served: Bit t set: this process has sent tensor t to the peer under the pin. None where the peer reads the
-            memory by itself.
+        served: Bit t: this process has sent tensor t. None if the peer reads the memory itself.
     """
 
     pin_id: int
@@ -218,7 +210,7 @@ class Pin:
 
 
 def _tensors(entry: Entry, first: int, count: int) -> int:
-    """Return the bits of tensors [first, first + count) of a cache; none if it has no such tensors."""
+    """Return the bits of tensors [first, first + count); 0 if the cache lacks one."""
     if count < 1 or first < 0 or first + count > entry.geometry.num_tensors:
         return 0
     return ((1 << count) - 1) << first
@@ -226,40 +218,40 @@ def _tensors(entry: Entry, first: int, count: int) -> int:
 
 @dataclass(slots=True)
 class Effects:
-    """What the caller does after the lock is released, in this order: advance and retire guards, free storages."""
+    """Work for after the lock: advance guards, retire guards, free storages, in this order."""
 
     advance: list[Any] = field(default_factory=list)
     retire: list[Any] = field(default_factory=list)
     free: list[Entry] = field(default_factory=list)
 
 
-#: Returned instead of new, empty effects on the path of every local call. Never changed.
+#: Empty effects for local calls. Never changed.
 NOTHING: Final = Effects()
 
 
 class Registry:
-    """The caches, keys and pins of one LLMDataDist. Any thread.
+    """Caches, keys and pins of one LLMDataDist. Ids count from ``first_id``.
 
-    One lock, never held across a call out of here. Most private methods are called under it. Ids count from
-    ``first_id``.
+    Threads: any; one lock, never held across a call to another object.
+    Errors: a refused call changes nothing.
     """
 
     def __init__(self, first_id: int = 1) -> None:
         self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
-        self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number: no peer reaches another one's
+        self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number
         self._pins_of: dict[object, int] = {}
         self._draining: set[Entry] = set()
         self.next_id = first_id
         self._next_pin = 1
-        #: Named pins that were released before they were asked for, which goes over another connection; by id() of the
-        #: peer, because a wrong match costs a refusal only.
+        #: Pins released before their peer asked for them, over another connection. By id() of the peer: a wrong match
+        #: only refuses a pin.
         self._early_releases: deque[tuple[int, int]] = deque(maxlen=64)
         self.unknown_releases = 0
 
     def require_free(self, keys: Iterable[Key]) -> None:
-        """Raise KeyInUse if one of ``keys`` is bound (interface R3): an early check, :meth:`add` decides."""
+        """Raise KeyInUse if a key is bound (interface R3). An early check: :meth:`add` decides."""
         with self._lock:
             self._require_free(keys)
 
@@ -275,9 +267,8 @@ class Registry:
     ) -> tuple[Entry, Effects]:
         """Add a cache with its ``(key, row, guard)`` bindings.
 
-        An allocated cache (``owned``) refuses a key in use with KeyInUse, and nothing has changed; if one call names a
-        key twice, the last row wins (interface R2). A registered cache refuses no key (interface §6.6): a continuous
-        one leaves the first binding, a blocks cache replaces it.
+        For an allocated cache (``owned``) a bound key is KeyInUse, and of two equal keys the last wins (interface R2).
+        A registered cache refuses no key (interface §6.6): a continuous one leaves a bound key, others take it over.
         """
         effects = Effects()
         with self._lock:
@@ -294,8 +285,7 @@ class Registry:
     def drop_owner(self, cache_id: int) -> Effects:
         """End the owner's need of an allocated cache; ignore any other id.
 
-        A blocks cache loses its key at once (interface R27), one of kind MIX has none; a continuous one lives until its
-        keys are consumed.
+        A blocks cache loses its key now (interface R27); a continuous one lives until its keys are consumed.
         """
         effects = Effects()
         with self._lock:
@@ -306,11 +296,11 @@ class Registry:
                 self._withdraw(entry, effects)
             else:
                 entry.owner = False
-                self._settle(entry, Event.DROP_OWNER, effects)
+                self._transition(entry, Event.DROP_OWNER, effects)
         return effects
 
     def remove_key(self, key: Key) -> Effects:
-        """Unbind ``key`` from its cache, also a registered one (interface R25); ignore an unknown key."""
+        """Unbind ``key``, also of a registered cache (interface R25), if it is bound."""
         effects = Effects()
         with self._lock:
             binding = self._keys.get(key)
@@ -319,13 +309,13 @@ class Registry:
         return effects
 
     def registered(self, cache_id: int) -> Entry | None:
-        """Return the registered cache with that id, also while it is being unregistered, or None."""
+        """Return the registered cache, even one being unregistered, or None."""
         with self._lock:
             entry = self._entries.get(cache_id)
             return None if entry is None or entry.owned else entry
 
     def begin_closing(self, entry: Entry) -> bool:
-        """Make lookups of a cache fail; return False if it is gone or closing already."""
+        """Make lookups fail; return False if the cache is gone or already closing."""
         with self._lock:
             if entry.closing or self._entries.get(entry.cache_id) is not entry:
                 return False
@@ -334,15 +324,15 @@ class Registry:
             return True
 
     def reopen(self, entry: Entry, guard: object) -> None:
-        """Undo :meth:`begin_closing`, under a newer guard: the keys are bound as before."""
+        """Undo :meth:`begin_closing`, under a newer guard."""
         with self._lock:
             entry.closing = False
             entry.guard = guard
-            if entry.reachable:  # else finalize has dropped it meanwhile
+            if entry.reachable:  # else finalize has dropped it
                 entry.uses.open()
 
     def unregister(self, cache_id: int) -> Effects:
-        """Drop a registered cache with its keys, so that readers fail; ignore any other id."""
+        """Drop a registered cache and its keys; ignore any other id."""
         effects = Effects()
         with self._lock:
             entry = self._entries.get(cache_id)
@@ -361,22 +351,22 @@ class Registry:
         return effects
 
     def lookup(self, cache_id: int, what: str = "cache") -> Entry:
-        """Return the entry with that id, also a deallocated one with unconsumed keys, or raise CacheNotFound."""
+        """Return the entry, also if deallocated with unconsumed keys, or raise CacheNotFound."""
         with self._lock:
             return self._lookup(cache_id, what)
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
-        """:meth:`lookup`, and keep the memory for the length of one local call, until :meth:`end_use`."""
+        """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
         entry = self._entries.get(cache_id)
         if entry is not None and entry.uses.try_enter():
-            return entry  # no event, no lock: one use more changes no state in which a cache can be found
+            return entry  # no event, no lock: a use changes no state of an open cache
         with self._lock:
-            entry = self._lookup(cache_id, what)  # raises what is wrong
+            entry = self._lookup(cache_id, what)
             entry.uses.enter()
             return entry
 
     def end_use(self, entry: Entry) -> Effects:
-        """End a use; return :data:`NOTHING` while anything else needs the cache."""
+        """End a use; return :data:`NOTHING` unless the cache is DRAINING."""
         if entry.uses.try_leave():
             return NOTHING  # no event, no lock: as in begin_use
         with self._lock:
@@ -384,20 +374,24 @@ class Registry:
             if entry.life.state is not State.DRAINING:
                 return NOTHING
             effects = Effects()
-            self._settle(entry, Event.UNPIN, effects)
+            self._transition(entry, Event.UNPIN, effects)
         return effects
 
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:
-        """Resolve a key, or a (cache id, row), to (entry, row, binding), or raise CacheNotFound (interface B8)."""
+        """Return (entry, row, binding) of a key, or of a cache id and row; CacheNotFound (interface B8)."""
         with self._lock:
             return self._find(key, cache_id, row)
 
     def pin(
         self, peer: object, expires: float, *, key: Key | None = None, cache_id: int = 0, row: int = 0, pin_id: int = 0
     ) -> Pin:
-        """:meth:`find`, and keep the memory for ``peer`` until it releases, is lost, or ``expires`` (monotonic).
+        """Pin the cache that :meth:`find` returns, until the peer releases it or is lost, or until ``expires``.
 
-        ``pin_id`` is the number that the peer has given the pin, 0 for one of the registry's.
+        ``expires`` is monotonic, in seconds; ``pin_id`` the peer's number, or 0 for one of the registry's.
+
+        Raises:
+            ParamError: The peer's number is in use or was released.
+            LinkError: The peer holds 4096 pins (``LLM_LINK_BUSY``).
         """
         with self._lock:
             entry, found_row, binding = self._find(key, cache_id, row)
@@ -416,16 +410,15 @@ class Registry:
             entry.pins += 1
             if binding is not None:
                 binding.pins += 1
-            self._settle(entry, Event.PIN, Effects())
+            self._transition(entry, Event.PIN, Effects())
             return pin
 
     def reach(
         self, peer: object, cache_id: int, pin_id: int, *, use: bool = False, serve: tuple[int, int] | None = None
     ) -> Entry:
-        """Return the cache that a peer resolved before, by its pin or by id alone.
+        """Return a cache for a peer: by its pin, even if DRAINING, or by id if ``pin_id`` is 0.
 
-        A pin finds a draining cache too. With ``use``, also begin a use of it, as :meth:`begin_use`. ``serve`` are
-        (first, count) of the tensors that will be sent to the peer.
+        With ``use``, begin a use. ``serve`` is (first, count) of tensors that will be sent to the peer.
         """
         with self._lock:
             pin = self._pins.get((peer, pin_id))
@@ -435,15 +428,14 @@ class Registry:
             if serve is not None and pin is not None:
                 pin.served = (pin.served or 0) | _tensors(entry, *serve)
             if use:
-                entry.uses.enter()  # no event: one use more changes no state in which a cache can be reached
+                entry.uses.enter()  # no event, as in begin_use
             return entry
 
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
         """End a pin of ``peer``; with ``consume``, count tensors [first, first + count) as pulled.
 
-        Where this process sends the tensors, only those count that it has sent. The binding that was resolved is
-        consumed, never a later one of the same key (interface R5). An unknown pin (expired, or of a lost peer) is
-        counted and ignored.
+        Of tensors that this process sends, only sent ones count. Only the pin's binding is consumed, no later one
+        (interface R5). An unknown pin (expired, or of a lost peer) is counted and ignored.
         """
         effects = Effects()
         with self._lock:
@@ -460,7 +452,7 @@ class Registry:
         return effects
 
     def consume_row(self, cache_id: int, row: int, first: int, count: int) -> Effects:
-        """Count tensors [first, first + count) of a row as pushed; the last consumes its key (interface R5)."""
+        """Count tensors of a row as pushed; the last consumes its key (interface R5)."""
         effects = Effects()
         with self._lock:
             entry = self._entries.get(cache_id)
@@ -474,7 +466,7 @@ class Registry:
         return self._unpin_all(lambda pin: pin.peer is peer)
 
     def expire(self, now: float) -> Effects:
-        """End the pins whose time is over: their initiators did not release them."""
+        """End the pins whose time is over."""
         return self._unpin_all(lambda pin: pin.expires <= now)
 
     def _unpin_all(self, ended: Callable[[Pin], bool]) -> Effects:
@@ -490,7 +482,6 @@ class Registry:
             return [*self._entries.values(), *self._draining], list(self._keys.values()), len(self._pins)
 
     def statistics(self) -> tuple[CacheStatistics, tuple[KeyStatistics, ...], int]:
-        """Return (caches, keys, number of pins) at this moment."""
         entries, bindings, pins = self.snapshot()
         states = [entry.life.state for entry in entries]
         caches = CacheStatistics(
@@ -549,17 +540,17 @@ class Registry:
     def _bind(self, entry: Entry, key: Key, row: int, guard: object, effects: Effects) -> None:
         old = self._keys.get(key)
         if old is not None:
-            if not entry.owned and entry.geometry.kind is CacheKind.CACHE:  # the first binding wins
+            if not entry.owned and entry.geometry.kind is CacheKind.CACHE:  # the first wins
                 effects.retire.append(guard)
                 return
             self._unbind(old, effects, invalidate=True)
         every_tensor = (1 << entry.geometry.num_tensors) - 1
         binding = Binding(key, entry, row, guard, every_tensor)
         self._keys[key] = entry.bindings[key] = binding
-        self._settle(entry, Event.BIND, effects)
+        self._transition(entry, Event.BIND, effects)
 
     def _unbind(self, binding: Binding, effects: Effects, *, invalidate: bool) -> None:
-        """Remove a key; with ``invalidate`` readers of this binding fail, else they may finish."""
+        """Remove a key; with ``invalidate``, readers of this binding fail."""
         del self._keys[binding.key]
         del binding.entry.bindings[binding.key]
         binding.bound = False
@@ -567,7 +558,7 @@ class Registry:
             effects.retire.append(binding.guard)
         elif invalidate:
             effects.advance.append(binding.guard)
-        self._settle(binding.entry, Event.UNBIND, effects)
+        self._transition(binding.entry, Event.UNBIND, effects)
 
     def _consume(self, binding: Binding, tensors: int, effects: Effects) -> None:
         if not (binding.bound and binding.consumable and tensors):
@@ -589,10 +580,10 @@ class Registry:
             if binding.pins == 0 and not binding.bound:
                 effects.retire.append(binding.guard)
         pin.entry.pins -= 1
-        self._settle(pin.entry, Event.UNPIN, effects)
+        self._transition(pin.entry, Event.UNPIN, effects)
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
-        """Drop owner and keys at once, so that readers fail; the last user frees the memory."""
+        """Drop owner and keys, so readers fail; the last user frees the memory."""
         entry.life.require(Event.WITHDRAW)
         entry.owner = False
         for binding in entry.bindings.values():
@@ -601,11 +592,11 @@ class Registry:
             (effects.advance if binding.pins else effects.retire).append(binding.guard)
         entry.bindings.clear()
         effects.advance.append(entry.guard)
-        self._settle(entry, Event.WITHDRAW, effects)
+        self._transition(entry, Event.WITHDRAW, effects)
 
-    def _settle(self, entry: Entry, event: Event, effects: Effects) -> None:
+    def _transition(self, entry: Entry, event: Event, effects: Effects) -> None:
         if not entry.reachable:
-            entry.uses.shut()  # before its users are counted: then no new one can enter
+            entry.uses.shut()  # before users are counted, so no new one can enter
         users = entry.pins + entry.uses.inside
         state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=users)
         if state is State.DRAINING or state is State.FREED:

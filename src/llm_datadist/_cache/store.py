@@ -1,10 +1,6 @@
-"""CacheStore: the caches of one LLMDataDist with their memory: pools, registry and guards together.
+"""Store of one LLMDataDist's caches: registry, pools and guards together.
 
-The registry decides what is still needed, the pools hold the bytes, the guards stop foreign readers and writers. Only
-here the three meet: the registry's effects are applied here, guards first.
-
-Threads: callers and the control thread; the parts lock for themselves.
-On failure: a call that raises leaves pools, registry and guards as they were.
+Threads: any; the parts have locks. A call that raises leaves pools and registry unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import ExternalSegment, Segment
-from llm_datadist._memory.write_intents import Hazard, WriteIntents
+from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 from llm_datadist._native import Tensors, steps
 from llm_datadist._native.signals import put_off, require_outermost
 from llm_datadist.errors import DeadlineExceeded, ParamError
@@ -44,8 +40,7 @@ if TYPE_CHECKING:
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
 
-#: Where the cache ids of each ``init`` of this process begin: one that outlives its ``init`` names no later cache. Far
-#: apart, so that the ids of an ``init`` do not depend on what others allocate.
+#: First cache id of each ``init``, far apart: an id that outlives its ``init`` names no later cache.
 first_ids = itertools.count(1, 10**12)
 _REGIONS: Final = {Placement.DEVICE: 1, Placement.HOST: 2}
 _OPTIONS: Final = {
@@ -56,30 +51,30 @@ _OPTIONS: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Where a cache's tensors are, for this process and for a peer."""
+    """Location of a cache's tensors, for this process and for a peer."""
 
     tensors: Tensors
-    regions: bytes  # uint32 region id per tensor, little-endian: what a Resolved carries
-    offsets: bytes  # uint64 offset per tensor (or address, for private memory), little-endian
-    allocation: Allocation | None  # the pool memory behind it; None for registered memory
-    segments: tuple[Segment, ...]  # what keeps the memory mapped, one per tensor or one for all: for views
-    #: Never used again; under it the data lanes are told to stop using this memory.
+    regions: bytes  # uint32 region id per tensor, little-endian, as in Resolved
+    offsets: bytes  # uint64 offset, or non-pool address, per tensor, little-endian
+    allocation: Allocation | None  # None for registered memory
+    segments: tuple[Segment, ...]  # keep the memory mapped for views; one per tensor or one for all
+    #: Unique name, for :attr:`CacheStore.quiesce`.
     tag: int = field(default_factory=itertools.count(1).__next__)
 
     @property
     def private(self) -> bool:
-        """True if it lies outside all pools: it may be unmapped under a late caller."""
+        """True for non-pool memory, which may be unmapped under a late user."""
         return not any(self.regions)
 
     def names(self, *, mapped: bool) -> tuple[bytes, bytes]:
-        """Return (regions, offsets) for a transport that maps exported regions, or by address for any other."""
+        """Return (regions, offsets); with addresses, unless the transport has ``mapped`` the regions."""
         if mapped:
             return self.regions, self.offsets
         return bytes(4 * len(self.tensors.bases)), self.tensors.bases.astype("<u8").tobytes()
 
 
 class Pools:
-    """The configured pools by placement, and what replaces the device pool where there is none. Any thread."""
+    """Configured pools by placement, and v1's substitute for a device pool."""
 
     def __init__(self, options: Options, device: Device, host: Device) -> None:
         self._pools: dict[Placement, MemoryPool] = {}
@@ -103,7 +98,7 @@ class Pools:
             raise
 
     def of(self, placement: Placement) -> MemoryPool | DirectMemory:
-        """Return what memory of ``placement`` is allocated from; there may be nothing (interface R12)."""
+        """Return the pool of ``placement``; ParamError if there is none (interface R12)."""
         pool = self._pools.get(placement) or self.direct
         if pool is None:
             raise ParamError(
@@ -118,11 +113,10 @@ class Pools:
             yield self.direct
 
     def exported(self) -> dict[int, Segment]:
-        """Return the segments that peers may map, by region id."""
         return {_REGIONS[placement]: pool.segment for placement, pool in self._pools.items()}
 
     def storage_of(self, geometry: Geometry, allocation: Allocation) -> Storage:
-        """Describe allocated tensors: in an exported pool by region and offset, else by address."""
+        """Describe allocated tensors: by region and offset in a pool."""
         placement = Placement(geometry.placement)
         is_exported = self._pools.get(placement) is allocation.pool
         region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (PRIVATE, allocation.addresses)
@@ -132,7 +126,7 @@ class Pools:
         return Storage(tensors, *names, allocation, (allocation.pool.segment,))
 
     def storage_at(self, addrs: Sequence[int], nbytes: int) -> Storage:
-        """Describe registered tensors: by region and offset if all lie in our pools."""
+        """Describe registered tensors: by region and offset if all lie in pools."""
         addresses = np.array(addrs, dtype=np.uint64)
         regions, offsets = self._locate(addresses, nbytes)
         segments = tuple(self._segment_around(address, nbytes) for address in addrs)
@@ -148,7 +142,7 @@ class Pools:
                 inside = (addresses >= segment.address) & (addresses <= np.uint64(last))
                 regions[inside] = region
                 offsets[inside] -= np.uint64(segment.address)
-        if (regions == PRIVATE).any():  # all by address, so that one transport reaches the whole cache
+        if (regions == PRIVATE).any():  # so one transport reaches the whole cache
             return np.full(addresses.shape, PRIVATE, dtype=np.uint32), addresses
         return regions, offsets
 
@@ -160,16 +154,16 @@ class Pools:
         return ExternalSegment(address, nbytes)
 
     def close(self) -> None:
-        """Close the pools; :attr:`direct` is closed earlier, by the store."""
+        """Close the pools; the store has closed :attr:`direct`."""
         for pool in self._pools.values():
             pool.close()
 
 
 class CacheStore:
-    """All caches of one LLMDataDist.
+    """Caches of one LLMDataDist, with their memory.
 
-    The engine sets ``quiesce``, which ends all use of a storage by our own data lanes and NIXL, and ``freed``, which
-    learns of every cache that is freed.
+    The engine sets two hooks. ``quiesce`` ends the use of a storage by this side's lanes and NIXL; ``freed`` learns of
+    freed caches.
     """
 
     def __init__(self, options: Options, device: Device, host: Device, incarnation: bytes) -> None:
@@ -197,14 +191,12 @@ class CacheStore:
 
     @typed_memory_error("allocate")
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
-        """Take memory from the pool of the placement and bind ``(key, row)`` pairs, or neither.
-
-        Waits only if memory in quarantine could be enough.
+        """Take memory and bind ``(key, row)`` pairs, or neither. Waits only for quarantined memory.
 
         Raises:
-            ParamError: No pool is configured for that placement (interface R12).
-            KeyInUse: A key is bound already (interface R3).
-            OutOfMemory: The pool cannot hold the tensors, or foreign writers do not let go of it.
+            ParamError: The placement has no pool (interface R12).
+            KeyInUse: A key is already bound (interface R3).
+            OutOfMemory: The pool cannot hold the tensors, or foreign writers still use it.
         """
         pool = self.pools.of(Placement(geometry.placement))
         bindable = _bindable(keys)
@@ -219,7 +211,7 @@ class CacheStore:
 
     @typed_memory_error("register")
     def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, *, remote_accessible: bool) -> Entry:
-        """Add memory of the user, one address per tensor, which the caller has checked."""
+        """Add memory of the user, one checked address per tensor."""
         storage = self.pools.storage_at(addrs, geometry.tensor_bytes)
         return self._add(geometry, storage, _bindable(keys), owned=False, remote_accessible=remote_accessible)
 
@@ -246,32 +238,29 @@ class CacheStore:
         return entry
 
     def using(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
-        """Keep a cache's memory for the length of one local call, or raise CacheNotFound.
-
-        ``what`` names the argument, and is formatted only for an error.
-        """
+        """Return a context manager for a local use. CacheNotFound names the argument ``what``."""
         if steps.watch is not None:
             steps.watch("use", self)
         return _Use(self, cache_id, what)
 
     def deallocate(self, cache_id: int) -> None:
-        """End the owner's need of an allocated cache; anything else is a no-op (interface §6.2).
+        """End the owner's need of an allocated cache; ignore any other id (interface §6.2).
 
-        Put off inside of another call of this thread, as is :meth:`remove_key`.
+        Inside another call of this thread it is put off, as is :meth:`remove_key`.
         """
         if put_off(self.deallocate, cache_id):
             return
         self.apply(self.registry.drop_owner(cache_id))
 
     def discard(self, cache_id: int) -> None:
-        """Give back an allocated cache of which nothing was told to the caller: its keys go too."""
+        """Free an allocated cache, unknown to the caller, and its keys."""
         for binding in self.registry.snapshot()[1]:
             if binding.entry.cache_id == cache_id:
                 self.apply(self.registry.remove_key(binding.key))
         self.deallocate(cache_id)
 
     def remove_key(self, key: CacheKey) -> None:
-        """Unbind a key; a placeholder or an unknown key is a no-op (interface R25)."""
+        """Unbind a key; ignore a placeholder or an unknown key (interface R25)."""
         if put_off(self.remove_key, key):
             return
         table_key = key_of(key)
@@ -279,11 +268,11 @@ class CacheStore:
             self.apply(self.registry.remove_key(table_key))
 
     def unregister(self, cache_id: int, deadline: Deadline) -> None:
-        """Wait for the users of a registered cache to end, then drop it.
+        """Wait for the users of a registered cache, while lookups fail, then drop it; ignore any other id.
 
-        Ignores any other id. Lookups fail meanwhile. A cache that is not dropped in time is as before, under a newer
-        guard; DeadlineExceeded (phase ``drain``) says what uses the memory. Raises StateError inside of another call:
-        its caller frees the memory next.
+        Raises:
+            DeadlineExceeded: Phase ``drain``; names the users. The cache stays registered, under a newer guard.
+            StateError: Called inside another call: its caller frees the memory next.
         """
         require_outermost("unregister_cache")
         registry = self.registry
@@ -296,23 +285,23 @@ class CacheStore:
             return
         guard: Guard = entry.guard
         try:
-            # Its successor in the same slot: there the writers are still found.
+            # The same slot, so the writers are still found.
             guard = Guard(guard.slot, self._guards.advance(guard.slot))
             self.quiesce(entry.storage)
-            hazards = self.writers.busy(guard.slot, readers=True)
-            if not deadline.poll(lambda: not entry.uses.inside and not self.writers.pending(hazards)):
-                raise _still_used(entry, self.writers.pending(hazards), deadline)
+            writes = self.writers.busy(guard.slot, readers=True)
+            if not deadline.poll(lambda: not entry.uses.inside and not self.writers.pending(writes)):
+                raise _still_used(entry, self.writers.pending(writes), deadline)
         except BaseException:
             registry.reopen(entry, guard)
             raise
         self.apply(registry.unregister(cache_id))
 
     def apply(self, effects: Effects) -> None:
-        """Carry out the registry's decisions: stop peers by the guards, then free the memory."""
+        """Apply effects: stop peers by the guards, then free the memory."""
         for entry in effects.free:
-            self.freed(entry)  # first: whoever meets an advanced guard may ask at once what it means
+            self.freed(entry)  # first: a peer that meets an advanced guard may ask at once
         for guard in effects.advance:
-            # Later effects of another thread may have been applied already; what has the slot then is left alone.
+            # void(): another thread may have given the slot away already.
             self._guards.void(guard)
         for guard in effects.retire:
             self._guards.release(guard.slot)
@@ -320,18 +309,18 @@ class CacheStore:
             self.quiesce(entry.storage)
             allocation: Allocation | None = entry.storage.allocation
             if allocation is not None:
-                # A writer that is not found here announces itself later and meets the advanced guard. Readers count if
-                # the memory is unmapped with its cache: unmapping it under one would end this process.
+                # A writer that is not found here meets the advanced guard. Readers count if the memory gets unmapped,
+                # which would crash this process.
                 busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)
                 self._quarantine.free(allocation, busy)
 
     def sweep(self) -> None:
-        """Free quarantined memory, and pages of lost peers, that foreign writers have finished with."""
+        """Free quarantined memory and lost peers' pages whose writers have ended."""
         self._quarantine.sweep()
         self.writers.tidy()
 
     def quarantined_bytes(self) -> int:
-        """Return the bytes that still wait for foreign writers, after a sweep."""
+        """Return the bytes that wait for foreign writers, after a sweep."""
         self.sweep()
         return self._quarantine.nbytes
 
@@ -344,36 +333,37 @@ class CacheStore:
             pool.check_integrity()
 
     def close(self) -> None:
-        """Drop every cache and give the memory back; live views keep their mapping.
+        """Drop every cache and free the memory; views stay mapped.
 
-        Waits, in bounds, for users of memory outside all pools. The pools' memory stays mapped under a late writer.
+        Waits for users of non-pool memory, at most ``sync_kv_timeout``. Late peers of pools have their own mappings, or
+        (cma) get EFAULT.
         """
         self.writers.shut()
-        private = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]
+        non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]
         self.apply(self.registry.clear())
-        self._drain_private(private)
+        self._drain_non_pool(non_pool)
         self._quarantine.sweep()
         if self.pools.direct is not None:
-            self.pools.direct.close()  # before the next line, which would unmap what is still in use
+            self.pools.direct.close()  # before the next line would unmap it under users
         self._quarantine.release_all()
         self.writers.close()
         self.pools.close()
         self._guards.close()
 
-    def _drain_private(self, entries: list[Entry]) -> None:
-        """Wait for the users of ``entries``, whose guards are advanced; log those that do not end."""
+    def _drain_non_pool(self, entries: list[Entry]) -> None:
+        """Wait for the users of ``entries`` (guards are advanced); log those that stay."""
         deadline = Deadline(self._patience_ms)
-        hazards = tuple(hazard for each in entries for hazard in self.writers.busy(each.guard.slot, readers=True))
-        if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(hazards)):
+        writes = tuple(write for each in entries for write in self.writers.busy(each.guard.slot, readers=True))
+        if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(writes)):
             logger.warning(
                 "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
                 deadline.budget_ms,
-                _users(sum(each.uses.inside for each in entries), self.writers.pending(hazards)),
+                _users(sum(each.uses.inside for each in entries), self.writers.pending(writes)),
             )
 
 
 class _Use(msgspec.Struct, eq=False):
-    """Context manager of :meth:`CacheStore.using`: a Struct is made fast, and each small copy makes one."""
+    """Local use of a cache. A Struct, because each small copy makes one."""
 
     store: CacheStore
     cache_id: int
@@ -392,11 +382,11 @@ class _Use(msgspec.Struct, eq=False):
 
 
 def _bindable(keys: KeyedRows) -> list[tuple[Key, int]]:
-    """Return (table key, row) of every key that binds: placeholders do not (interface R4)."""
+    """Return (table key, row) of each key but placeholders (interface R4)."""
     return [(table_key, row) for key, row in keys if (table_key := key_of(key)) is not None]
 
 
-def _still_used(entry: Entry, pending: tuple[Hazard, ...], deadline: Deadline) -> DeadlineExceeded:
+def _still_used(entry: Entry, pending: tuple[ActiveWrite, ...], deadline: Deadline) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"unregister_cache: after {deadline.budget_ms} ms the memory of cache {entry.cache_id} is still in use by "
         f"{_users(entry.uses.inside, pending)}; the cache stays registered: try again later (unlinking stops no "
@@ -408,6 +398,6 @@ def _still_used(entry: Entry, pending: tuple[Hazard, ...], deadline: Deadline) -
     )
 
 
-def _users(calls: int, pending: tuple[Hazard, ...]) -> str:
+def _users(calls: int, pending: tuple[ActiveWrite, ...]) -> str:
     names = [f"{calls} calls of this process"] if calls else []
     return " and ".join([*names, writers_named(pending)] if pending or not names else names)

@@ -11,12 +11,10 @@ import hmac
 import os
 import secrets
 import socket
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
-
-import msgspec
 
 from llm_datadist._links.channel import FrameParser, tune
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
@@ -25,7 +23,6 @@ from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     MAX_REASON,
     PREAMBLE_BYTES,
-    PROTOCOL_VERSION,
     SEALED_PREAMBLE,
     Greeting,
     Hello,
@@ -41,19 +38,8 @@ from llm_datadist._links.messages import (
 from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
 from llm_datadist._log import logger, named
-from llm_datadist._transport import inproc
-from llm_datadist._transport.address import DialledSocket, new_socket, read_exactly, resolve
-from llm_datadist._transport.choose import Choice, agree
-from llm_datadist._transport.connect import LANES_PER_LINK, ConnectionBuilder, PeerIdentity, exchange_memory_with
-from llm_datadist._transport.lanes import (
-    LANE_PREAMBLE,
-    TOKEN_BYTES,
-    accept_lane,
-    check_lane,
-    dial_lanes,
-    read_lane_greeting,
-)
-from llm_datadist._transport.peer_memory import PeerMemory, why_stranger
+from llm_datadist._transport import instances
+from llm_datadist._transport.address import PROTOCOL_VERSION, DialledSocket, new_socket, read_exactly, resolve
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -66,15 +52,15 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import CommunicatorId, Message
     from llm_datadist._links.seal import Seal
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport.connect import NixlEndpoint
+    from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
-    from llm_datadist._transport.lanes import LaneGroup, Lanes
-    from llm_datadist._transport.samehost import SameHostListener
+    from llm_datadist._transport.registry import Transports
+    from llm_datadist._transport.transport import Meeting, Transport
 
 GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
-#: A dial that finds no room in it is lost, and comes again after a second. Hundreds of peers, with several lanes each,
-#: may dial at once; the kernel bounds it further (net.core.somaxconn).
+#: A dial that finds no room in it is lost, and comes again after a second. Hundreds of peers, with several connections
+#: each, may dial at once; the kernel bounds it further (net.core.somaxconn).
 _BACKLOG: Final = 1024
 #: Strangers in the middle of a handshake; a further one takes the place of the oldest of those that have not sent a
 #: Hello, else of the oldest of all; first of those from its own address, of which there may be fewer.
@@ -84,6 +70,7 @@ _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 _FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 SHARE_BYTES: Final = 32
+TOKEN_BYTES: Final = 16
 #: All that a peer is told that was not believed.
 _NOT_AUTHENTICATED: Final = Refused(
     int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
@@ -109,14 +96,12 @@ class Endpoint:
 
     cluster_id: int
     remote_accessible: bool
-    transport: str | None  # forced, or None
     exports: Exports
-    lanes: Lanes
+    transports: Transports
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
     credentials: Credentials | None = None  # without them links are neither authenticated nor sealed
     check_reach: Callable[[str], None] = lambda host: None  # raises ParamError for a host that is not to be dialled
     rules: PeerRules | None = None  # without them every peer may link, and is offered all exports
-    nixl: NixlEndpoint | None = None
 
     def offered_to(self, peer: Greeting) -> Exports | LinkRefused:
         """Return what the peer may map, or why it may map nothing."""
@@ -137,7 +122,7 @@ class Endpoint:
             self.credentials.session, lambda seal: _check_identity(self, seal, peer), secret, dialled=dialled
         )
 
-    def greeting(self) -> dict[str, Any]:
+    def greeting(self, offers: dict[str, bytes], nonce: bytes, share: bytes) -> dict[str, Any]:
         return {
             "version": PROTOCOL_VERSION,
             "cluster_id": self.cluster_id,
@@ -145,27 +130,15 @@ class Endpoint:
             "remote_accessible": self.remote_accessible,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "transport": self.transport,
-            "cookie": self.exports.guards.cookie,
-            "nonce": secrets.token_bytes(16),
-            "fabric": "" if self.nixl is None else self.nixl.fabric,
-            "lane_share": b"" if self.credentials is None else secrets.token_bytes(SHARE_BYTES),
+            "transport": self.transports.asked,
+            "nonce": nonce,
+            "share": share,
+            "offers": offers,
         }
 
-    def builder(
-        self, theirs: Greeting, memory: PeerMemory | LinkError | None, here: Exports | None, sock: socket.socket
-    ) -> ConnectionBuilder:
-        """Return what opens the connection to the end that sent a greeting; takes the memory over. Raises LinkRefused.
-
-        ``here`` is what that end exports, if it has proven that it lives in this process. ``sock`` is connected to it.
-        """
-        identity = PeerIdentity(theirs.incarnation, theirs.cookie, here, theirs.fabric)
-        forced, nixl = agree(self.transport, theirs.transport), self.nixl
-        # Another user would reach all memory of this process. ``auto`` takes NIXL from authenticated peers only.
-        unproven = forced == "nixl" and self.credentials is None
-        if nixl is not None and unproven and (stranger := why_stranger(sock, self.exports.users)):
-            nixl = replace(nixl, fabric="", why_not=stranger)
-        return ConnectionBuilder(identity, memory, forced, nixl)
+    def fresh(self) -> tuple[bytes, bytes]:
+        """Return nonce and share of a new greeting."""
+        return secrets.token_bytes(16), b"" if self.credentials is None else secrets.token_bytes(SHARE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +178,13 @@ def _check_version(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.version != PROTOCOL_VERSION:
         raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
     expected = 0 if mine.credentials is None else SHARE_BYTES
-    if len(theirs.lane_share) != expected:
-        raise LinkRefused(f"a share of {len(theirs.lane_share)} bytes for the lanes: {expected} are needed")
+    if len(theirs.share) != expected:
+        raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
 
 
 def _check_place(theirs: Greeting, here: Exports | None) -> None:
     """Refuse an end that says it lives in this process and has not proven it."""
-    if here is None and inproc.lives_here(theirs.incarnation):
+    if here is None and instances.lives_here(theirs.incarnation):
         raise LinkRefused(f"incarnation {theirs.incarnation.hex()[:8]} lives in this process, the peer does not")
     if here is not None and here.incarnation != theirs.incarnation:
         raise LinkRefused(f"the peer lives in this process, incarnation {theirs.incarnation.hex()[:8]} does not")
@@ -234,15 +207,15 @@ def _check_identity(mine: Endpoint, seal: Seal | None, theirs: Greeting) -> None
         mine.rules.require_link(theirs.cluster_id)
 
 
-def _transcript(hello: Hello, welcome: Welcome) -> Transcript:
-    return Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
+def _hear(meeting: Meeting, theirs: Greeting) -> None:
+    meeting.hear(theirs.offers, theirs.transport, theirs.incarnation, str(Peer.of(theirs)), theirs.cluster_id)
 
 
-def _lane_secret(hello: Hello, welcome: Welcome) -> bytes:
-    """Return the secret that seals the lanes of this link: HKDF-Extract of both shares, which were sent sealed."""
-    if not hello.lane_share:
+def _link_secret(transcript: Transcript, initiator_share: bytes, target_share: bytes) -> bytes:
+    """Return the secret of the link: HKDF-Extract of both shares, which were sent sealed. Empty without shares."""
+    if not initiator_share:
         return b""
-    return hmac.digest(b"".join(_transcript(hello, welcome)), hello.lane_share + welcome.lane_share, "sha256")
+    return hmac.digest(b"".join(transcript), initiator_share + target_share, "sha256")
 
 
 class _BlockingFrames(DialledSocket):
@@ -339,8 +312,8 @@ class Dial(AbstractContextManager["Dial"]):
         self._frames = _BlockingFrames(addresses, deadline, self._what, endpoint.session(server_side=False))
         self._undo = ExitStack()
         self._undo.callback(self._frames.close)
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._here: Exports | None = None  # of the target, if it is in this process
+        self._meeting = endpoint.transports.meet(secrets.token_bytes(TOKEN_BYTES), dialled=True)
+        self._undo.callback(self._meeting.close)
         self._transcript: Transcript
         self._welcome: Welcome
         self._proven = False
@@ -356,24 +329,23 @@ class Dial(AbstractContextManager["Dial"]):
                 self._endpoint.rules.require_link(wanted)
             except AuthFailed as error:
                 raise AuthFailed(f"{self._what}: {error}") from None
+        meeting = self._meeting
         hello = Hello(
-            **self._endpoint.greeting(),
+            **self._endpoint.greeting(meeting.offers(), *self._endpoint.fresh()),
             wanted=wanted,
             reconnects=self._incarnation is not None,
-            token=self._token,
+            token=meeting.token,
             communicator=self._communicator,
         )
         self._frames.connect(tune)
-        self._undo.callback(inproc.withdraw, self._token)
-        inproc.offer(self._token, self._endpoint.exports)
         self._frames.introduce(hello)
         self._welcome = welcome = self._frames.receive(Welcome)
-        self._lane_secret = _lane_secret(hello, welcome)
-        self._here = inproc.answer(self._token)
-        self._transcript = _transcript(hello, welcome)
+        _hear(meeting, welcome)
+        self._transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
+        meeting.secret = _link_secret(self._transcript, hello.share, welcome.share)
         known = self._endpoint.peer_secrets
         proven = known.is_proven(welcome.incarnation, _TARGET, self._transcript, welcome.proof)
-        self._proven = proven or self._here is not None
+        self._proven = proven or meeting.here is not None
         try:
             self._check(welcome, wanted)
             self._open(welcome)
@@ -384,7 +356,7 @@ class Dial(AbstractContextManager["Dial"]):
     def _check(self, welcome: Welcome, wanted: int | None) -> None:
         _check_version(self._endpoint, welcome)
         _check_identity(self._endpoint, self._frames.seal, welcome)
-        _check_place(welcome, self._here)
+        _check_place(welcome, self._meeting.here)
         if self._incarnation not in (None, welcome.incarnation):
             raise LinkRefused(
                 f"another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}",
@@ -401,19 +373,13 @@ class Dial(AbstractContextManager["Dial"]):
         _check_access(self._endpoint, welcome)
 
     def _open(self, welcome: Welcome) -> None:
-        exports, lanes, deadline = self._endpoint.exports, self._endpoint.lanes, self._deadline
-        offered = self._endpoint.offered_to(welcome)
-        forced = agree(self._endpoint.transport, welcome.transport)
-        memory = exchange_memory_with(
-            welcome.rendezvous, self._token, offered, forced, deadline, here=self._here is not None
-        )
-        with closing(self._endpoint.builder(welcome, memory, self._here, self._frames.socket)) as builder:
-            dial = partial(dial_lanes, self._frames.address, welcome.lane_token, secret=self._lane_secret)
-            group = lanes.open(dial(LANES_PER_LINK, deadline) if builder.wants_lanes else ())
-            self._undo.callback(lanes.shut, group)
-            self.connection = builder.open(lanes, group, writable=exports.writable, reconnect=dial)
-            self._undo.callback(self.connection.close)
-            self.choice = builder.choice
+        meeting, frames = self._meeting, self._frames
+        meeting.offered = self._endpoint.offered_to(welcome)
+        meeting.sock, meeting.address, meeting.deadline = frames.socket, frames.address, self._deadline
+        meeting.choose()
+        self.connection = meeting.open()
+        self._undo.callback(self.connection.close)
+        self.choice = meeting.choice
 
     def settle(self, sequence: int, *, present: bool = False) -> int:
         """Do steps 5 and 6: send the choice and this end's number, return the target's.
@@ -434,7 +400,7 @@ class Dial(AbstractContextManager["Dial"]):
     def take(self, sequence: int, peer_sequence: int) -> NewLink:
         """Give the link with these numbers of both ends to the caller."""
         self._undo.pop_all()
-        inproc.withdraw(self._token)
+        self._meeting.close()
         by_communicator = self._communicator is not None
         origin = LinkOrigin(
             dialled=True,
@@ -446,7 +412,7 @@ class Dial(AbstractContextManager["Dial"]):
             by_communicator=by_communicator,
         )
         sock, leftover, seal = self._frames.socket, self._frames.parser.rest(), self._frames.seal
-        renewal = self._endpoint.renewal(self._welcome, self._lane_secret, dialled=True)
+        renewal = self._endpoint.renewal(self._welcome, self._meeting.secret, dialled=True)
         return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, seal=seal, renewal=renewal)
 
     def hang_up(self) -> None:
@@ -512,11 +478,8 @@ class _AsyncFrames:
         self.seal: Seal | None = None
 
     async def preamble(self) -> bytes:
-        """Read the preamble only: what follows on a lane is not ours."""
-        data = await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
-        if data not in (CONTROL_PREAMBLE, SEALED_PREAMBLE, LANE_PREAMBLE):
-            raise ProtocolError(f"the preamble {data!r} is not one of ours")
-        return data
+        """Read the preamble only: what follows may be a transport's."""
+        return await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
 
     async def authenticate(self, seal: Seal) -> None:
         """Authenticate both ends; everything goes through the seal from now on. Raises AuthFailed."""
@@ -549,24 +512,15 @@ class _AsyncFrames:
 
 @dataclass(slots=True)
 class _Handshake:
-    """What one handshake has come to at the target. Owns the initiator's memory until that is taken.
-
-    Threads: control.
-    """
+    """What one handshake has come to at the target. Threads: control."""
 
     frames: _AsyncFrames
     hello: Hello
-    group: LaneGroup
-    here: Exports | None  # what the initiator exports, if it is in this process
-    source: str  # its address
-    memory: PeerMemory | LinkError | None = None
+    meeting: Meeting
+    source: str  # address of the initiator
     proven: bool = False
     choice: TransportChoice = field(init=False)  # these two once the initiator has chosen
     transcript: Transcript = field(init=False)
-
-    def close(self) -> None:
-        if isinstance(self.memory, PeerMemory):
-            self.memory.close()
 
 
 @dataclass(eq=False)
@@ -579,7 +533,6 @@ class Listener:
     _control: ControlLoop
     _sock: socket.socket
     _endpoint: Endpoint
-    _rendezvous: SameHostListener
     _host: Host
     _admission: AdmissionPolicy | None = None
     #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
@@ -631,7 +584,7 @@ class Listener:
         self._control.spawn(self._greet(sock, address))
 
     def _make_room(self, among: list[socket.socket]) -> None:
-        """Hang up on the oldest that says nothing; if those are few, on the oldest: what came last may be lanes."""
+        """Hang up on the oldest that says nothing; if those are few, on the oldest: the last may be a transport's."""
         silent = [each for each in among if each in self._silent]
         self._hang_up((silent if len(silent) > _FEW_SILENT else among)[0])
 
@@ -668,21 +621,23 @@ class Listener:
         """Do all steps; return True when the socket has another owner."""
         frames = _AsyncFrames(self._control.loop, sock)
         preamble = await frames.preamble()
-        if preamble == LANE_PREAMBLE:
-            await self._take_lane(sock)
+        if (transport := self._endpoint.transports.of_preamble(preamble)) is not None:
+            await self._hand_over(sock, transport)
             return True
+        if preamble not in (CONTROL_PREAMBLE, SEALED_PREAMBLE):
+            raise ProtocolError(f"the preamble {preamble!r} is not one of ours")
         tune(sock)
         await self._authenticate(frames, sealed=preamble == SEALED_PREAMBLE)
         hello = await frames.receive(Hello)
         await self._identify(frames, hello)
         self._silent.pop(sock, None)
-        group = self._endpoint.lanes.open(token=secrets.token_bytes(TOKEN_BYTES))
-        handshake = _Handshake(frames, hello, group, inproc.accept(hello.token, self._endpoint.exports), source)
+        meeting = self._endpoint.transports.meet(hello.token, dialled=False)
+        handshake = _Handshake(frames, hello, meeting, source)
         try:
             self._check(handshake)
             self._host.refuse_if_full(hello, source)
             await self._host.admit(hello, proven=True)  # as it says; its proof comes with its choice
-            await self._exchange_memory(handshake)
+            await self._exchange_offers(handshake)
             if not handshake.proven:
                 await self._host.admit(hello, proven=False)
             if handshake.choice.present:
@@ -690,12 +645,12 @@ class Listener:
                 return False
             self._settle(handshake)
         except BaseException as error:
-            self._endpoint.lanes.shut(group)
+            meeting.close()
             if isinstance(error, LLMException):
                 await self._refuse(frames, hello, error)
             raise
         finally:
-            handshake.close()
+            meeting.close()
         return True
 
     async def _authenticate(self, frames: _AsyncFrames, *, sealed: bool) -> None:
@@ -731,25 +686,19 @@ class Listener:
                 f"cluster {handshake.hello.cluster_id} cannot prove that it is the linked process",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
-        self._endpoint.lanes.shut(handshake.group)
+        handshake.meeting.close()
         await handshake.frames.send(Linked(self._host.recognise(handshake.hello), b""))
 
-    async def _take_lane(self, sock: socket.socket) -> None:
-        """A data lane of a link that is there, or about to be."""
-        lanes, loop = self._endpoint.lanes, self._control.loop
-        token = await read_lane_greeting(loop, sock)
-        lane = await check_lane(loop, sock, lanes.find(token).secret)
-        if lane is None:
-            raise AuthFailed("it does not know the secret of the link that its data lane is for")
-        group = lanes.find(token)  # again: meanwhile its link may have ended, or have got its last lane
-        await accept_lane(loop, sock)
+    async def _hand_over(self, sock: socket.socket, transport: Transport) -> None:
+        """Give a transport its own connection, which is of a link that is there, or about to be."""
+        take = await transport.admit(self._control.loop, sock)
         self._greetings.pop(sock, None)
-        lanes.add(group, lane)
+        take()
 
     def _check(self, handshake: _Handshake) -> None:
         mine, hello = self._endpoint, handshake.hello
         _check_version(mine, hello)
-        _check_place(hello, handshake.here)
+        _check_place(hello, handshake.meeting.here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             raise LinkRefused(
                 f"remote_cluster_id={hello.wanted}: the listener at {show_address(self.address)} is cluster "
@@ -761,51 +710,34 @@ class Listener:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         _check_access(mine, hello)
 
-    async def _exchange_memory(self, handshake: _Handshake) -> None:
-        """Admit the peer to the rendezvous; take its choice, its proof, and the memory that it left."""
-        frames, hello, known = handshake.frames, handshake.hello, self._endpoint.peer_secrets
-        outcome: list[PeerMemory | LinkError] = []
-        offered = self._endpoint.offered_to(hello)
-        self._rendezvous.expect(hello.token, outcome.append, offered)
-        try:
-            welcome = Welcome(
-                **self._endpoint.greeting(),
-                rendezvous=self._rendezvous.name,
-                lane_token=handshake.group.token,
-                proof=b"",
-            )
-            transcript = _transcript(hello, welcome)
-            handshake.group.secret = _lane_secret(hello, welcome)
-            welcome = msgspec.structs.replace(welcome, proof=known.prove(hello.incarnation, _TARGET, transcript))
-            await frames.send(welcome)
-            handshake.choice = choice = await frames.receive(TransportChoice)
-            if frames.socket not in self._greetings:
-                # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
-                raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-            refused = offered if isinstance(offered, LinkError) else None  # the peer need not have come for that
-            handshake.memory = outcome.pop() if outcome else refused
-            handshake.transcript = transcript
-            shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
-            handshake.proven = shown or handshake.here is not None
-        finally:
-            self._rendezvous.forget(hello.token)
-            for unused in outcome:
-                if not isinstance(unused, LinkError):
-                    unused.close()
+    async def _exchange_offers(self, handshake: _Handshake) -> None:
+        """Tell the peer what this end offers; take its choice, its proof, and what it has left meanwhile."""
+        frames, hello, meeting = handshake.frames, handshake.hello, handshake.meeting
+        known, own = self._endpoint.peer_secrets, self._endpoint.exports.incarnation
+        nonce, share = self._endpoint.fresh()
+        handshake.transcript = transcript = Transcript(hello.incarnation, own, hello.nonce, nonce)
+        meeting.sock, meeting.offered = frames.socket, self._endpoint.offered_to(hello)
+        meeting.secret = _link_secret(transcript, hello.share, share)
+        _hear(meeting, hello)
+        proof = known.prove(hello.incarnation, _TARGET, transcript)
+        await frames.send(Welcome(**self._endpoint.greeting(meeting.offers(), nonce, share), proof=proof))
+        handshake.choice = choice = await frames.receive(TransportChoice)
+        meeting.end_exchange()
+        if frames.socket not in self._greetings:
+            # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
+            raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+        shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
+        handshake.proven = shown or meeting.here is not None
 
     def _settle(self, handshake: _Handshake) -> None:
         """Open the connection if both ends chose alike, and install the link."""
-        lanes, group = self._endpoint.lanes, handshake.group
-        hello, theirs, frames = handshake.hello, handshake.choice, handshake.frames
-        with closing(self._endpoint.builder(hello, handshake.memory, handshake.here, frames.socket)) as builder:
-            handshake.memory = None
-            mine = builder.choice
-            if theirs.transport != mine.name:
-                there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
-                raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
-            builder.take_private(theirs.private)
-            used = builder.uses(group)
-            connection = builder.open(lanes, group, writable=self._endpoint.exports.writable)
+        hello, theirs, frames, meeting = handshake.hello, handshake.choice, handshake.frames, handshake.meeting
+        mine = meeting.choose()
+        if theirs.transport != mine.name:
+            there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
+            raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
+        meeting.yield_to(theirs.private)
+        connection = meeting.open()
         try:
             by_communicator = hello.communicator is not None
             origin = LinkOrigin(
@@ -821,15 +753,13 @@ class Listener:
             peer, share = Peer.of(hello), new_share() if theirs.share else b""
             shares = peer.incarnation, theirs.share, share, handshake.transcript
             agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
-            renewal = self._endpoint.renewal(hello, group.secret, dialled=False)
+            renewal = self._endpoint.renewal(hello, meeting.secret, dialled=False)
             self._host.install(
-                NewLink(peer, connection, builder.choice, origin, sock, leftover, share, agree, frames.seal, renewal)
+                NewLink(peer, connection, meeting.choice, origin, sock, leftover, share, agree, frames.seal, renewal)
             )
         except BaseException:
             connection.close()
             raise
-        if not used:
-            lanes.shut(group)
 
 
 def _shut_down(sock: socket.socket) -> None:

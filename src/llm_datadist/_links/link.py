@@ -210,11 +210,9 @@ class Link:
         self.channel: Channel | None = None  # until ready()
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
-        self.last_question = 0  # number of the ping() that decides about silent lanes
+        self.last_question = 0  # number of the ping() that decides about suspected sockets
         self.settled = 0  # how many messages settle() has sent, or is sending
         self.peer_settled = 0  # how much of what the peer's has sent this end has handled; for the control thread
-        for each in connection.connections:
-            each.introduce(str(peer), peer.cluster_id)
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -329,7 +327,7 @@ class Link:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
     def settle(self, message: Release | Consumed) -> None:
-        """:meth:`tell` what ends a transfer, and count it: a later request over a lane may overtake it."""
+        """:meth:`tell` what ends a transfer, and count it: a later request by another way may overtake it."""
         with self._lock:
             self.settled += 1
         self.tell(message)
@@ -459,21 +457,22 @@ class Link:
         return True
 
     def statistics(self) -> LinkStatistics:
+        used = [each.usage() for each in self.connection.connections]
         return LinkStatistics(
             remote_cluster_id=self.peer.cluster_id,
             state=self._machine.state.value,
             transport=self.choice.name,
             private_transport=self.choice.private,
-            reason=self.choice.reason + self.connection.shared.remark,
+            reason=self.choice.reason + "".join(each.remark for each in used),
             peer_pid=self.peer.pid,
             peer_host=self.peer.host,
-            read_bytes=sum(each.bytes_read for each in self.connection.connections),
-            written_bytes=sum(each.bytes_written for each in self.connection.connections),
+            read_bytes=sum(each.read_bytes for each in used),
+            written_bytes=sum(each.written_bytes for each in used),
             resolved=len(self.caches.kept),
             verified_bytes=self._verified_bytes,
             sealed=self.renewal is not None,
             authenticated_at=None if self.renewal is None else self.renewal.at,
-            progress_seconds=self.connection.shared.progress_seconds(),
+            progress_seconds=sum(each.progress_seconds for each in used),
             peer_incarnation=self.peer.incarnation.hex(),
         )
 

@@ -29,10 +29,10 @@ from llm_datadist._links.messages import (
     Linked,
     Located,
     Message,
-    NixlSaid,
     Ping,
     Pong,
     Resolved,
+    TransportSaid,
     UnlinkAck,
     UnlinkCancel,
     UnlinkRequest,
@@ -42,7 +42,6 @@ from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnecto
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger, named
 from llm_datadist._native import Meter, steps
-from llm_datadist._transport.samehost import SameHostListener
 from llm_datadist.errors import (
     AlreadyLinked,
     AuthFailed,
@@ -71,7 +70,7 @@ _UNLINK_MS: Final = 1000
 _CROSSING_POLL_MS: Final = 50
 #: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
 _FINAL: Final = (Failed, UnlinkAck, Located, Verified, ClaimOver)
-_ANSWERS: Final = (Resolved, Claimed, NixlSaid, *_FINAL)
+_ANSWERS: Final = (Resolved, Claimed, TransportSaid, *_FINAL)
 _IGNORED: Final = (Beat, *_FINAL)
 
 
@@ -85,7 +84,7 @@ class LinkHooks:
 
 
 class LinkManager:
-    """Owns the listener, the same-host rendezvous, all links, and the communicators that rank tables ask for."""
+    """Owns the listener, all links, and the communicators that rank tables ask for."""
 
     def __init__(
         self,
@@ -93,7 +92,6 @@ class LinkManager:
         endpoint: Endpoint,
         hooks: LinkHooks,
         *,
-        socket_dir: str | None,
         peer_timeout: float,
         max_links: int,
         max_link_age: float | None,
@@ -113,7 +111,6 @@ class LinkManager:
         self._table = LinkTable(endpoint.exports.incarnation, max_links)
         self.note = self._table.note
         self.listener: Listener | None = None
-        self.rendezvous = SameHostListener(endpoint.exports, socket_dir)
         self._started = False
         lose = partial(self.end, lost=True)
         self._lost: dict[str, Meter] = {}  # by kind of reason
@@ -123,21 +120,20 @@ class LinkManager:
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
-        """Start heartbeat, rendezvous and, with a bound socket, listener. The control thread runs."""
+        """Start heartbeat and, with a bound socket, listener. The control thread runs."""
         self._started = True
         self._control.call(self._start, listening)
 
     def _start(self, listening: socket.socket | None) -> None:
-        self.rendezvous.start(self._control.loop)
         self._listen(listening)
         self.heartbeat.start()
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
         """Return a listener on a bound socket, which its owner closes. On the control thread."""
-        return Listener(self._control, listening, self.endpoint, self.rendezvous, self, admission)
+        return Listener(self._control, listening, self.endpoint, self, admission)
 
     def stop(self, reason: str) -> None:
-        """End every link without telling the peers (interface §3.2), then the listener and the rendezvous."""
+        """End every link without telling the peers (interface §3.2), then the listener."""
         self.communicators.stop()
         self._reconnector.stop()
         for link in self._table.close():
@@ -151,11 +147,9 @@ class LinkManager:
     def _stop(self) -> None:
         self.heartbeat.stop()
         self._listen(None)
-        self.rendezvous.close()
 
     def abandon(self) -> None:
         """In a forked child, without any lock: close the child's copies of sockets."""
-        self.rendezvous.close()
         self._reconnector.abandon()
         self.communicators.abandon()
         if self.listener is not None:

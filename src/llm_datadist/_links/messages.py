@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from llm_datadist._transport.address import preamble
 from llm_datadist.errors import (
     AuthFailed,
     CacheMismatch,
@@ -23,13 +24,11 @@ from llm_datadist.errors import (
     code_2_status,
 )
 
-PROTOCOL_VERSION: Final = 9
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
-_MAGIC: Final = b"ODATDIST"
-CONTROL_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 0)
+CONTROL_PREAMBLE: Final = preamble(0)
 #: All that follows is TLS (:mod:`.seal`).
-SEALED_PREAMBLE: Final = _MAGIC + struct.pack(">HH", PROTOCOL_VERSION, 2)
+SEALED_PREAMBLE: Final = preamble(2)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
 
 #: Runs of one :class:`Verify`: 256 KiB, so that waiting messages cost little.
@@ -57,6 +56,10 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 #: A part of a TLS handshake: of some KiB at most, see :mod:`.seal`.
 Handshake = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
+#: What one transport offers in a greeting, and how many may.
+MAX_OFFER: Final = 1 << 13
+MAX_OFFERS: Final = 32
+Offer = Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER)]
 #: What may be missing is empty.
 Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -64,7 +67,7 @@ U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
-    """Base of every message. The tag is the class name in lower case."""
+    """Base of every message. The tag is the class name in lower case, unless the class says another."""
 
 
 class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
@@ -83,10 +86,9 @@ class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
 class Greeting(Message, frozen=True):
     """What each end says about itself first, to any stranger: nothing of its memory. The tag tells its role.
 
-    ``cookie`` is what the same-host rendezvous must find in the header of that end's guard page. ``transport`` is the
-    one that its ``llm.Transport`` asks for, if any. ``nonce`` makes the proofs of this handshake good for no other.
-    ``lane_share`` is this end's half of the secret that seals the data lanes; empty where the connection is not sealed.
-    ``fabric`` is what its NIXL can use, empty where it has none or does not allow it.
+    ``transport`` is the one that its ``llm.Transport`` asks for, if any. ``nonce`` makes the proofs of this handshake
+    good for no other. ``share`` is this end's half of the link's secret; empty where the connection is not sealed.
+    ``offers`` has what its transports offer, under their names, undecoded here.
     """
 
     version: int
@@ -95,20 +97,19 @@ class Greeting(Message, frozen=True):
     remote_accessible: bool
     pid: Id
     host: Text
-    cookie: Identity16
     transport: Name | None
     nonce: Identity16
-    lane_share: Maybe32
-    fabric: Name
+    share: Maybe32
+    offers: Annotated[dict[Name, Offer], msgspec.Meta(max_length=MAX_OFFERS)]
 
 
 class Hello(Greeting, frozen=True):
     """Initiator -> target, first frame: who I am and what I want.
 
     ``wanted`` is the cluster id the caller expects, or None to learn it (interface R28). ``reconnects``: no user asked
-    for this link now, the initiator has lost it and wants it back. ``token`` opens the same-host rendezvous once, or
-    finds the initiator in the table of its own process. With ``communicator`` it is ``link()`` that asks, and only the
-    same communicator of the target will do.
+    for this link now, the initiator has lost it and wants it back. ``token`` opens, once, what a transport of the
+    target keeps for this handshake, and finds the initiator in the table of its own process. With ``communicator`` it
+    is ``link()`` that asks, and only the same communicator of the target will do.
     """
 
     wanted: U64 | None
@@ -118,14 +119,12 @@ class Hello(Greeting, frozen=True):
 
 
 class Welcome(Greeting, frozen=True):
-    """Target -> initiator: who answers, and where its same-host rendezvous listens.
+    """Target -> initiator: who answers.
 
-    ``lane_token`` opens the target's listener to the data lanes of this link, until it ends. ``proof`` shows that the
-    target is the process that the initiator has met before, empty if they have no secret (:mod:`.identity`).
+    ``proof`` shows that the target is the process that the initiator has met before, empty if they have no secret
+    (:mod:`.identity`).
     """
 
-    rendezvous: Text
-    lane_token: Identity16
     proof: Maybe32
 
 
@@ -141,7 +140,7 @@ class Refused(Message, frozen=True):
 
 
 class TransportChoice(Message, frozen=True):
-    """Initiator -> target: the rendezvous is over; which transport the initiator chose, and why.
+    """Initiator -> target: which transport the initiator chose, and why.
 
     ``private`` is the transport for private memory, None where nothing reaches it.
     ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
@@ -243,8 +242,8 @@ class Resolved(Message, frozen=True):
     """Target -> initiator: the cache's geometry, its tensors, and the guards of this answer.
 
     ``geometry`` is passed through undecoded: this package does not know what a cache is.
-    ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor; both are empty where data lanes reach
-    the cache, which then goes by the indices of its tensors. ``pin`` 0: nothing to release, and
+    ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor; both are empty where the target moves
+    the bytes itself: tensors then go by their indices. ``pin`` 0: nothing to release, and
     the answer may be kept for as long as the guards hold.
     """
 
@@ -340,19 +339,22 @@ class Verified(Message, frozen=True):
     digests: bytes
 
 
-class LanesLost(Message, frozen=True):
-    """Either way: the data lanes are silent, or carry a write that was given up. They are dropped here: drop them."""
+class SocketsDropped(Message, frozen=True, tag="laneslost"):
+    """Either way: sockets beside this connection are silent, or carry a write that was given up.
+
+    They are dropped here: drop them.
+    """
 
 
-class NixlAsk(Message, frozen=True):
-    """Either way: a request of the transport nixl, passed through undecoded. Answered by :class:`NixlSaid`, or not."""
+class TransportAsk(Message, frozen=True, tag="nixlask"):
+    """Either way: a request of the link's transport, passed through undecoded. Answered by TransportSaid, or not."""
 
     id: Id
     data: bytes
 
 
-class NixlSaid(Message, frozen=True):
-    """Answer to :class:`NixlAsk`, passed through undecoded."""
+class TransportSaid(Message, frozen=True, tag="nixlsaid"):
+    """Answer to :class:`TransportAsk`, passed through undecoded."""
 
     id: Id
     data: bytes
@@ -401,9 +403,9 @@ class ClaimEnded(Message, frozen=True):
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | UnlinkAck | UnlinkCancel
 _TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
-_LANES = LanesLost | NixlAsk | NixlSaid
+_TRANSPORT = SocketsDropped | TransportAsk | TransportSaid
 _GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
-AnyMessage = _HANDSHAKE | _LINK | _TRANSFER | _LANES | _GRANTS
+AnyMessage = _HANDSHAKE | _LINK | _TRANSFER | _TRANSPORT | _GRANTS
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

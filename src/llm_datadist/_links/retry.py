@@ -6,7 +6,6 @@ A queue starts its threads when there is something to dial; they end when nothin
 from __future__ import annotations
 
 import heapq
-import os
 import random
 import threading
 import time
@@ -15,9 +14,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
-from llm_datadist._native import readable
 from llm_datadist._native.signals import hold_signals
-from llm_datadist._transport import inproc
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
 from llm_datadist.types.cluster import show_address
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.communicator import Communicator
     from llm_datadist._links.handshake import Dial
     from llm_datadist._links.link import Link, Peer
+    from llm_datadist._transport.connection import Watch
 
 _FIRST_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 10.0
@@ -240,7 +238,7 @@ class RetryQueue(Generic[A]):
 
 
 class Reconnect(Attempt):
-    """A link that this end dialled and lost. Owns the peer's pidfd, if any.
+    """A link that this end dialled and lost. Owns what tells that the peer has ended, if anything does.
 
     Only the same incarnation is accepted: another one has none of the caches that the link was for, and linking to it
     is the user's decision (interface R22). Operations do not wait for a reconnect: they fail, and the error says that
@@ -253,15 +251,13 @@ class Reconnect(Attempt):
         self.address = address
         self.reason = ""  # why the last attempt failed
         self.delay = delay  # before jitter
-        pidfds = (each.peer_pidfd() for each in link.connection.connections)
-        self._pidfd = next((pidfd for pidfd in pidfds if pidfd is not None), -1)
-        self._in_this_process = link.choice.name == "inproc"
+        watches = (each.watch() for each in link.connection.connections)
+        self._watch: Watch | None = next((watch for watch in watches if watch is not None), None)
 
     def peer_ended(self) -> bool:
         """Return True when it is certain that this incarnation has ended."""
-        if self._in_this_process:
-            return not inproc.lives_here(self.peer.incarnation)
-        return readable(self._pidfd)
+        watch = self._watch
+        return watch is not None and watch.ended()
 
     def postpone(self, crowd: int) -> None:
         self._dial = None
@@ -272,9 +268,9 @@ class Reconnect(Attempt):
         return any(each.owner == self.owner for each in waiting)
 
     def close(self) -> None:
-        pidfd, self._pidfd = self._pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def __repr__(self) -> str:
         return f"<Reconnect to {self.peer} at {show_address(self.address)}: {self.attempts} attempts>"

@@ -1,1 +1,1 @@
-"""Memory: devices, segments of bytes, pools over them, guards and write intents that protect what they hold."""
+"""Memory: devices, segments, pools, and the guards and write intents that protect their content."""

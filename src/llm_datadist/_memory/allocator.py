@@ -1,4 +1,4 @@
-"""Allocator: which byte ranges of a pool are taken. Arithmetic only: no bytes, no lock, no device."""
+"""Allocator of a pool's byte ranges. Arithmetic only: no bytes, no lock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from llm_datadist._checks import require_intact
 
 
 class PageAllocator:
-    """Hands out page-aligned ranges of ``[0, capacity)``, best fit, and merges freed ranges with free neighbours.
+    """Best-fit allocator of page-aligned ranges of ``[0, capacity)``; freed ranges merge with free neighbours.
 
-    Used by one thread at a time: the pool that owns it holds a lock around every call. Capacity and bytes in use are
-    those of whole pages.
+    Threads: under the pool's lock.
     """
 
     __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "capacity", "page_bytes", "used_bytes")
@@ -26,9 +25,9 @@ class PageAllocator:
         self.page_bytes = 1 << page_shift
         self.used_bytes = 0
         self._live: dict[int, int] = {}  # offset -> bytes
-        self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of every hole, sorted: best fit by bisection
-        self._hole_at: dict[int, int] = {}  # start -> bytes of every hole
-        self._hole_before: dict[int, int] = {}  # end -> start of every hole: finds the left neighbour
+        self._by_size: list[tuple[int, int]] = []  # (bytes, offset), sorted
+        self._hole_at: dict[int, int] = {}  # start -> bytes
+        self._hole_before: dict[int, int] = {}  # end -> start
         self._add_hole(0, self.capacity)
 
     @property
@@ -44,14 +43,11 @@ class PageAllocator:
         return len(self._live)
 
     def rounded(self, nbytes: int) -> int:
-        """Return the bytes of the whole pages that ``nbytes`` bytes need."""
+        """Return ``nbytes``, rounded up to whole pages."""
         return -(-nbytes >> self._page_shift) << self._page_shift
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take ``nbytes`` bytes, in whole pages, from the smallest (then lowest) hole that fits; return its offset.
-
-        Return None when no hole fits (then nothing has changed).
-        """
+        """Take whole pages from the smallest, then lowest, hole that fits; return the offset, or None if none fits."""
         if nbytes <= 0:
             raise ValueError(f"nbytes is {nbytes}: must be positive")
         need = self.rounded(nbytes)
@@ -67,7 +63,7 @@ class PageAllocator:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back the live range that :meth:`allocate` returned as ``offset``, else raise ValueError."""
+        """Free the live range at ``offset``; raise ValueError if there is none."""
         size = self._live.pop(offset, None)
         if size is None:
             raise ValueError(f"offset {offset} is not allocated: unknown or freed twice")
@@ -84,7 +80,6 @@ class PageAllocator:
         self._add_hole(start, end - start)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless ranges tile the capacity, holes are merged, and indexes and totals agree."""
         self._check_tiling()
         holes = sorted((size, offset) for offset, size in self._hole_at.items())
         require_intact(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")

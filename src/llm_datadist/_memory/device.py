@@ -1,4 +1,4 @@
-"""Devices: where pools take their memory from. What a device must offer, and the host as the simplest one."""
+"""Devices, from which pools take memory: their protocol, and the host."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from llm_datadist._memory.segment import Segment, SharedSegment
 
 
 class Device(Protocol):
-    """Provides memory, and copies into, out of and inside it. Every method may be called from any thread.
+    """Provider of memory, and of copies to, from and inside it.
 
-    Addresses are those of this process; the caller keeps both ranges allocated during a copy, and a copy is complete
-    when its method returns.
+    Addresses are those of this process. A copy is complete when its method returns; until then the caller keeps both
+    ranges allocated. Threads: any.
     """
 
     @property
     def name(self) -> str:
-        """Name in messages and statistics."""
+        """Name of the device."""
 
     @property
     def needs_staging(self) -> bool:
-        """True if host memory reaches single blocks only through staging buffers on the device (interface R10)."""
+        """True if block copies to and from the host need staging buffers on the device (interface R10)."""
 
     def allocate(
         self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
     ) -> Segment:
-        """Return a new segment of ``nbytes`` bytes, owned by the caller.
+        """Return a new segment, owned by the caller.
 
         Raises:
-            OutOfMemory: The device cannot provide it.
-            ParamError: It has no huge pages, or ``nbytes`` is no multiple of their size.
+            OutOfMemory: The device has too little memory.
+            ParamError: It has no huge pages, or ``nbytes`` is not a multiple of their size.
         """
 
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes from host address ``src`` to device address ``dst``."""
+        """Copy from host to device."""
 
     def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes from device address ``src`` to host address ``dst``."""
+        """Copy from device to host."""
 
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes from device address ``src`` to device address ``dst``; they may overlap."""
+        """Copy inside the device; the ranges may overlap."""
 
 
 class HostDevice:
-    """Host memory as a device: shared segments, plain copies, no staging. Has no state; any thread."""
+    """Host memory as a device: shared segments, no staging. Stateless; any thread."""
 
     name = "host"
     needs_staging = False
@@ -52,13 +52,12 @@ class HostDevice:
     def allocate(
         self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
     ) -> Segment:
-        """Return a new shared segment of zero bytes, owned by the caller; see :meth:`SharedSegment.create`."""
         return SharedSegment.create(
             name, nbytes, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages
         )
 
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy ``nbytes`` bytes, which may overlap, without the GIL."""
+        """Copy without the GIL; the ranges may overlap."""
         ctypes.memmove(dst, src, nbytes)
 
     copy_to_device = copy_from_device = copy_on_device

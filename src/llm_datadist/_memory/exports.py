@@ -1,8 +1,4 @@
-"""What a process offers to a peer: exported regions, guards, and pages to announce writes in. Values only; any thread.
-
-A region id names memory of one process: ids from 1 are exported segments, addressed by offset; :data:`PRIVATE` is all
-other memory, addressed by absolute address.
-"""
+"""Exports: regions, guards and pages of write intents that an instance offers to a peer. Values; any thread."""
 
 from __future__ import annotations
 
@@ -20,14 +16,14 @@ if TYPE_CHECKING:
     from llm_datadist._memory.segment import Segment
 
 PRIVATE: Final = 0
-"""Region id of memory that is not exported; its "offset" is an absolute address in the owner."""
+"""Region id of non-pool memory; its "offset" is an absolute address in the owner."""
 
 ADDRESS_SPACE: Final = (1 << 63) - 1
-"""Bound of every tensor's end, so that offset arithmetic cannot wrap."""
+"""Bound of a tensor's end, so that offset arithmetic cannot wrap."""
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describe one exported segment to a peer. Decoding checks the limits; ``name`` is for messages only."""
+    """Exported segment, as a peer learns it; ``name`` is for messages only."""
 
     region: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_SPACE)]
@@ -37,15 +33,15 @@ class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """What this process offers to peers, or to one of them. Its maker owns, and closes, segments and guard table.
+    """Offer of an instance, which owns segments and guards, to its peers or to one of them.
 
     Attributes:
-        incarnation: Random id of this process incarnation: a peer that restarts under the same address has another.
-        regions: Exported segments by region id, from 1.
-        writable: True if peers may map regions for writing (remote cache access).
-        private: True if peers may be told addresses, by which cma reaches memory outside the regions.
-        users: Users of this host, beside this process's own, whose processes may map what is offered.
-        writers: Where peers announce writes. Without remote cache access too: addresses may be granted to them.
+        incarnation: Random id of one ``init``.
+        regions: Exported segments by region id, from 1; peers address them by offset.
+        writable: True if peers may map regions for writing (RCA).
+        private: True if peers may learn the addresses by which cma verifies this process.
+        users: Further user ids of this host whose processes may map the regions.
+        writers: Pages of write intents; without RCA too, for located caches.
     """
 
     incarnation: bytes

@@ -1,7 +1,4 @@
-"""Guards: generations in a shared table, from which a peer sees that the memory it used has changed meanwhile.
-
-Threads: any. A guard that cannot be allocated leaves the table as it was.
-"""
+"""Guards: generations in a shared table, which tell a peer that memory changed."""
 
 from __future__ import annotations
 
@@ -20,45 +17,43 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-SLOT_BYTES: Final = 64  # one cache line, so that advancing one guard does not slow the readers of its neighbour
+SLOT_BYTES: Final = 64  # a cache line: no false sharing
 COOKIE_BYTES: Final = 16
 _DEFAULT_SLOTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A promise about memory, valid while slot ``slot`` shows ``generation`` (never 0)."""
+    """Promise about memory, valid while ``slot`` shows ``generation`` (never 0)."""
 
     slot: int
     generation: int
 
 
 def slot_address(base: int, slot: int, nbytes: int) -> int:
-    """Return the address of a slot in a guard table mapped at ``base``; slot 0 is the header, and is refused."""
+    """Return a slot's address in a table at ``base``; ProtocolError for the header (0) or a missing slot."""
     if not 1 <= slot < nbytes // SLOT_BYTES:
         raise ProtocolError(f"guard slot {slot} must be in [1, {nbytes // SLOT_BYTES}) of a table of {nbytes} bytes")
     return base + slot * SLOT_BYTES
 
 
 def read_cookie(segment: Segment) -> bytes:
-    """Return the cookie in the header of a guard table, ours or a peer's mapped here."""
+    """Return a guard table's cookie; ProtocolError if it has no room for one."""
     if segment.nbytes < SLOT_BYTES:
         raise ProtocolError(f"guard table of {segment.nbytes} bytes has no room for its header of {SLOT_BYTES}")
     return segment.view(0, COOKIE_BYTES).tobytes()
 
 
 class GuardTable:
-    """The generations of this process, which peers map and cannot write.
+    """Generations of one instance, which peers map read-only.
 
-    Layout: slots of 64 bytes. Slot 0 is the header; its first 16 bytes are a random cookie, by which a peer knows that
-    it mapped this table. Every other slot begins with a generation, an unsigned 64-bit count that only grows, also
-    through release and reuse: an old (slot, generation) never becomes valid again.
+    Slots have 64 bytes. Slot 0 begins with a random cookie of 16 bytes, which proves that two sides share a host. Every
+    other slot begins with a generation, a uint64 that only grows, also through reuse. The two canaries name this
+    address space to peers that write by address.
 
-    Beside the cookie, the two canaries name this address space, for peers that write into it by address.
-
-    Threads: callers and the control thread, under one lock; :meth:`load` takes none. Owns its segment, whose memory is
-    sparse: 64 bytes for each slot ever used. A closed table raises StateError, and a slot that is not allocated
-    ValueError. A forked child shares the memory and must not write it: StateError there.
+    Owns: the segment (sparse) and the canaries.
+    Threads: any; one lock, which :meth:`load` does not take.
+    Errors: StateError once closed, and for changes in a forked child; ValueError for a slot that is not allocated.
     """
 
     def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
@@ -67,12 +62,12 @@ class GuardTable:
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
         self.canaries = Canary(), Canary()
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)
-        # Keeps the memory mapped for a load() that runs during close().
+        # Keeps the memory mapped for a load() during close().
         self._memory: NDArray[np.uint8] | None = self.segment.view()
         self._memory[:COOKIE_BYTES] = bytearray(self.cookie)
         self._base = self.segment.address
         self._owner = HERE["pid"]
-        self._lock = threading.Lock()  # guards the three below, and every change of a generation
+        self._lock = threading.Lock()  # protects the three below and generations
         self._live: dict[int, int] = {}  # slot -> its generation
         self._reusable: list[int] = []
         self._next_fresh = 1
@@ -89,7 +84,7 @@ class GuardTable:
         return self.allocate_many(1)[0]
 
     def allocate_many(self, count: int) -> list[Guard]:
-        """Return ``count`` guards as :meth:`allocate`: all of them, or none (OutOfMemory)."""
+        """Return ``count`` guards; raise OutOfMemory, and allocate none, if fewer are free."""
         require_process(self._owner, "guard table")
         with self._lock:
             self._check_open()
@@ -103,7 +98,7 @@ class GuardTable:
         )
 
     def advance(self, slot: int) -> int:
-        """Void the promise under this slot, visibly to peers before this returns; return the new generation."""
+        """Advance a slot, visibly to peers before this returns; return the new generation."""
         require_process(self._owner, "guard table")
         with self._lock:
             self._check_live(slot)
@@ -111,7 +106,7 @@ class GuardTable:
         return generation
 
     def void(self, guard: Guard) -> None:
-        """Void this promise only: ignore it if its slot has another generation by now."""
+        """Advance the guard's slot if it still shows the guard's generation."""
         require_process(self._owner, "guard table")
         with self._lock:
             self._check_open()
@@ -128,18 +123,17 @@ class GuardTable:
             self._reusable.append(slot)
 
     def address_of(self, slot: int) -> int:
-        """Return the address of a slot's generation, allocated or not. Raises ProtocolError: no such slot."""
+        """Return the address of a slot, allocated or not; ProtocolError if it does not exist."""
         return slot_address(self._base, slot, self.segment.nbytes)
 
     def load(self, slot: int) -> int:
-        """Return the slot's present generation, read with acquire order. Takes no lock."""
+        """Return the slot's generation, loaded with acquire order."""
         keep = self._memory
         if keep is None:
             raise StateError("guard table is closed")
         return load_generation(self.address_of(slot))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots, their generations in memory, or the cookie are inconsistent."""
         with self._lock:
             self._check_open()
             known, last = sorted([*self._live, *self._reusable]), self._next_fresh - 1
@@ -151,7 +145,7 @@ class GuardTable:
             require_intact(read_cookie(self.segment) == self.cookie, "the cookie in the header was overwritten")
 
     def close(self) -> None:
-        """Void every live guard, visibly to peers that still map the table, then close it. Idempotent."""
+        """Advance every live slot, visibly to peers, then close the table. Idempotent."""
         require_process(self._owner, "guard table")
         with self._lock:
             if self._memory is None:

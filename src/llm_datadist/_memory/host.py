@@ -1,4 +1,4 @@
-"""How much host memory this process may use in all, and how much it can still have. Any thread."""
+"""Host memory: the limit of this process, and the bytes it can still get. Any thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _LIMIT_FILES: Final = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes
 
 
 def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
-    """Return the smaller of the host's memory and every cgroup limit this process is under, with its source.
+    """Return the lowest of the host's memory and its mounted cgroup limits (v1, v2), in bytes, with the source.
 
-    Reads cgroup v2 (``memory.max``) and v1 (``memory.limit_in_bytes``) of our own group and of all its ancestors that
-    are mounted here. ``proc`` is where procfs is mounted.
+    OSError if ``proc``, the mount point of procfs, does not tell the memory.
     """
     limits = [(_host_bytes(proc), "host memory")]
     limits += [(nbytes, f"cgroup limit {path}") for path, nbytes in _cgroup_limits(proc)]
@@ -26,10 +25,10 @@ def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
 
 
 def available_memory(proc: Path = _PROC) -> tuple[int, str]:
-    """Return the bytes that this process can still have, with what bounds them.
+    """Return the bytes that this process can still get, with their bound.
 
-    The smallest of what the host has available, what every cgroup has left, and, where the kernel commits no more than
-    it has, what may still be committed. Pools are memfds, which the size of /dev/shm does not bound.
+    The bound is the lowest of MemAvailable plus free swap and each cgroup's rest with reclaimable cache. In overcommit
+    mode 2 CommitLimit counts too. The size of /dev/shm does not bound memfds.
     """
     figures = _figures(proc)
     bounds = [(figures.get("MemAvailable", 0) + figures.get("SwapFree", 0), "MemAvailable")]
@@ -57,7 +56,7 @@ def _figures(proc: Path) -> dict[str, int]:
 
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
-    """Yield every limit file of our groups that holds a number, with that number."""
+    """Yield limit files with their numbers."""
     groups = _own_groups(proc)
     for kind, root, mountpoint in _memory_mounts(proc):
         if kind not in groups:
@@ -70,7 +69,7 @@ def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _own_groups(proc: Path) -> dict[str, str]:
-    """Return the paths of our group in the v2 hierarchy and in v1's memory hierarchy."""
+    """Return this process's group by file system."""
     groups = {}
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -82,7 +81,7 @@ def _own_groups(proc: Path) -> dict[str, str]:
 
 
 def _memory_mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield (filesystem kind, root, mount point) of each hierarchy that may limit memory."""
+    """Yield (file system, root, mount point) of hierarchies that may limit memory."""
     for line in _read(proc / "self" / "mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
         kind, _, options = filesystem.split(" ", 2)
@@ -92,9 +91,9 @@ def _memory_mounts(proc: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def _folders(group: str, root: str, mountpoint: Path) -> Iterator[Path]:
-    """Yield the folder of ``group`` and of each ancestor, up to the mount point."""
+    """Yield the folders of ``group`` and its ancestors, up to the mount point."""
     path = PurePosixPath(group)
-    # A group outside the mount's root, as in some containers: use the limit at the top of the mount.
+    # Outside the mount's root, as in some containers: the top has the limit.
     inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
     yield mountpoint / inside
     for ancestor in inside.parents:
@@ -102,14 +101,13 @@ def _folders(group: str, root: str, mountpoint: Path) -> Iterator[Path]:
 
 
 def _unescape(text: str) -> str:
-    """Undo the octal escapes of mountinfo: ``\\040`` is a space."""
+    """Undo mountinfo's octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, or "" if it is missing or may not be read."""
     try:
-        # A mount point may have any bytes in its name.
+        # Mount points may have any bytes in their names.
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""

@@ -1,7 +1,6 @@
-"""Huge pages: a memfd whose memory the kernel maps in pieces of 2 MiB, here and at peers.
+"""Huge pages: memfds that the kernel maps in pieces of 2 MiB, here and at peers.
 
-They are transparent huge pages that the owner asks for by name (MADV_COLLAPSE, Linux 6.1): they need no reservation by
-an administrator, and no setting. Threads: any; no state.
+They are transparent huge pages by MADV_COLLAPSE (Linux 6.1), without a reservation. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import Final
 
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError
 
-#: Of x86-64, and of arm64 with pages of 4 KiB. Mappings of this size or above begin at a multiple of it, because the
-#: kernel maps a huge page as one only there.
+#: Size on x86-64, and on arm64 with 4 KiB pages. The kernel maps a huge page as one only at a multiple of it.
 ALIGNMENT: Final = 2 << 20
 _THP: Final = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_COLLAPSE: Final = 25  # linux/mman.h; the stdlib does not name it
-_AT_ONCE: Final = 32  # huge pages of one system call, during which the caller cannot be interrupted
+_MADV_COLLAPSE: Final = 25  # linux/mman.h
+_AT_ONCE: Final = 32  # per system call, which signals cannot interrupt
 _TRIES: Final = 16
 _SHORT: Final = frozenset({errno.ENOMEM, errno.EBUSY, errno.EAGAIN, errno.ENOSPC})
-#: The kernel's no to huge pages, by setting, by age or by a container's seccomp.
+#: Refusals by a setting, an old kernel or seccomp.
 _NOT_GIVEN: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES})
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,7 +29,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def check_size(name: str, nbytes: int) -> None:
-    """Raise ParamError unless segment ``name`` can consist of huge pages only, as far as its size says."""
+    """Raise ParamError unless ``nbytes`` is whole huge pages, of at most 2 MiB."""
     page = _page_bytes()
     if page > ALIGNMENT or not page:
         raise _refusal(name, f"its huge pages have {page} bytes" if page else "it has none")
@@ -40,19 +38,19 @@ def check_size(name: str, nbytes: int) -> None:
 
 
 def populate(name: str, fd: int, address: int, nbytes: int) -> None:
-    """Fill the empty memfd ``fd``, mapped at ``address``, with huge pages of zeros: all of it, or raise.
+    """Fill the empty memfd ``fd``, mapped at ``address``, with huge pages of zeros.
 
     Raises:
-        OutOfMemory: There is not enough memory in pieces of that size.
+        OutOfMemory: Too little memory is free in pieces of that size.
         ParamError: This host gives no huge pages to shared memory.
-        LLMException: The kernel failed otherwise (``LLM_FAILED``).
+        LLMException: The kernel failed otherwise.
     """
     page = _page_bytes()
     for start in range(0, nbytes, _AT_ONCE * page):
         end = min(nbytes, start + _AT_ONCE * page)
         try:
             for offset in range(start, end, page):
-                # The kernel collapses what holds at least one page. A lack of memory is an error here.
+                # MADV_COLLAPSE needs one small page in each; a lack of memory is an error here.
                 os.posix_fallocate(fd, offset, mmap.PAGESIZE)
             _collapse(address + start, end - start)
         except OSError as error:
@@ -76,12 +74,12 @@ def _collapse(address: int, nbytes: int) -> None:
         if _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0:
             return
         code = ctypes.get_errno()
-        if code != errno.EAGAIN or not left:  # EAGAIN: another thread of the kernel was at one of the pages
+        if code != errno.EAGAIN or not left:  # EAGAIN: the kernel was using one of the pages
             raise OSError(code, os.strerror(code))
 
 
 def _page_bytes() -> int:
-    """Return the size of a huge page, 0 on a kernel without them."""
+    """Return the size of a huge page, 0 if the kernel has none."""
     try:
         return int((_THP / "hpage_pmd_size").read_text())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Pools: a segment with an allocator over it. Also memory straight from a device, where there is no pool.
+"""Pools: a segment with an allocator, and memory straight from a device without a pool.
 
-Threads: any; each pool has one lock. An allocation that raises leaves the pool as it was.
+Threads: any; each pool has one lock. An allocation that raises leaves the pool unchanged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from llm_datadist._memory.device import Device
 
-_MAX_PAGE_SHIFT: Final = 62  # one page must stay below the largest signed 64-bit size
+_MAX_PAGE_SHIFT: Final = 62  # a page must fit in a signed 64-bit size
 _DIRECT_PAGE_SHIFT: Final = 12
 _DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
 
-#: Memory that was in use when its :class:`DirectMemory` was closed. It stays mapped until the process ends, because
-#: unmapping it under a reader would end the process.
+#: Memory in use when its :class:`DirectMemory` was closed. It stays mapped: unmapping it under a reader would crash the
+#: process.
 kept_mapped: list[NDArray[np.uint8]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Figures of a pool at one moment. Sizes in bytes, whole pages."""
+    """Figures of a pool at one moment. Sizes are whole pages."""
 
     name: str
     capacity_bytes: int
@@ -43,32 +43,31 @@ class PoolStatistics:
     live_allocations: int
     page_bytes: int
     peak_used_bytes: int
-    quarantined_bytes: int = 0  # part of the used ones: given back, but a foreign writer may still write there
+    quarantined_bytes: int = 0  # part of used_bytes: freed, but perhaps still written by a foreign writer
 
 
 class Allocation:
-    """Equal tensors in a pool, allocated together and freed together. Any thread.
+    """Equal tensors in a pool, allocated and freed together.
 
-    The caller of :meth:`MemoryPool.allocate_many` owns it. Its memory stays taken until :meth:`free`; the addresses of
-    the tensors are valid until then, or until the pool is closed.
+    Its addresses are valid until :meth:`free`, or until the pool is closed.
     """
 
     __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool")
 
     def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
         self.pool = pool
-        self.offsets = offsets  # of each tensor, in the pool's segment
+        self.offsets = offsets  # in the pool's segment
         self.addresses = tuple([base + offset for offset in offsets])
-        self.nbytes = nbytes  # asked for, per tensor
+        self.nbytes = nbytes  # requested, per tensor
         self.freed = False
-        self.detained = 0  # bytes in quarantine, in whole pages, between detain() and free()
+        self.detained = 0  # bytes in quarantine, in whole pages
 
     def detain(self) -> None:
-        """Count it as quarantined until :meth:`free`: it cannot be used again yet."""
+        """Count as quarantined until :meth:`free`."""
         self.pool._detain(self)
 
     def free(self) -> None:
-        """Give all tensors back to the pool. Idempotent; also after the pool is closed."""
+        """Give all tensors back to the pool, even a closed one. Idempotent."""
         self.pool._free(self)
 
     def __repr__(self) -> str:
@@ -77,21 +76,21 @@ class Allocation:
 
 
 class MemoryPool:
-    """Owns a segment, closes it, and allocates from it. Any thread; nothing but arithmetic happens under its lock."""
+    """Allocator over a segment, which it owns. Only arithmetic happens under its lock."""
 
     def __init__(self, name: str, segment: Segment, page_shift: int) -> None:
         _check_page(name, segment.nbytes, page_shift)
         self.name = name
         self.segment = segment
         self._base = segment.address
-        self._lock = threading.Lock()  # guards the four below, and freed and detained of allocations
+        self._lock = threading.Lock()  # protects the four below and the state of allocations
         self._allocator = PageAllocator(segment.nbytes, page_shift)
         self._peak_used = 0
         self._quarantined = 0
         self.closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
-        """Take ``count`` tensors of ``nbytes`` bytes each: all of them, or none (OutOfMemory)."""
+        """Take ``count`` tensors of ``nbytes`` bytes each; raise OutOfMemory, and take none, if they do not fit."""
         if count <= 0 or nbytes <= 0:
             raise ParamError(f"pool {self.name}: count {count} and nbytes {nbytes} must both be positive")
         with self._lock:
@@ -126,13 +125,13 @@ class MemoryPool:
             require_intact(self._peak_used >= used, f"peak {self._peak_used} is below the used {used} bytes")
 
     def close(self) -> None:
-        """Close the segment, which no allocation uses any more. Idempotent."""
+        """Refuse allocations and close the segment. Idempotent."""
         with self._lock:
             self.closed = True
         self.segment.close()
 
     def _take(self, count: int, nbytes: int) -> tuple[int, ...] | None:
-        """Take all tensors, or none and return None if they do not fit. Under the lock."""
+        """Take all tensors, or none. Under the lock."""
         taken: list[int] = []
         for _ in range(count):
             offset = self._allocator.allocate(nbytes)
@@ -184,7 +183,7 @@ def create_pool(
     prefault: bool,
     huge_pages: bool = False,
 ) -> MemoryPool:
-    """Create a pool on ``device``, or raise OutOfMemory if this process may not use that much (interface R11)."""
+    """Create a pool; OutOfMemory if this process cannot have ``nbytes`` bytes (interface R11)."""
     _check_page(name, nbytes, page_shift)
     most, source = host_memory_limit()
     free, bound = available_memory()
@@ -211,23 +210,23 @@ def _check_page(name: str, nbytes: int, page_shift: int) -> None:
 
 
 class DirectMemory:
-    """Takes a new segment from the device for each allocation, in place of a :class:`MemoryPool`. Any thread.
+    """Substitute for a :class:`MemoryPool`: a segment from the device for each allocation.
 
-    Each segment is a pool of its own that is used once, so that freeing and quarantine work as in other pools. The
-    segments are made after linking and are not exported: peers reach them as private memory.
+    Each segment is a pool, so freeing and quarantine work as in other pools. None is exported: to peers they are
+    non-pool memory.
     """
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # protects the four below
         self._pools: set[_OneUsePool] = set()
         self._taken = 0
         self._peak = 0
         self._closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
-        """Take ``count`` tensors of ``nbytes`` bytes each, in whole pages: all of them, or none (OutOfMemory)."""
+        """Take tensors as :meth:`MemoryPool.allocate_many` does, in whole pages of 4 KiB."""
         if count <= 0 or nbytes <= 0:
             raise ParamError(f"memory {self.name}: count {count} and nbytes {nbytes} must both be positive")
         wanted = count * -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
@@ -240,7 +239,7 @@ class DirectMemory:
                 self._taken -= wanted
             raise
         if isinstance(segment, SharedSegment):
-            segment.close_descriptor()  # it is sent to no peer
+            segment.close_descriptor()  # no peer gets it
         with self._lock:
             self._pools.add(pool)
             self._peak = max(self._peak, self._taken)
@@ -272,7 +271,7 @@ class DirectMemory:
                 self._taken -= pool.segment.nbytes
 
     def statistics(self) -> PoolStatistics:
-        """Return the figures at this moment, as those of a pool that is full."""
+        """Return the figures of a full pool."""
         with self._lock:
             pools, taken, peak = list(self._pools), self._taken, self._peak
         return PoolStatistics(
@@ -296,7 +295,7 @@ class DirectMemory:
         require_intact(mapped <= taken, f"memory {self.name}: {mapped} bytes are mapped, {taken} counted")
 
     def close(self) -> None:
-        """Refuse further allocations; keep what is allocated mapped, because it is in use. Idempotent."""
+        """Refuse allocations; keep live ones mapped. Idempotent."""
         with self._lock:
             self._closed = True
             pools, self._pools = list(self._pools), set()
@@ -308,7 +307,7 @@ class DirectMemory:
 
 
 class _OneUsePool(MemoryPool):
-    """A pool over one segment for one allocation; freeing the allocation gives the segment back."""
+    """Pool for one allocation; freeing it gives the segment back."""
 
     def __init__(self, owner: DirectMemory, segment: Segment) -> None:
         super().__init__(owner.name, segment, _DIRECT_PAGE_SHIFT)

@@ -1,6 +1,6 @@
-"""Quarantine: pool memory that was given back while foreign writers were still writing it.
+"""Quarantine: freed pool memory that foreign writers still write.
 
-Giving memory back never waits; taking memory may. Threads: any.
+Freeing never waits; allocating may. Threads: any.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool
-    from llm_datadist._memory.write_intents import Hazard, WriteIntents
+    from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Quarantined:
     allocation: Allocation
-    hazards: tuple[Hazard, ...]
+    writes: tuple[ActiveWrite, ...]
 
 
 class Quarantine:
-    """Keeps allocations until their writers have ended. Its lock is held across no call out of here.
+    """Freed allocations whose writers have not ended. Their pool counts them as used and quarantined.
 
-    A pool counts what is kept here as used, and as quarantined, until it is freed.
+    The lock is held across no call to another object.
     """
 
     def __init__(self, writers: WriteIntents) -> None:
         self._writers = writers
-        self._lock = threading.Lock()  # guards the list
+        self._lock = threading.Lock()  # protects the list
         self._held: list[_Quarantined] = []
 
-    def free(self, allocation: Allocation, hazards: tuple[Hazard, ...]) -> None:
-        """Free the memory now, or by :meth:`sweep` once all ``hazards`` are over."""
-        if not hazards:
+    def free(self, allocation: Allocation, writes: tuple[ActiveWrite, ...]) -> None:
+        """Free the memory now, or in :meth:`sweep` once all ``writes`` have ended."""
+        if not writes:
             allocation.free()
             return
         allocation.detain()
         with self._lock:
-            self._held.append(_Quarantined(allocation, hazards))
+            self._held.append(_Quarantined(allocation, writes))
 
     def sweep(self) -> bool:
-        """Free the memory whose writers have ended; return True if there was any."""
-        over = {each for each in self._snapshot() if not self._writers.pending(each.hazards)}
+        """Free memory whose writers have ended; return True if there was any."""
+        over = {each for each in self._snapshot() if not self._writers.pending(each.writes)}
         for each in over:
             each.allocation.free()
-        # After freeing: until then allocate() must see that there is something to wait for.
+        # Only now: allocate() must see what it can wait for.
         if over:
             with self._lock:
                 self._held = [each for each in self._held if each not in over]
         return bool(over)
 
     def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
-        """Call ``pool.allocate_many``, and wait for quarantined memory if that could be enough.
+        """Allocate from ``pool``; wait for quarantined memory if that could be enough.
 
-        If it is not free at the deadline, OutOfMemory names the writers that still have it.
+        After the deadline, OutOfMemory names the writers that still use it.
         """
         shortage: OutOfMemory
         taken: list[Allocation] = []
@@ -79,7 +79,7 @@ class Quarantine:
         if taken:
             return taken[0]
         if shortage.quarantined:
-            pending = self._writers.pending(hazard for each in self._snapshot() for hazard in each.hazards)
+            pending = self._writers.pending(write for each in self._snapshot() for write in each.writes)
             held = f"{shortage.quarantined} bytes were given back but may still be written by {writers_named(pending)}"
             shortage.args = (f"{shortage}; {held}",)
         raise shortage
@@ -89,21 +89,20 @@ class Quarantine:
         return sum(each.allocation.detained for each in self._snapshot())
 
     def release_all(self) -> None:
-        """Free everything, even under a writer: the pools are closed next."""
+        """Free everything, even under a writer; the pools are closed next."""
         with self._lock:
             held, self._held = self._held, []
         for each in held:
             each.allocation.free()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if an allocation is kept without a writer."""
         for each in self._snapshot():
-            require_intact(each.hazards, f"{each.allocation!r} is held in quarantine without a writer")
+            require_intact(each.writes, f"{each.allocation!r} is held in quarantine without a writer")
 
     def _snapshot(self) -> list[_Quarantined]:
         with self._lock:
             return list(self._held)
 
 
-def writers_named(hazards: Iterable[Hazard]) -> str:
-    return ", ".join(sorted({each.page.who for each in hazards})) or "nobody any more"
+def writers_named(writes: Iterable[ActiveWrite]) -> str:
+    return ", ".join(sorted({each.page.who for each in writes})) or "writers that have ended since"

@@ -1,6 +1,6 @@
 """Segments: contiguous bytes at an address of this process, shared with peers or owned by the user.
 
-Threads: any. A segment that cannot be made leaves no descriptor and no mapping behind.
+Threads: any. A failed construction leaves no descriptor and no mapping.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: linux/memfd.h, since 6.3: kernels with vm.memfd_noexec=2 make no others, and those with 1 complain.
+#: linux/memfd.h, since 6.3; required by vm.memfd_noexec=2.
 _MFD_NOEXEC_SEAL: Final = 0x0008
-F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1; the stdlib does not name it
+F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1
 _TMPFS_MAGIC: Final = 0x01021994  # linux/magic.h
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# errno values of a lack of memory, address space or descriptors.
+# A lack of memory, address space or descriptors.
 EXHAUSTED: Final = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
 
 class Segment:
     """Bytes at an address of this process.
 
-    Its creator owns it and closes it once the *address* is not used any more. Arrays from :meth:`view` keep the memory
-    themselves, and stay valid beyond that. A closed segment raises StateError.
+    Its creator closes it after the last use of the *address*; arrays from :meth:`view` stay valid. Once closed it
+    raises StateError.
     """
 
     def __init__(self, name: str, memory: AddressRange) -> None:
@@ -57,9 +57,9 @@ class Segment:
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """Return bytes ``[offset, offset + nbytes)`` as an array without a copy.
+        """Return bytes ``[offset, offset + nbytes)``, by default to the end, as an array without a copy.
 
-        By default all after ``offset``. The array has shape (nbytes,), and is read-only if the segment is.
+        It is read-only if the segment is.
         """
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
@@ -69,13 +69,13 @@ class Segment:
         return self._open_memory().array()[offset : offset + count]
 
     def close(self) -> None:
-        """Give up the memory; the last array over it unmaps it. Idempotent."""
+        """Drop the memory, which the last array over it unmaps. Idempotent."""
         if self._memory is not None:
             self._memory = None
             self._release()
 
     def _release(self) -> None:
-        """Release what a subclass holds besides its address range; called once."""
+        """Release a subclass's resources, once."""
 
     def _open_memory(self) -> AddressRange:
         memory = self._memory
@@ -96,11 +96,10 @@ class Segment:
 
 
 class SharedSegment(Segment):
-    """A memfd mapped here, which peers map through its descriptor. It has no name in any file system.
+    """Memfd mapped here, which peers map through its descriptor.
 
-    The owner (:meth:`create`) holds the descriptor until :meth:`close` or :meth:`close_descriptor`; a peer
-    (:meth:`attach`) holds none. Sealed against resizing: a reader would die of SIGBUS if the owner shrank it. Only its
-    user may open the memfd again.
+    It is sealed against resizing, because shrinking would kill readers by SIGBUS; its mode is 0600. The creator keeps
+    the descriptor until :meth:`close` or :meth:`close_descriptor`, a peer keeps none.
     """
 
     def __init__(self, name: str, mapping: Mapping, fd: int | None) -> None:
@@ -111,11 +110,15 @@ class SharedSegment(Segment):
     def create(
         cls, name: str, nbytes: int, *, peers_may_write: bool, prefault: bool = False, huge_pages: bool = False
     ) -> Self:
-        """Create ``nbytes`` zero bytes that others can map.
+        """Create ``nbytes`` zero bytes that peers can map.
 
-        Pages take memory when they are first used, with ``prefault`` or ``huge_pages`` now. With ``huge_pages`` it
-        consists of huge pages only: ParamError, if this host has none for it. Without ``peers_may_write`` it is sealed
-        so that only this mapping can ever write.
+        Pages take memory at first use, or now with ``prefault`` or ``huge_pages``. Unless ``peers_may_write``, a seal
+        lets only this mapping write.
+
+        Raises:
+            ParamError: ``nbytes`` is out of range, or this host has no huge pages for it.
+            OutOfMemory: Memory, address space or descriptors are exhausted.
+            LLMException: The kernel failed otherwise (``LLM_FAILED``).
         """
         if not 0 < nbytes <= sys.maxsize:
             raise ParamError(f"segment {name!r}: nbytes is {nbytes}, must be in [1, {sys.maxsize}]")
@@ -124,10 +127,10 @@ class SharedSegment(Segment):
         try:
             fd = new_memfd(name)
             try:
-                # Created with 0666: a peer of another user could open what it was given for reading again, for writing.
+                # With 0666 another user's peer could reopen its read-only descriptor for writing.
                 os.fchmod(fd, 0o600)
                 mapping = _map_memfd(name, fd, nbytes, prefault=prefault, huge_pages=huge_pages)
-                # After our own mapping: F_SEAL_FUTURE_WRITE refuses every later writable one.
+                # Only now: F_SEAL_FUTURE_WRITE refuses every later writable mapping.
                 more = 0 if peers_may_write else F_SEAL_FUTURE_WRITE
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL | more)
             except BaseException:
@@ -139,10 +142,11 @@ class SharedSegment(Segment):
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> Self:
-        """Map a peer's segment; take ``fd`` and close it, also if this raises. ``sparse``: as of :func:`unmap`.
+        """Map a peer's segment, and close ``fd``, also if this raises. ``sparse`` is as in :func:`unmap`.
 
-        ProtocolError: it is no memfd on tmpfs of exactly that size, sealed against resizing, or refuses this kind of
-        mapping.
+        Raises:
+            ProtocolError: ``fd`` is not a tmpfs file of that size, sealed against resizing, that can be mapped so.
+            OutOfMemory: Memory or address space is exhausted.
         """
         try:
             _check_attachable(fd, nbytes)
@@ -157,25 +161,22 @@ class SharedSegment(Segment):
 
     @property
     def fd(self) -> int:
-        """The owner's descriptor, to be sent to peers; an attached segment keeps none."""
+        """Descriptor for peers; StateError if there is none."""
         if self._fd is None:
             raise StateError(f"segment {self.name!r} holds no descriptor: it is closed, or attached from a peer")
         return self._fd
 
     @property
     def sealed(self) -> bool:
-        """True if no other mapping than the owner's can ever write."""
+        """True if only the owner's mapping can write."""
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE)
 
     def open_for_reading(self) -> int:
-        """Return another descriptor, by which nothing can be mapped for writing; the caller closes it.
-
-        Raises OSError where there is no ``/proc``.
-        """
+        """Return a read-only descriptor, which the caller closes. OSError without ``/proc``."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close_descriptor(self) -> None:
-        """Keep the mapping only; the descriptor is sent to no further peer. Idempotent."""
+        """Close the descriptor and keep the mapping. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -193,14 +194,11 @@ class SharedSegment(Segment):
 
 
 class ExternalSegment(Segment):
-    """Memory of the user, who keeps it allocated while this object or a view of it is used.
-
-    Making it does not touch the bytes. It may be dropped without closing.
-    """
+    """Memory of the user, who keeps it allocated while this object or a view is used. It needs no closing."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
-            raise ParamError(f"external memory: address {address} and nbytes {nbytes} are no range of addresses")
+            raise ParamError(f"external memory: address {address} and nbytes {nbytes} are not a range of addresses")
         super().__init__("external", AddressRange(address, nbytes, writable=True))
 
 
@@ -217,14 +215,14 @@ def new_memfd(name: str) -> int:
 def _map_memfd(name: str, fd: int, nbytes: int, *, prefault: bool, huge_pages: bool) -> Mapping:
     os.ftruncate(fd, nbytes)
     if prefault and not huge_pages:
-        # Reserve first: a lack of memory is an error here, and would be a SIGBUS when the pages are touched below.
+        # A lack of memory is an error here, and a SIGBUS at the touch below.
         os.posix_fallocate(fd, 0, nbytes)
     mapping = Mapping(fd, nbytes, writable=True)
     if huge_pages:
         try:
             huge.populate(name, fd, mapping.address, nbytes)
         except BaseException:
-            del mapping  # whoever keeps the error would keep the memory
+            del mapping  # the traceback would keep the memory
             raise
     if prefault:
         mapping.array()[:: mmap.PAGESIZE] = 0
@@ -234,7 +232,7 @@ def _map_memfd(name: str, fd: int, nbytes: int, *, prefault: bool, huge_pages: b
 def _check_attachable(fd: int, nbytes: int) -> None:
     kind = _file_system(fd)
     if kind != _TMPFS_MAGIC:
-        # On hugetlbfs the owner can take pages away, and no other page replaces them: a reader dies of SIGBUS.
+        # On hugetlbfs the owner can remove pages: SIGBUS for readers.
         raise ProtocolError(f"segment of a peer ({nbytes} bytes): file system {kind:#x}, must be tmpfs")
     size = os.fstat(fd).st_size
     if size != nbytes or nbytes <= 0:
@@ -247,7 +245,7 @@ def _check_attachable(fd: int, nbytes: int) -> None:
 
 
 def _file_system(fd: int) -> int:
-    found = (ctypes.c_long * 32)()  # struct statfs has 120 bytes on 64-bit Linux, and begins with f_type
+    found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit Linux, f_type first
     if _libc.fstatfs(fd, found):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -271,7 +269,7 @@ _RESERVE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class AddressRange:
-    """Bytes at an address of this process. Owns nothing; never changes, so any thread may use it."""
+    """Immutable description of bytes at an address of this process."""
 
     __slots__ = ("__weakref__", "address", "nbytes", "writable")
 
@@ -282,20 +280,16 @@ class AddressRange:
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        """Describe the range to NumPy; an array made from it keeps this object alive."""
+        """Description for NumPy, whose array keeps this object alive."""
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, not self.writable)}
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the range as an array of shape (nbytes,), which keeps this object alive."""
-        # NumPy's ArrayLike does not list __array_interface__.
+        # cast: NumPy's ArrayLike lacks __array_interface__.
         return np.asarray(cast("Any", self))
 
 
 class Mapping(AddressRange):
-    """A shared mapping of a descriptor, unmapped with the last reference to it: of its segment or of an array.
-
-    It does not need the descriptor once it exists. The thread that drops the last reference unmaps, see :func:`unmap`.
-    """
+    """Shared mapping of a descriptor, which may be closed. Dropping the last reference calls :func:`unmap`."""
 
     __slots__ = ("_sparse",)
 
@@ -308,15 +302,15 @@ class Mapping(AddressRange):
         super().__init__(address, nbytes, writable=writable)
         self._sparse = sparse
 
-    # No weakref.finalize: one that comes or goes in another thread at exit keeps all others, the user's too, from
-    # running. What is left at the very end is the kernel's to unmap.
+    # No weakref.finalize: one that comes or goes in another thread at exit stops all others, the user's too. At the
+    # very end the kernel unmaps.
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # this module may be gone by then
         if not finalizing() and hasattr(self, "_sparse"):  # else there is no mapping
             unmap(self.address, self.nbytes, sparse=self._sparse)
 
 
 def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
-    """Map a descriptor at a multiple of the size of a huge page; not every kernel does so by itself."""
+    """Map at a multiple of ``huge.ALIGNMENT``, which not every kernel does unasked."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _mmap(None, size + huge.ALIGNMENT, 0, _RESERVE, -1)
     address = -(-reserved // huge.ALIGNMENT) * huge.ALIGNMENT

@@ -1,8 +1,7 @@
-"""Unmapping without a control thread that waits for it: gigabytes of touched pages take the kernel seconds.
+"""Unmapping on a helper thread instead of the control thread: gigabytes take the kernel seconds.
 
-A thread that must not wait registers itself by :func:`never_wait_here`; what it would unmap is then unmapped by a
-thread that exists only meanwhile. All others unmap by themselves, so that memory is free when ``finalize`` returns.
-Threads: any; no lock is taken, because the garbage collector may call. Without a thread left, the caller unmaps.
+Other threads unmap themselves, so memory is free when ``finalize`` returns. The garbage collector may call, so no lock
+is taken. If no thread can be started, the caller unmaps.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from llm_datadist._native import unmap_elsewhere
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What takes the kernel less than a millisecond: of memory whose every page was touched, and of a guard table, in which
-#: an end touches the pages of those guards that it compares.
+#: Bytes unmapped in less than a millisecond: with every page touched, and (guard tables) with few.
 _SMALL_BYTES: Final = 16 << 20
 _SMALL_SPARSE_BYTES: Final = 64 << 20
 
@@ -28,14 +26,14 @@ _libc = ctypes.CDLL(None)
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munmap.restype = ctypes.c_int
 
-_must_not_wait: Final[set[int]] = set()  # the threads that must not wait
+_must_not_wait: Final[set[int]] = set()  # thread idents
 
 os.register_at_fork(after_in_child=_must_not_wait.clear)
 
 
 @contextmanager
 def never_wait_here() -> Iterator[None]:
-    """Leave large unmappings of the calling thread to another one, during a ``with`` block."""
+    """Leave large unmappings of the calling thread to helper threads, during a ``with`` block."""
     _must_not_wait.add(threading.get_ident())
     try:
         yield
@@ -44,12 +42,12 @@ def never_wait_here() -> Iterator[None]:
 
 
 def must_not_wait() -> bool:
-    """Return True in a thread that has registered itself."""
+    """Return True inside :func:`never_wait_here`."""
     return threading.get_ident() in _must_not_wait
 
 
 def unmap(address: int, nbytes: int, *, sparse: bool = False) -> None:
-    """Unmap memory, soon if the calling thread must not wait, else now. ``sparse``: few of its pages are touched."""
+    """Unmap now, or soon if the calling thread must not wait. ``sparse``: few of the pages are touched."""
     small = nbytes <= (_SMALL_SPARSE_BYTES if sparse else _SMALL_BYTES)
     if small or not must_not_wait() or not unmap_elsewhere(address, nbytes, _SMALL_BYTES):
         _libc.munmap(address, nbytes)

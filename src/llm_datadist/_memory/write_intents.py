@@ -1,13 +1,8 @@
-"""Write intents: a peer announces a write in a page of the owner, so that memory is not reused under it.
+"""Write intents: peers' announcements in pages of the owner, so that memory is not reused under a writer.
 
-A foreign reader is never waited for: its guard's generation tells it that it read the wrong bytes. A foreign writer
-cannot be stopped once it has begun. It therefore announces itself, checks the generation, writes, and ends the
-announcement. An owner that wants the memory back advances the generation first. A writer that announces itself later
-sees that and writes nothing, so the owner waits only for the writers that it finds then: until each has ended its
-announcement or its process has ended. A lost link proves neither. Readers in the same process announce themselves
-too: memory of the user that is freed under one is a segmentation fault.
-
-Threads: any. On failure an announcement is refused, and nothing may be written.
+A writer announces, compares the generation, writes, and ends its intent (architecture rule 5). The owner advances the
+generation, then waits until each writer it finds, or its process, has ended. A lost link proves neither. Readers in
+this process announce too, because unmapped memory would crash it.
 """
 
 from __future__ import annotations
@@ -47,32 +42,32 @@ _MAX_GUARD: Final = 1 << 62
 
 
 def _slot_word(guard: int, *, reading: bool) -> int:
-    """Return what a slot shows while its writer, or reader, works under guard slot ``guard``."""
     return guard * 2 + reading
 
 
 class WriterPage:
-    """One page of the owner of the memory, in which one peer announces its writes. Made by :class:`WriteIntents`.
+    """Owner's side of a page in which one peer announces writes; :class:`WriteIntents` makes it.
 
-    Its fields are guarded by the lock of its :class:`WriteIntents`.
+    Owns: the memory and, from :meth:`retire` on, the pidfd, until the last writer has ended.
+    Threads: any; the lock of :class:`WriteIntents` protects ``retired`` and the release.
     """
 
     __slots__ = ("_memory", "_owner", "_pidfd", "_writers", "address", "cluster_id", "retired", "segment", "who")
 
     def __init__(self, writers: WriteIntents, segment: SharedSegment | None, who: str) -> None:
         self.segment = segment
-        # Keeps the memory mapped until the page is released, even if the segment is closed earlier.
-        self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _private_page()
+        # Keeps the memory mapped when the segment is closed.
+        self._memory: NDArray[np.uint8] | None = segment.view() if segment is not None else _local_page()
         self.address: int = self._memory.ctypes.data
         self.who = who
-        self.cluster_id: int | None = None  # the peer's, once it is known
-        self.retired = False  # True once no new writer is expected
+        self.cluster_id: int | None = None  # the peer's, once known
+        self.retired = False  # True once the link is over
         self._writers = writers
         self._owner = HERE["pid"]
         self._pidfd = -1
 
     def belongs_to(self, pid: int, pidfd: int) -> None:
-        """Set the peer's process; the caller keeps the pidfd until :meth:`retire`."""
+        """Set the peer's process. The caller owns the pidfd until :meth:`retire`."""
         self.who = f"pid {pid}"
         self._pidfd = pidfd
 
@@ -80,21 +75,21 @@ class WriterPage:
         self.who, self.cluster_id = who, cluster_id
 
     def intent_writer(self) -> IntentWriter:
-        """Return the writer's side for a peer in this process. Call it before :meth:`retire`."""
+        """Return the writer's side for a peer in this process, before :meth:`retire`."""
         assert self._memory is not None
         return IntentWriter(self._memory)
 
     def retire(self) -> None:
-        """Refuse new writers, because the link is over, and take the pidfd.
+        """Refuse new writers, take the pidfd, and release the page after its last writer.
 
-        The page is released after its last writer. Does not wait for a lock, so that a ``__del__`` may call it.
+        Waits for no lock, so a ``__del__`` may call it.
         """
         if self._memory is None:
             return
         if HERE["pid"] == self._owner:
             close_writers(self.address)
             self._writers._retire(self)
-        else:  # in a forked child the page and its writers are the parent's
+        else:  # in a forked child the writers are the parent's
             self._release()
 
     def _ended(self) -> bool:
@@ -114,8 +109,8 @@ class WriterPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Hazard:
-    """A write, or read, that was going on when the owner looked. It is over when its slot shows another sequence."""
+class ActiveWrite:
+    """Write, or local read, that the owner found: over once the slot's sequence differs or the process has ended."""
 
     page: WriterPage
     slot: int
@@ -123,21 +118,21 @@ class Hazard:
 
 
 class WriteIntents:
-    """All pages of one process, as the owner of the memory. Any thread.
+    """Pages of one instance, the owner of the memory.
 
-    One lock. Under it pages are read and pidfds are polled, neither of which blocks.
+    Threads: any; nothing blocks under the lock.
     """
 
     def __init__(self) -> None:
         self._owner = HERE["pid"]
-        self._lock = threading.Lock()  # guards the three below and the fields of every page
+        self._lock = threading.Lock()  # protects the three below and pages
         self._pages: list[WriterPage] = []
         self._addresses: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._closed = False
         self._retiring: deque[WriterPage] = deque()
 
     def open(self) -> WriterPage:
-        """Return a page to be given to a peer process. Raises LinkError during finalize."""
+        """Return a page for a peer process. LinkError during finalize."""
         segment = SharedSegment.create("writers", WRITER_PAGE_BYTES, peers_may_write=True)
         try:
             return self._add(WriterPage(self, segment, "a peer"))
@@ -146,27 +141,27 @@ class WriteIntents:
             raise
 
     def open_here(self) -> WriterPage:
-        """Return a page for a peer in this process. Raises LinkError during finalize."""
+        """Return a page for a peer in this process. LinkError during finalize."""
         return self._add(WriterPage(self, None, f"a thread of this process (pid {os.getpid()})"))
 
-    def busy(self, guard: int, *, readers: bool = False) -> tuple[Hazard, ...]:
-        """Return the writers, or also local ``readers``, under a guard that was just advanced."""
+    def busy(self, guard: int, *, readers: bool = False) -> tuple[ActiveWrite, ...]:
+        """Return the writes, with ``readers`` also local reads, under a just advanced guard."""
         if not self._pages:
-            return ()  # a page made later meets the advanced guard
+            return ()  # writers in a later page meet the advanced guard
         wanted = [_slot_word(guard, reading=False)] + ([_slot_word(guard, reading=True)] if readers else [])
         with self._lock:
             self._tidy()
             found = find_writers(self._addresses, wanted, False)
-            return tuple([Hazard(self._pages[page], slot, sequence) for page, slot, sequence in found])
+            return tuple([ActiveWrite(self._pages[page], slot, sequence) for page, slot, sequence in found])
 
-    def pending(self, hazards: Iterable[Hazard]) -> tuple[Hazard, ...]:
-        """Return the hazards that are not over yet."""
+    def pending(self, writes: Iterable[ActiveWrite]) -> tuple[ActiveWrite, ...]:
+        """Return the writes that are not over."""
         with self._lock:
             self._tidy()
             return tuple(
                 [
                     each
-                    for each in hazards
+                    for each in writes
                     if each.page in self._pages
                     and writer_sequence(each.page.address, each.slot) == each.sequence
                     and not each.page._ended()
@@ -180,12 +175,12 @@ class WriteIntents:
 
     @property
     def lost(self) -> int:
-        """Number of pages kept because a peer lost its link before it ended a write."""
+        """Number of pages whose link ended before a write did."""
         self.tidy()
         return sum(page.retired for page in list(self._pages))
 
     def shut(self) -> None:
-        """Refuse new writers on every page, and new pages, for finalize."""
+        """Refuse new writers and new pages, for finalize."""
         require_process(self._owner, "write intents")
         with self._lock:
             self._closed = True
@@ -193,7 +188,7 @@ class WriteIntents:
                 close_writers(page.address)
 
     def close(self) -> None:
-        """Release every page, even under a writer. Idempotent."""
+        """Release pages, even under writers. Idempotent."""
         self.shut()
         with self._lock:
             self._tidy()
@@ -202,7 +197,7 @@ class WriteIntents:
             for page in pages:
                 if page.retired:
                     page._release()
-                elif page.segment is not None:  # borrows its pidfd: the owner of that still closes it
+                elif page.segment is not None:  # its caller still owns the pidfd
                     page.segment.close()
 
     def check_integrity(self) -> None:
@@ -214,14 +209,14 @@ class WriteIntents:
         with self._lock:
             self._tidy()
             if self._closed:
-                raise LinkError("this process is being finalized: no peer may begin to write")
+                raise LinkError("this instance is being finalized: no peer may begin to write")
             self._pages.append(page)
             self._index()
         return page
 
     def _retire(self, page: WriterPage) -> None:
         self._retiring.append(page)
-        # A __del__ may interrupt the holder of the lock in this very thread; then the next call tidies.
+        # A __del__ may interrupt the holder; then the next call tidies.
         if self._lock.acquire(blocking=False):
             try:
                 self._tidy()
@@ -229,7 +224,7 @@ class WriteIntents:
                 self._lock.release()
 
     def _tidy(self) -> None:
-        """Retire the pages of ended links, and release idle ones. Under the lock."""
+        """Retire the pages of ended links; release idle ones. Under the lock."""
         while self._retiring:
             page = self._retiring.popleft()
             page.retired = True
@@ -250,18 +245,14 @@ class WriteIntents:
         return f"<WriteIntents {len(self._pages)} pages, {lost} of lost peers>"
 
 
-def _private_page() -> NDArray[np.uint8]:
+def _local_page() -> NDArray[np.uint8]:
     memory = np.zeros(WRITER_PAGE_BYTES + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + WRITER_PAGE_BYTES]
 
 
 class IntentWriter:
-    """The writer's side of one page: hands out its slots, one to each announcement. Any thread.
-
-    Attributes:
-        pid: Process that the slots belong to; a forked child must not use them.
-    """
+    """Writer's side of one page: a slot for each announcement. Any thread of process ``pid``, not of its forks."""
 
     def __init__(self, page: NDArray[np.uint8]) -> None:
         if page.nbytes != WRITER_PAGE_BYTES or page.ctypes.data % 64:
@@ -269,13 +260,16 @@ class IntentWriter:
         self.pid = HERE["pid"]
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
-        # Used as a stack: the owner scans up to the highest slot that was ever used.
+        # A stack, because the owner scans up to the highest slot ever used.
         self.free = deque(range(WRITER_SLOTS, 0, -1))
 
     def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
-        """Announce a write, or a read, of the memory under guard slot ``guard``.
+        """Announce a write, or a read, under guard slot ``guard``. The caller then compares the generation.
 
-        Check the generation after this; it decides whether the work may begin.
+        Raises:
+            LinkError: The link is closed, here or by the owner.
+            DeadlineExceeded: All 255 slots of the page were in use.
+            StateError: This is a forked child.
         """
         require_process(self.pid, "announce")
         page = self._page
@@ -294,7 +288,7 @@ class IntentWriter:
         return intent
 
     def close(self) -> None:
-        """Refuse new announcements; the page stays mapped for those that last. Idempotent."""
+        """Refuse announcements; present ones keep the page mapped. Idempotent."""
         self._page = None
 
     def _wait_for_slot(self, deadline: Deadline) -> int:
@@ -306,7 +300,7 @@ class IntentWriter:
             return bool(taken)
 
         if not deadline.poll(take):
-            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are going on already", "copy")
+            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
         return taken[0]
 
     def __repr__(self) -> str:
@@ -315,7 +309,7 @@ class IntentWriter:
 
 
 class WriteIntent:
-    """One announcement, from its making to :meth:`end`. Used by one thread."""
+    """Announcement that lasts until :meth:`end`. Used by one thread."""
 
     __slots__ = ("_address", "_intent_writer", "_page", "_slot")
 
@@ -326,10 +320,7 @@ class WriteIntent:
         self._slot = slot
 
     def end(self) -> None:
-        """Tell the owner that the work is over, done or not. Idempotent.
-
-        Only the process that announced it tells: in a forked child the work is the parent's, and goes on.
-        """
+        """Tell the owner that the work is over, done or not. Idempotent, without effect in a forked child."""
         if self._page is not None and HERE["pid"] == self._intent_writer.pid:
             retract_writer(self._address, self._slot)
             self._page = None
@@ -343,4 +334,4 @@ class WriteIntent:
 
     @hold_signals
     def __del__(self) -> None:
-        self.end()  # an exception of a signal handler may have prevented it
+        self.end()  # a signal handler's exception may have prevented it

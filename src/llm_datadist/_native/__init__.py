@@ -1,6 +1,6 @@
-"""Native code behind a checking wrapper: parse block lists, plan copies, execute them, read and advance generations.
+"""Native code: block lists, plans, copies, generations. It knows numbers, offsets and addresses only.
 
-Works on numbers, offsets and addresses only. Arguments are checked before any memory is touched. Threads: any.
+It checks arguments before it touches memory. Threads: any.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from llm_datadist._native import _native
 from llm_datadist._native._native import (
     FIRST_DURATION_BIT,
     LAST_DURATION_BIT,
+    MAX_REQUEST_RUNS,
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
     BlockList,
@@ -34,6 +35,7 @@ from llm_datadist._native._native import (
     close_elsewhere,
     close_writers,
     closing,
+    decode_request,
     deliver_signals,
     encode_request,
     find_writers,
@@ -69,10 +71,11 @@ if TYPE_CHECKING:
 
 
 def parse_blocks(name: str, values: object) -> BlockList:
-    """Check a caller's list of block numbers, and return it for the planner; errors begin with ``name``.
+    """Parse a list or tuple of ints, or a 1-D integer array. Errors begin with ``name``.
 
-    ``values`` is a list or tuple of ints (anything with ``__index__``), or a 1-D integer array. None is a NoneArgument,
-    another container or element a TypeError, a number that is negative or beyond int64 a ParamError.
+    Raises:
+        TypeError: Another container or element; NoneArgument for None.
+        ParamError: A number is negative or beyond int64.
     """
     try:
         parsed = _native.parse_blocks(name, values)
@@ -91,14 +94,14 @@ def parse_blocks(name: str, values: object) -> BlockList:
 
 
 def parse_indices(name: str, values: object) -> NDArray[np.int64]:
-    """Return a caller's list of block numbers as a read-only int64 array. Errors as :func:`parse_blocks`."""
+    """Return block numbers as a read-only int64 array. Errors as in :func:`parse_blocks`."""
     return parse_blocks(name, values).array
 
 
 def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")
-    parsed = values.astype(np.int64)  # uint64 beyond int64 turns negative here
+    parsed = values.astype(np.int64)  # uint64 beyond int64 turns negative
     if parsed.size and parsed.min() < 0:
         at = int(np.argmax(parsed < 0))
         raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
@@ -108,19 +111,16 @@ def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
 def execute(
     plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int, cancelled: bytearray | None = None
 ) -> int:
-    """Move the bytes of ``plan`` from ``src`` to ``dst``, in this thread and those of ``pool``.
+    """Copy the bytes of ``plan`` from ``src`` to ``dst``; when the call returns every process sees them.
 
-    The GIL is released for more than 256 KiB; other threads help above 1 MiB unless the plan is ordered. A run whose
-    two ends overlap moves like ``memmove``. When the call returns every process sees the bytes.
-
-    It stops early at ``deadline_ns`` (of ``time.monotonic_ns()``), or once the byte ``cancelled`` is not zero; both are
-    checked about every 4 MiB.
+    Above 256 KiB it releases the GIL and runs signal handlers. Above 1 MiB threads of ``pool`` help, unless the plan is
+    ordered or a run overlaps itself. Such a run moves like ``memmove``. It stops at ``deadline_ns`` (of
+    ``time.monotonic_ns()``) or once the byte ``cancelled`` is not zero, both checked about every 4 MiB.
 
     Returns:
-        Bytes done: fewer than ``plan.nbytes`` only if it stopped early.
+        Bytes copied; fewer than ``plan.nbytes`` only if it stopped.
 
     Raises:
-        ParamError: A tensor that one end does not have, a run that ends outside a tensor, or a wrong ``plan.nbytes``:
-            nothing is written.
+        ParamError: A tensor is missing, a run leaves its tensor, or ``plan.nbytes`` is wrong: nothing is written.
     """
     return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled)

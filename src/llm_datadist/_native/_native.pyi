@@ -9,56 +9,52 @@ WRITER_PAGE_BYTES: int
 
 @final
 class BlockList:
-    """Block numbers of a caller, parsed once."""
+    """Parsed block numbers."""
 
-    largest: Final[int]  # -1 of an empty list
-    array: Final[NDArray[np.int64]]  # read-only, shape ``(N,)``, not copied
+    largest: Final[int]  # -1 if empty
+    array: Final[NDArray[np.int64]]  # read-only, shape ``(N,)``
 
     def __init__(self, array: NDArray[np.int64]) -> None: ...
     def __len__(self) -> int: ...
 
 @final
 class TensorList:
-    """The addresses of the tensors of one end, and their bytes."""
+    """Addresses of one side's tensors, and their bytes."""
 
     def __init__(self, bases: NDArray[np.uint64], extent: int) -> None: ...
-    def same_bases(self, other: TensorList) -> bool:
-        """Return True if both have the same addresses."""
+    def same_bases(self, other: TensorList) -> bool: ...
 
 @final
 class UseGate:
-    """Counts the users inside a gate that can be shut. Any thread; takes no lock, each call is atomic.
+    """Counter of users inside a gate that can be shut. Calls are atomic.
 
-    A user that is inside when it is shut leaves by :meth:`leave`, which returns 0 to the last.
+    After :meth:`shut` users leave by :meth:`leave`, which returns 0 to the last.
     """
 
     def __init__(self, is_open: bool = True) -> None: ...
     def try_enter(self) -> bool:
-        """Count one user more inside; return False, without counting, if it is shut."""
+        """Count a user in unless the gate is shut: then return False."""
     def try_leave(self) -> bool:
-        """Count one user less inside; return False, without counting, if it is shut: use :meth:`leave`."""
+        """Count a user out unless the gate is shut: then return False."""
     def enter(self) -> None:
-        """Count one user more inside, even if it is shut."""
+        """Count a user in, even if the gate is shut."""
     def leave(self) -> int:
-        """Count one user less inside, open or shut; return how many are left."""
-    def open(self) -> None:
-        """Let users in. Idempotent."""
+        """Count a user out, open or shut; return the number left."""
+    def open(self) -> None: ...
     def shut(self) -> int:
-        """Let no user in any more; return how many are inside, -1 if it was shut already."""
+        """Let no user in; return the number inside, -1 if it was already shut."""
     @property
-    def is_open(self) -> bool:
-        """True if users may enter."""
+    def is_open(self) -> bool: ...
     @property
-    def inside(self) -> int:
-        """Number of users inside."""
+    def inside(self) -> int: ...
 
 @final
 class Meter:
-    """Totals of one kind of operation. Any thread; takes no lock."""
+    """Totals of one kind of operation. Any thread."""
 
     def __init__(self) -> None: ...
     def add(self, nbytes: int, seconds: float = 0.0, failed: bool = False) -> None:
-        """Add one finished operation."""
+        """Add an operation."""
     @property
     def count(self) -> int: ...
     @property
@@ -73,7 +69,7 @@ LAST_DURATION_BIT: Final[int]
 
 @final
 class OperationMeter:
-    """What a :class:`Timer` adds to: totals, durations by transport, failures by exception. Any thread."""
+    """Totals, durations by transport and failures by exception of :class:`Timer` blocks. Any thread."""
 
     def __init__(self) -> None: ...
     @property
@@ -86,39 +82,34 @@ class OperationMeter:
     def seconds(self) -> float: ...
     @property
     def failures(self) -> dict[str, int]:
-        """Failed operations by the name of the exception's class."""
+        """Failed operations by exception class."""
     @property
     def transports(self) -> list[tuple[str, int, float, tuple[int, ...]]]:
-        """For each transport its name, bytes, seconds, and operations by duration."""
+        """Name, bytes, seconds and operations by duration of each transport."""
 
 @final
 class Timer:
-    """Adds its with block to a meter as one operation of :attr:`nbytes` bytes. Used by one thread."""
+    """Context manager that adds an operation of :attr:`nbytes` bytes to a meter."""
 
     nbytes: int
-    transport: str  # what moves the bytes; empty where no transport does
+    transport: str  # empty if no transport moves bytes
 
     def __init__(self, meter: OperationMeter) -> None: ...
     @property
     def seconds(self) -> float:
-        """Duration of the block, once it has ended."""
+        """Duration of the block, once ended."""
     def __enter__(self) -> Timer: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 @final
 class Plan:
-    """A copy in factored form: tensor pairs times runs, because what is asked of one tensor is asked of all.
-
-    Destination tensor ``dst_first + i`` takes from source tensor ``src_first + i``, for ``i`` below ``count``.
+    """Copy in factored form: the same runs from source tensor ``src_first + i`` to ``dst_first + i``, i < ``count``.
 
     Attributes:
-        dst_first: First tensor of the destination.
-        src_first: First tensor of the source.
-        count: Tensor pairs.
-        runs: Shape ``(R, 3)``, C-contiguous: destination offset, source offset and length in bytes inside a tensor.
-            Not to be changed while the plan is executed.
-        ordered: True when the runs must take effect one after the other (interface R26).
-        nbytes: Bytes over all tensors: ``count`` times the sum of the lengths.
+        runs: Shape ``(R, 3)``, C-contiguous: destination offset, source offset and length, in bytes inside a tensor.
+            Unchanged while the plan is executed.
+        ordered: True if the runs must take effect one after the other (interface R26).
+        nbytes: ``count`` times the sum of the lengths.
     """
 
     dst_first: Final[int]
@@ -140,8 +131,7 @@ class Plan:
         runs: NDArray[np.uint64] = ...,
         ordered: bool = ...,
         nbytes: int = ...,
-    ) -> Plan:
-        """Return a plan that differs in the fields that are named."""
+    ) -> Plan: ...
 
 @final
 class GuardSet:
@@ -149,37 +139,38 @@ class GuardSet:
 
     def __init__(self, promised: list[tuple[int, int]], slot_bytes: int) -> None: ...
     def unchanged(self, base: int, nbytes: int) -> bool:
-        """Return True if every slot of the table at ``base`` shows its generation, loaded as by load_generation.
+        """Return True if every slot of the table at ``base`` shows its generation.
 
-        ParamError: a slot outside the table.
+        ParamError: a slot is outside the table.
         """
 
 def parse_blocks(name: str, values: object) -> BlockList | None:
-    """Return the numbers of a list, a tuple, or a 1-D int64 array without negatives; None for anything else."""
+    """Return the numbers of a list, tuple, or 1-D int64 array without negatives; None for other containers.
+
+    TypeError: an element is not an int. ParamError: it is outside [0, 2**63).
+    """
 
 def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Return the (keys, values) of a dict of int to int, or of int to list of int when ``lists``, pair by pair in the
-    order given; None when there is anything else in it, a negative int or one beyond int64 too.
+    """Return (keys, values) of a dict of ints, with ``lists`` of int lists, a key for each value.
+
+    None if it has anything else, or an int outside [0, 2**63).
     """
 
 def readable(fd: int) -> bool:
-    """Return True if a descriptor can be read without waiting, or is invalid; False for -1. Never waits."""
+    """Return True if a descriptor can be read without waiting, or is invalid; False for -1."""
 
 def unmap_elsewhere(address: int, nbytes: int, piece: int) -> bool:
-    """Have a new thread unmap memory, ``piece`` (a multiple of the page size) bytes at a time. False: no thread."""
+    """Unmap on a new thread, ``piece`` bytes (whole pages) at a time; return False without a thread."""
 
 def close_elsewhere(fds: Sequence[int]) -> None:
-    """Close a peer's descriptors, and sockets in which some may wait, on a thread for which nothing waits.
-
-    The last close of one may block for as long as its sender wants: SO_LINGER. Closes here if no thread can be had.
-    """
+    """Close a peer's descriptors on a new thread, or here without one; SO_LINGER may block it."""
 
 def closing() -> int:
-    """Return how many descriptors :func:`close_elsewhere` has not closed yet."""
+    """Return the number of descriptors left to :func:`close_elsewhere`."""
 
 @final
 class BlockPlanner:
-    """Plans blocks between two caches whose geometries were compared once; each call gives the lists only."""
+    """Planner between two compared caches; each call gives only the lists."""
 
     def __init__(
         self,
@@ -189,8 +180,7 @@ class BlockPlanner:
         src_count: int,
         alias: bool,
         tensors: tuple[int, int, int] = (0, 0, 1),
-    ) -> None:
-        """Take the arguments of :func:`plan_blocks` except the lists."""
+    ) -> None: ...
     def plan(
         self,
         dst: BlockList | NDArray[np.int64],
@@ -198,7 +188,7 @@ class BlockPlanner:
         dst_name: str = "dst_blocks",
         src_name: str = "src_blocks",
     ) -> Plan:
-        """Plan as :func:`plan_blocks`, with the same errors."""
+        """Plan as :func:`plan_blocks`."""
 
 def plan_blocks(
     dst: BlockList | NDArray[np.int64],
@@ -212,26 +202,19 @@ def plan_blocks(
     dst_name: str = "dst_blocks",
     src_name: str = "src_blocks",
 ) -> Plan:
-    """Plan the copy of source block ``src[i]`` to destination block ``dst[i]``, for every ``i``.
+    """Plan source block ``src[i]`` to destination block ``dst[i]``; shapes ``(N,)``.
+
+    Runs are read-only, neighbours merged. The plan is ``ordered``, and not merged, if a destination occurs twice. So it
+    is if a block of aliased tensors is source of one pair and destination of another (interface R26).
 
     Args:
-        dst: Destination blocks, shape ``(N,)``.
-        src: Source blocks, shape ``(N,)``.
-        block_bytes: Bytes of a block, the same at both ends.
-        dst_count: Blocks of a destination tensor.
-        src_count: Blocks of a source tensor.
-        alias: True when both ends are the same tensors: pairs with ``src == dst`` then move nothing.
-        tensors: First destination tensor, first source tensor, and how many.
-        dst_name: What errors call ``dst``.
-        src_name: What errors call ``src``.
-
-    Returns:
-        The plan, its runs read-only and neighbours merged. It is ``ordered``, and nothing merged, when merging or doing
-        pairs at once could be seen: a destination occurs twice, or a block of aliased tensors is the source of one
-        pair and the destination of another (interface R26).
+        dst_count: Blocks of a tensor; ``src_count`` likewise.
+        alias: True if both sides are the same tensors: pairs with ``src == dst`` move nothing.
+        tensors: First destination tensor, first source tensor, count.
+        dst_name: Name in errors; ``src_name`` likewise.
 
     Raises:
-        ParamError: Unequal lengths, a block outside its tensor, or an impossible geometry.
+        ParamError: Lengths differ, a block is outside its tensor, or the geometry is impossible.
     """
 
 def plan_pieces(
@@ -244,26 +227,16 @@ def plan_pieces(
     tensors: tuple[int, int, int] = (0, 0, 1),
     dst_name: str = "dst_blocks",
 ) -> Plan:
-    """Plan the copy of a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
+    """Plan a row in pieces of ``block_bytes`` (the last may be short), piece ``i`` to block ``dst[i]``.
 
-    Args:
-        dst: Destination blocks, shape ``(N,)``.
-        block_bytes: Bytes of a block and of a piece.
-        dst_count: Blocks of a destination tensor.
-        src_offset: Where the row begins in a source tensor, in bytes.
-        src_bytes: Bytes of the row.
-        tensors: First destination tensor, first source tensor, and how many.
-        dst_name: What errors call ``dst``.
-
-    Returns:
-        The plan, as :func:`plan_blocks`; it is ``ordered`` when a destination block occurs twice.
+    The row has ``src_bytes`` bytes at byte ``src_offset`` of a source tensor. Otherwise as :func:`plan_blocks`.
 
     Raises:
-        ParamError: A block outside its tensor, or a piece that starts at or beyond the end of the row.
+        ParamError: As :func:`plan_blocks`, or a piece begins at or beyond the row's end.
     """
 
 def plan_row(dst_offset: int, src_offset: int, length: int) -> NDArray[np.uint64]:
-    """Return one run of ``length`` bytes, shape ``(1, 3)``. ParamError: a negative value."""
+    """Return one run, shape ``(1, 3)``. ParamError: a value is negative."""
 
 def execute(
     plan: Plan,
@@ -276,27 +249,26 @@ def execute(
 
 @final
 class Canary:
-    """A private page at a random address: a peer that writes into this address space overwrites a byte of it first.
+    """Private page at a random address; a peer that writes into this address space writes a byte of it first.
 
-    Neither a forked child has it, nor what runs after exec, nor what gets the pid again. MemoryError: none to be had.
+    A forked child, a program after exec and a later process with the pid lack it. MemoryError: no page.
     """
 
     def __init__(self) -> None: ...
     @property
     def address(self) -> int:
-        """Where the page is; 0 once it is closed."""
+        """Address of the page; 0 once closed."""
 
     def close(self) -> None:
-        """Unmap it: writers are refused from now on. Idempotent; does nothing in a forked child."""
+        """Unmap the page, unless in a forked child; later writers fail. Idempotent."""
 
 @final
 class ProcessMemory:
-    """The memory of process ``pid`` of this host, by its addresses there, moved by system calls.
+    """Memory of process ``pid`` of this host, by its own addresses, moved by system calls.
 
-    What proves that it is that process: ``pidfd``, readable once it has ended and kept open by the caller. For reading
-    ``cookie``, at most 16 bytes that no other address space shows at ``cookie_address``. For writing ``canaries``: a
-    byte at each of these two addresses is overwritten first, and no other address space has both. -1 and an empty
-    cookie: not looked at.
+    ``pidfd``, which the caller keeps open, proves the process. So does, for reads, ``cookie``: at most 16 bytes at
+    ``cookie_address``. Writes first overwrite a byte at each of the two ``canaries``. -1 skips the pidfd, an empty
+    cookie the others.
     """
 
     def __init__(
@@ -316,13 +288,13 @@ class ProcessMemory:
         deadline_ns: int,
         cancelled: bytearray | None = None,
     ) -> int:
-        """Move the bytes of ``plan`` from ``remote``, of that process, to ``local``. Otherwise as ``execute``.
+        """Copy the bytes of ``plan`` from ``remote``, of that process, to ``local``. Otherwise as ``execute``.
 
-        The two ends must not overlap in memory that the processes share.
+        The sides must not overlap in memory that the processes share.
 
-        OSError: the kernel refused; the destination is undefined. ProcessLookupError: there is no such process any
-        more, or it shows another cookie, as after exec; PermissionError: it may not be touched; errno.EFAULT: an end is
-        not mapped that way. ParamError as ``execute``: nothing is written.
+        OSError: the kernel refused; the destination is undefined. ProcessLookupError: the process has ended, or a proof
+        fails, as after exec. PermissionError: access is denied. EFAULT: a side is not mapped for it. ParamError: as
+        ``execute``; nothing is written.
         """
 
     def write(
@@ -334,119 +306,132 @@ class ProcessMemory:
         deadline_ns: int,
         cancelled: bytearray | None = None,
     ) -> int:
-        """Move the bytes of ``plan`` from ``local`` to ``remote``; as ``read``."""
+        """Copy from ``local`` to ``remote``. Otherwise as ``read``."""
 
 def load_generation(address: int) -> int:
-    """Return the uint64 at ``address``, after every load made before: bytes copied until now are judged by it.
+    """Return the uint64 at ``address``, loaded after all earlier loads: it judges bytes copied before.
 
-    ParamError: a null or misaligned address.
+    ParamError: the address is null or misaligned.
     """
 
 def advance_generation(address: int) -> int:
-    """Add one to the uint64 at ``address``, sequentially consistent among all processes, and return the new value.
+    """Add one to the uint64 at ``address``, sequentially consistent across processes; return the sum.
 
-    ParamError: a null or misaligned address.
+    ParamError: the address is null or misaligned.
     """
 
 def announce_writer(page: int, slot: int, what: int) -> bool:
-    """Show in a slot, which only the caller uses, that ``what`` is being written; False if the page is closed.
+    """Show in the caller's slot that ``what`` is being written; return False, and retract, if the page is closed.
 
-    Generations that are loaded afterwards are newer than what the owner did before it could see this.
+    After its full fence the owner finds the slot, or the caller loads the owner's new generation.
     ParamError: no such slot, or an impossible address.
     """
 
 def retract_writer(page: int, slot: int) -> None:
-    """Show that the work is over, after everything that was written. ParamError: as ``announce_writer``."""
+    """Show the end of the work, after its stores. ParamError: as ``announce_writer``."""
 
 def close_writers(page: int) -> None:
-    """Refuse new announcements in the page. ParamError: an impossible address."""
+    """Refuse new announcements. ParamError: an impossible address."""
 
 def writer_sequence(page: int, slot: int) -> int:
-    """Return the sequence a slot shows, odd while its writer works. ParamError: as ``announce_writer``."""
+    """Return a slot's sequence, odd while its writer works. ParamError: as ``announce_writer``."""
 
 def find_writers(pages: NDArray[np.uint64], what: list[int], any: bool) -> list[tuple[int, int, int]]:
-    """Return (index of the page, slot, sequence) of each writer at work on one of ``what``, or on ``any``.
+    """Return (page index, slot, sequence) of each writer at work on ``what``, or on anything if ``any``.
 
     ParamError: an impossible address.
     """
 
 def check_mapped(name: str, addresses: list[int], nbytes: int) -> None:
-    """Raise ParamError unless ``nbytes`` bytes are mapped at each address, with a readable first and last page.
+    """Raise ParamError, beginning with ``name``, unless ``nbytes`` bytes are mapped at each address.
 
-    The kernel looks, in time that depends on the number of mappings. A page in between that cannot be read is not
-    found. Nothing is changed. Errors begin with ``name``, the argument.
+    The first and the last page must be readable, too; pages between them are not read. The time depends on the number
+    of mappings.
     """
 
 def peek_process(pid: int, address: int, nbytes: int) -> bytes:
-    """Return ``nbytes`` (at most 1 MiB) bytes at ``address`` of process ``pid``: a probe, not a transfer.
+    """Return ``nbytes`` (at most 1 MiB) bytes of process ``pid``.
 
-    OSError: the kernel refused; errno says why. ParamError: too many bytes.
+    OSError: the kernel refused. ParamError: too many bytes.
     """
 
 @final
 class CopyPool:
-    """Threads that help with large copies.
+    """Threads that help with large copies, of several callers at once.
 
-    ``threads`` (1 to 1024) copy at once in one call, the caller's own among them. Several callers may use one pool at a
-    time. A closed pool, or one in a forked child, leaves the caller to copy alone.
+    ``threads`` (1 to 1024) includes the caller's. If the pool is closed, or in a forked child, the caller copies alone.
     """
 
     threads: Final[int]
 
     def __init__(self, threads: int) -> None: ...
     @property
-    def closed(self) -> bool:
-        """True once close() was called."""
+    def closed(self) -> bool: ...
     def close(self) -> None:
         """Join the threads. Idempotent."""
 
 def check_plan(plan: Plan, dst: TensorList, src: TensorList) -> None: ...
+
+MAX_REQUEST_RUNS: Final[int]
+"""Runs of one request: half of what a meta of 1 MiB has room for."""
+
+def decode_request(meta: bytes) -> tuple[bytes, int, Plan]:
+    """Return the handle, the bytes of a tensor and the plan of a lane request. Raises ParamError for what is none.
+
+    The plan has the same offsets as destination and source; nothing is checked against any memory yet.
+    """
+
 def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes:
-    """Return the meta of a lane request for the peer's side of a plan: its source, or its destination."""
+    """Return the meta of a lane request for the target's side of a plan.
+
+    ParamError: the handle has more than 65535 bytes.
+    """
 
 @final
 class StandingGrants:
-    """What the owner has granted to one link for good, by verb and handle: at most 4096. Threads: any."""
+    """Replies to one link's lane requests, by verb and handle; at most 4096. Any thread."""
 
     def __init__(self) -> None: ...
     def keep(
         self, handle: bytes, write: bool, tensors: TensorList, guards: Sequence[tuple[int, int]], tag: int, mapped: bool
     ) -> None:
-        """Grant all tensors of a handle, until one of the guards changes or :meth:`LaneEngine.quiesce` of the tag."""
+        """Keep the reply for all tensors of a handle, until a guard changes or :meth:`LaneEngine.quiesce` of the tag.
+
+        A full table is emptied first.
+        """
 
     def __len__(self) -> int: ...
 
 @final
 class LaneEngine:
-    """Threads that move the bytes of jobs over stream sockets.
+    """Threads that move jobs over stream sockets. Any thread.
 
-    Any thread may call; in a forked child everything but close() is a ParamError.
+    In a forked child all but close(), closed, threads and reserve_lane() raise ParamError.
     """
 
-    threads: Final[int]  # that move bytes
+    threads: Final[int]
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None: ...
     @property
-    def closed(self) -> bool:
-        """True once close() was called."""
+    def closed(self) -> bool: ...
     def close(self) -> None:
-        """Lose every lane and join the threads; no memory is touched any more. Idempotent."""
+        """Lose every lane and join the threads; then no memory is touched. Idempotent."""
     def add_lane(self, fd: int, keys: tuple[bytes, bytes] | None = None) -> int:
         """Take over a connected stream socket, also if this raises; return its lane number.
 
-        ``keys`` seals the lane: (send_key, receive_key), 32 bytes each, not the same. The peer has them the other way
-        round, and no other lane may ever have them. What somebody changed on its way costs the lane.
+        ``keys`` encrypts it: (send_key, receive_key), two different keys of 32 bytes, swapped at the peer. No other
+        lane may have them. Bytes changed on their way cost the lane.
 
-        Raises ParamError: not a socket, too many lanes (4096), other keys, or no OpenSSL 3 to seal with.
+        ParamError: not an open descriptor, 10240 lanes exist, wrong keys, or no OpenSSL 3.
         """
     def reserve_lane(self) -> int:
-        """Return the number of a lane that is attached later: known before its first event."""
+        """Return a lane number for :meth:`attach_lane`."""
     def attach_lane(
         self, lane: int, fd: int, grants: StandingGrants | None = None, keys: tuple[bytes, bytes] | None = None
     ) -> None:
-        """Like add_lane(), as the reserved ``lane``, on which requests that ``grants`` fit are answered natively."""
+        """Add a lane under a reserved number, as add_lane(); ``grants`` answers requests natively."""
     def drop_lane(self, lane: int) -> None:
-        """Close a lane, after which its jobs are lost and touch no memory; ignore an unknown one."""
+        """Close a lane, if it exists; its jobs are lost and touch no memory."""
     def event_fd(self) -> int:
         """Return a descriptor that is readable while there are events."""
     def poll_events(
@@ -470,7 +455,7 @@ class LaneEngine:
         deadline_ns: int,
         cancelled: bytearray | None = None,
     ) -> tuple[int, int, int, str]:
-        """Start a job that asks for ``handle`` as :func:`encode_request` does, and wait for its end."""
+        """Start a job with the meta of :func:`encode_request`; wait for its end."""
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
     def give_up(self, job: int) -> tuple[int, int, int, str]: ...
     def grant(
@@ -485,12 +470,9 @@ class LaneEngine:
         mapped: bool,
     ) -> None: ...
     def refuse(self, lane: int, id: int, code: int, text: str) -> None:
-        """Refuse a request: ``code`` is unsigned, not 0; ``text`` is cut at 4000 bytes."""
+        """Refuse a request; ``code`` is a uint32, not 0; ``text`` is cut at 4000 bytes."""
     def quiesce(self, tag: int) -> None:
-        """Stop using memory granted under ``tag``; it is not touched once this returns.
-
-        Its jobs end as ABORTED. Advance its guards before this: they stop what is granted later.
-        """
+        """Stop all use of memory under ``tag``; reads end as ABORTED, writes as TORN. Advance its guards first."""
 
 def digest(
     bases: NDArray[np.uint64],
@@ -507,7 +489,7 @@ def digest(
 ) -> NDArray[np.uint64] | None: ...
 def standing_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...
 def streaming_bits() -> int:
-    """Return the width in bits of the streaming stores that ``limit_memcpy`` uses; 0: it has none."""
+    """Return the width in bits of ``limit_memcpy``'s streaming stores, 0 without any."""
 
 def limit_memcpy(
     dst: NDArray[np.uint64], src: NDArray[np.uint64], block_bytes: int, threads: int, streaming: bool
@@ -518,7 +500,7 @@ def limit_process(
 def limit_stream(fd: int, send: bool, addresses: NDArray[np.uint64], block_bytes: int, wait: int) -> None: ...
 
 class HoldingCall:
-    """A function in Python during which the main thread holds signals; see ``signals.py``."""
+    """Python function that holds signals; see ``signals.py``."""
 
     def __init__(
         self, function: Callable[..., Any], undo: Callable[[Any, Any], object] | None = None, whole: bool = False
@@ -526,37 +508,33 @@ class HoldingCall:
     def __call__(self, *args: object, **kwargs: object) -> object: ...
 
 def inside_another_call() -> bool:
-    """Return True if the calling thread is in two calls of the library or more, one inside the other."""
+    """Return True if the thread is in a call inside another one."""
 
 def put_off(function: Callable[..., object], *args: object) -> bool:
-    """Queue a function for the end of the thread's outermost call; False if the thread is in one call only.
+    """Queue a function for the end of the thread's outermost call; return False unless inside another call.
 
-    It is called as if inside of one call; so it is no :class:`HoldingCall` that asks again.
+    It must not be a :class:`HoldingCall`, which would queue it again.
     """
 
 def do_what_was_put_off() -> None:
-    """Do it now, unless the thread is inside of a call inside of another one."""
+    """Run the queue of :func:`put_off`, unless inside another call."""
 
 def deliver_signals() -> None:
-    """Run the handlers of signals that the calling thread holds; raises what a handler raises."""
+    """Run handlers of held signals, on the main thread; raise their exceptions."""
 
 def send_now(fd: int, data: bytes | bytearray) -> int:
-    """Send to a stream socket without waiting; return how many bytes the kernel took, all if the connection is broken.
-
-    Keeps the interpreter lock.
-    """
+    """Send without waiting, under the GIL; return the bytes taken, all if the connection is broken."""
 
 @final
 class SocketInput:
-    """The input of one stream socket, which the caller keeps open."""
+    """Input of one stream socket, which the caller keeps open."""
 
     def __init__(self, fd: int) -> None: ...
     def receive(self, seconds: float = 0.0) -> bytes | None:
-        """Return at most 64 KiB, ``b""`` at the end of the stream; None without input in time, or after a signal.
+        """Return at most 64 KiB, ``b""`` at the stream's end, None without input in time or after a signal.
 
-        Gives the interpreter lock up only to wait, once: the first 250 us without sleeping, while that succeeds.
-        OSError: the connection is broken.
+        It releases the GIL only to wait, first polling for 250 us while that pays. OSError: the connection is broken.
         """
 
 def listen_for_input(epoll: int, fd: int, listens: bool) -> None:
-    """Change if an epoll reports the input of a descriptor that it has. Keeps the interpreter lock."""
+    """Set whether an epoll reports input of its descriptor. Keeps the GIL."""

@@ -1,4 +1,4 @@
-"""The number of processors that this process may use, by its affinity and its cgroup's quota. Any thread."""
+"""Number of processors that this process may use."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
-    """Return the lower of our CPU affinity and our cgroup's quota, rounded up."""
+    """Return the lower of the CPU affinity and the cgroup's quota, rounded up, at least 1."""
     affinity = len(os.sched_getaffinity(0))
     quota = cpu_quota(_CGROUP_ROOT, _MEMBERSHIP)
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
 def cpu_quota(root: Path, membership: Path) -> float | None:
-    """Return the lowest quota of our cgroup and its ancestors, in processors, or None.
-
-    ``root`` is where cgroup file systems are mounted, ``membership`` a file like ``/proc/self/cgroup``.
-    """
+    """Return the lowest quota of ``membership`` and its ancestors, in processors, or None."""
     quotas = [quota for folder in _folders(root, membership) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
 
 def _folders(root: Path, membership: Path) -> list[Path]:
-    """Return the folders of our cgroup and its parents, of v2 (``0::/path``) and v1 (``n:cpu,cpuacct:/path``)."""
+    """Return the folders of the cgroup and its parents, v2 (``0::/path``) and v1 (``n:cpu,cpuacct:/path``)."""
     folders: list[Path] = []
     for line in _text(membership).splitlines():
         _, _, rest = line.partition(":")
@@ -45,7 +42,7 @@ def _quota_of(folder: Path) -> float | None:
     for fields in (v2, v1):
         try:
             quota, period = (int(field) for field in fields)
-        except ValueError:  # "max", or no such file
+        except ValueError:  # "max", or no file
             continue
         if quota > 0 and period > 0:
             return quota / period

@@ -252,11 +252,16 @@ private:
 
     // Nothing where the owner's Python has to be asked.
     std::optional<Grant> standing_grant(bool write, const std::string& meta) const {
-        const auto request = grants_ ? LaneRequest::parse(meta) : std::nullopt;
-        const auto memory = request ? grants_->find(write, request->handle) : nullptr;
-        auto payload = memory ? memory->payload(*request) : nullptr;
-        if (!payload) return std::nullopt;
-        return Grant{incoming_.id, std::move(payload), memory->guards, memory->tag};
+        if (!grants_) return std::nullopt;
+        try {
+            const LaneRequest request = LaneRequest::parse(meta);
+            const auto memory = grants_->find(write, request.handle);
+            auto payload = memory ? memory->payload(request) : nullptr;
+            if (!payload) return std::nullopt;
+            return Grant{incoming_.id, std::move(payload), memory->guards, memory->tag};
+        } catch (const RuleError&) {
+            return std::nullopt;
+        }
     }
 
     void on_payload() {

@@ -1,7 +1,7 @@
-"""The engine of the data lanes: native threads that move the bytes of many jobs over many stream sockets.
+"""Engine of the data lanes: native threads that move jobs over stream sockets.
 
-An *initiator* starts jobs and waits for them. A *target* gets an event for each request and grants or refuses it. One
-engine has both roles at once, over the same lanes. Threads: any. On failure a lane is lost, and its jobs with it.
+An initiator starts jobs and waits for them; a target accepts or refuses requests. One engine has both roles. If a lane
+fails, its jobs end as lost.
 """
 
 from __future__ import annotations
@@ -20,41 +20,40 @@ if TYPE_CHECKING:
     from llm_datadist._native.plan import Tensors
 
 CHANGED: Final = 1
-"""Status of a job whose target's guard had changed: bytes that were read must not be used, none were written."""
+"""A guard had changed: read bytes are invalid, none were written."""
 ABORTED: Final = 2
-"""Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
+"""The target took a read's memory back by :meth:`LaneEngine.quiesce`."""
 LOST: Final = 3
-"""Status of a job whose lane ended because it was given up."""
+"""The lane ended because the job was given up."""
 MISFIT: Final = 4
-"""Status of a write whose payload has another size than what was granted."""
+"""The accepted memory differs in size from a write's payload."""
 TORN: Final = 5
-"""Status of a write whose guard changed, or whose memory was taken back, after the grant: part may be written."""
+"""A guard changed, or memory was taken back, during a write: part may be written."""
 
 
 class Ending(IntEnum):
-    """How a job ended for its initiator."""
+    """End of a job for its initiator."""
 
     GOOD = 0
-    REFUSED = 1  # by the target; the outcome has its code and text
-    LOST = 2  # with its lane
+    REFUSED = 1  # by the target
+    LOST = 2  # with the lane
     TIMEOUT = 3  # or given up
-    TRAILER = 4  # the bytes came, but the target's status in the outcome says that they must not be used
+    TRAILER = 4  # the bytes came, but the target's status forbids their use
 
 
 class Outcome(NamedTuple):
-    """The end of a job, after which the engine does not touch its local memory any more."""
+    """Result of a job, whose local memory the engine no longer touches."""
 
     ending: Ending
-    #: The target's own, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if giving up
-    #: cost the lane; else 0.
+    #: The target's code or status, if it sent one; :data:`LOST` if giving up cost the lane; else 0.
     code: int
-    nbytes: int  # that moved at this end
-    text: str  # why, in one line
+    nbytes: int  # moved at this side; 0 if refused
+    text: str  # reason, one line
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAsked:
-    """The peer asks for bytes. Answer by :meth:`LaneEngine.serve_read` or :meth:`LaneEngine.refuse`."""
+    """Request for bytes; answer by :meth:`LaneEngine.serve_read` or ``refuse``."""
 
     lane: int
     id: int
@@ -63,9 +62,9 @@ class ReadAsked:
 
 @dataclass(frozen=True, slots=True)
 class WriteAsked:
-    """The peer sends ``nbytes`` bytes. Answer by :meth:`LaneEngine.accept_write` or :meth:`LaneEngine.refuse`.
+    """Request to send bytes; answer by :meth:`LaneEngine.accept_write` or ``refuse``.
 
-    Nothing more is read from that lane until then.
+    Until then the engine reads nothing from the lane.
     """
 
     lane: int
@@ -76,7 +75,7 @@ class WriteAsked:
 
 @dataclass(frozen=True, slots=True)
 class LaneLost:
-    """A lane ended without :meth:`LaneEngine.drop_lane`."""
+    """End of a lane without :meth:`LaneEngine.drop_lane`."""
 
     lane: int
     reason: str
@@ -93,17 +92,17 @@ def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
 
 
 class LaneEngine:
-    """Owns native threads and the lanes they serve until :meth:`close`. Any thread.
+    """Native threads that serve stream sockets (lanes).
 
-    A lane is one stream socket. Jobs on it run one after the other in each direction, and lanes take turns, so that a
-    slow peer delays only its own jobs. What a peer sends is checked before it is used, and a violation costs the lane.
-    A lane with keys is sealed: its bytes are encrypted, and those that another than the peer sent are not used.
-    In a forked child every method but :meth:`close` raises. Methods that need no translation are the native ones,
-    which ``_native.pyi`` describes.
+    Frames on a lane go one after the other in each direction. Lanes take turns, so a slow peer delays only its own
+    jobs. A bad frame costs the lane. With keys a lane is encrypted. ``_native.pyi`` describes native methods.
+
+    Owns: both, until :meth:`close`.
+    Threads: any. In a forked child only :meth:`close`, :attr:`closed` and ``reserve_lane`` do not raise.
 
     Args:
-        threads: Threads that move bytes, named ``lldd-data-<n>``, 1 to 64.
-        drain_ms: Milliseconds that the payload of an abandoned job may take before its lane is dropped.
+        threads: Number of threads ``lldd-data-<n>``, 1 to 64.
+        drain_ms: Milliseconds that a discarded payload may take before its lane is dropped.
     """
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None:
@@ -119,7 +118,6 @@ class LaneEngine:
 
     @property
     def closed(self) -> bool:
-        """True after :meth:`close`."""
         return self._native.closed
 
     def poll_events(self) -> list[LaneEvent]:
@@ -127,16 +125,15 @@ class LaneEngine:
         return [_EVENTS[name](*fields) for name, *fields in self._native.poll_events()]
 
     def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
-        """Ask the target for the bytes of ``plan`` and return the job's number.
+        """Ask the target for ``plan.nbytes`` bytes, in the plan's order; return the job's number.
 
-        Follow it by one :meth:`wait` or :meth:`give_up`. The target must send exactly ``plan.nbytes`` bytes, in the
-        order of the plan, of which only the destination side is used here. If the lane is gone the job ends as lost.
-        ``meta`` is what the target understands, at most 1 MiB; ``dst`` stays valid until the job has ended.
+        Only the plan's destination side is used. One :meth:`wait` or :meth:`give_up` must follow; until the job has
+        ended ``dst`` stays valid. ``meta``, at most 1 MiB, is for the target.
         """
         return self._native.start(lane, False, meta, plan, dst.native, dst.mapped)
 
     def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
-        """Send the bytes of ``plan``; return the job's number. Otherwise as :meth:`start_read`."""
+        """Send the bytes of ``plan``. Otherwise as :meth:`start_read`."""
         return self._native.start(lane, True, meta, plan, src.native, src.mapped)
 
     def move(
@@ -151,40 +148,41 @@ class LaneEngine:
         *,
         write: bool,
     ) -> Outcome:
-        """Start one job, by a request for ``handle``, and :meth:`wait` for it; a signal's exception ends it, too."""
+        """Start a job for ``handle`` and :meth:`wait` for it. A signal handler's exception ends it."""
         until = min(deadline_ns, NO_DEADLINE)
         return _outcome(
             self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
-        """Return, once, how a job ended, after giving it up at the deadline (``time.monotonic_ns()``). Handles signals.
+        """Return, once, the end of a job. Runs signal handlers.
 
-        It is also given up within 50 ms once ``cancelled``, one byte, is not zero.
+        The job is given up at the deadline (``time.monotonic_ns()``), or within 50 ms once the byte ``cancelled`` is
+        not zero.
         """
         return _outcome(self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
 
     def give_up(self, job: int) -> Outcome:
-        """End a job if it has not ended yet, and return how it ended.
+        """End a job unless it has ended, and return its end.
 
-        Bytes of a read that still arrive are dropped. A write that is half sent costs its lane.
+        Bytes of a read that still arrive are dropped. A half-sent write costs its lane.
         """
         return _outcome(self._native.give_up(job))
 
     def serve_read(
         self, lane: int, id: int, plan: Plan, src: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
-        """Send the bytes of ``plan`` from ``src`` as the answer to a :class:`ReadAsked`; only its source side is used.
+        """Answer a :class:`ReadAsked` with the bytes of the plan's source side.
 
-        ``src`` stays valid until :meth:`quiesce` has returned for ``tag``. ``guards`` are (address, generation) pairs
-        that must hold before the first byte and after the last. If this raises, the request still needs an answer.
+        ``src`` stays valid until :meth:`quiesce` has returned for ``tag``. The ``guards``, (address, generation), must
+        hold before the first byte and after the last. If this raises, the request still needs an answer.
         """
         self._native.grant(lane, id, False, plan, src.native, guards, tag, src.mapped)
 
     def accept_write(
         self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
-        """Receive a :class:`WriteAsked` of ``plan.nbytes`` bytes into ``dst``. Otherwise as :meth:`serve_read`."""
+        """Receive the ``plan.nbytes`` bytes of a :class:`WriteAsked`. Otherwise as :meth:`serve_read`."""
         self._native.grant(lane, id, True, plan, dst.native, guards, tag, dst.mapped)
 
     def __repr__(self) -> str:

@@ -47,6 +47,13 @@ inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent
     return nb::bytes(out.data(), out.size());
 }
 
+// Handle, bytes of a tensor, plan.
+inline nb::tuple py_decode_request(const nb::bytes& meta) {
+    const LaneRequest request = LaneRequest::parse({meta.c_str(), meta.size()});
+    return nb::make_tuple(nb::bytes(request.handle.data(), request.handle.size()), request.extent,
+                          MovePlan(request.first, request.count, request.runs(), request.nbytes));
+}
+
 inline Kind kind_of(bool write) { return write ? Kind::write : Kind::read; }
 
 // Nothing of the keys gets into the text of an error.
@@ -178,6 +185,8 @@ void bind_lanes(nb::module_& m) {
 
     m.def("check_plan", &py_check_plan, "plan"_a, "dst"_a, "src"_a);
     m.def("encode_request", &py_encode_request, "handle"_a, "extent"_a, "plan"_a, "write"_a);
+    m.def("decode_request", &py_decode_request, "meta"_a);
+    m.attr("MAX_REQUEST_RUNS") = LaneRequest::max_runs;
 
     nb::class_<StandingGrants>(m, "StandingGrants", nb::is_final())
         .def(nb::init<>())

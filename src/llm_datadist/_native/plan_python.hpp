@@ -115,6 +115,15 @@ public:
           first_(reinterpret_cast<const Run*>(runs.data())),
           run_count_(runs.shape(0)) {}
 
+    // Of what a peer asks for, the same offsets at both ends: nothing is checked yet.
+    MovePlan(std::int64_t first, std::int64_t count, std::vector<Run>&& runs, std::int64_t nbytes)
+        : pairing_{first, first, count},
+          ordered_(false),
+          nbytes_(nbytes),
+          planned_(std::make_shared<const std::vector<Run>>(std::move(runs))),
+          first_(planned_->data()),
+          run_count_(planned_->size()) {}
+
     const Pairing& pairing() const { return pairing_; }
     bool ordered() const { return ordered_; }
     std::int64_t nbytes() const { return nbytes_; }

@@ -1,18 +1,13 @@
-"""Calls in which other code of the user runs only where it does no harm: handlers of signals, and finalizers.
+"""Calls that hold signal handlers and finalizers of the user back until they do no harm.
 
-The interpreter runs the handler of a signal in the main thread, between any two instructions, and the handler may
-raise: ``KeyboardInterrupt``, or what an engine raises to end itself. Inside of a ``finally`` that would leave a lock
-held, a pin that is never given back, or a lane that writes into memory which its owner believes free. So every public
-call, and every finaliser, *holds* signals. A caller that waits calls :func:`deliver_signals`, where it holds no lock
-and where an exception is one more way for the wait to fail. After one exception no handler runs until the call ends.
+A Python signal handler runs in the main thread between any two instructions, and may raise. In a ``finally`` that would
+leave a lock held, a pin unreleased, or a lane writing into freed memory. So public calls and finalizers *hold* signals.
+A caller that waits without a lock calls :func:`deliver_signals`. After one exception no handler runs until the call
+ends. Exceptions by ``PyThreadState_SetAsyncExc`` are not held.
 
-The garbage collector runs finalizers (``__del__``) wherever a thread allocates: below a lock of the library too, which
-the finalizer would wait for in vain. So a call that gives something back asks :func:`put_off` first. Inside of another
-call of its thread it is queued, and done when the outermost one ends. Calls that promise more at their return use
-:func:`require_outermost`. Threads of the library run their work as such calls.
-
-Threads: signals concern the main thread only. What another thread raises here by ``PyThreadState_SetAsyncExc`` is not
-held.
+Finalizers run wherever a thread allocates, also under a lock that they would wait for. So cleanup asks :func:`put_off`,
+which queues it until the thread's outermost call ends; calls that cannot be late use :func:`require_outermost`. Threads
+of the library run their work as such calls.
 """
 
 from __future__ import annotations
@@ -37,17 +32,16 @@ _COPIED: Final = (*WRAPPER_ASSIGNMENTS, "__code__", "__defaults__", "__kwdefault
 
 
 def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, *, whole: bool = False) -> F:
-    """Make a function hold signals.
+    """Make a function hold signals; with ``whole``, also where it waits.
 
-    ``undo(self, result)`` takes a call back that was done when the exception of a handler came: its caller never gets
-    the result. ``whole``: no handler runs before the call has ended, wherever it waits.
+    ``undo(self, result)`` reverts a call if a handler's exception replaces its result.
     """
     call = HoldingCall(function, undo, whole)
-    return update_wrapper(call, function, _COPIED)  # type: ignore[return-value]  # it is as callable
+    return update_wrapper(call, function, _COPIED)  # type: ignore[return-value]  # as callable
 
 
 def require_outermost(call: str) -> None:
-    """Raise StateError if the thread is inside of another call, or is one of the library's."""
+    """Raise StateError inside another call of this thread, and on threads of the library."""
     if inside_another_call():
         raise StateError(
             f"{call}: called by a finalizer or a callback inside of another call of this library: it would have to "
@@ -56,10 +50,7 @@ def require_outermost(call: str) -> None:
 
 
 def public_calls_hold_signals(*, whole: tuple[str, ...] = (), **undone_by: str) -> Callable[[C], C]:
-    """Make the public methods of a class hold signals, those in ``whole`` to their end.
-
-    ``undone_by`` names, for a method, the one that takes its result back.
-    """
+    """Make a class's public methods hold signals; ``undone_by`` maps them to methods that revert them."""
 
     def decorate(kind: C) -> C:
         for name, member in list(vars(kind).items()):

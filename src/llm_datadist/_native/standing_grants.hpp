@@ -10,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -29,7 +28,8 @@ namespace datadist {
 struct LaneRequest {
     static constexpr std::size_t head_bytes = 34;
     static constexpr std::size_t span_bytes = 16;
-    static constexpr std::size_t max_runs = 1u << 15;  // MAX_RUNS of _transport/lanes.py
+    static constexpr std::size_t max_runs = 1u << 15;  // half of what a meta of 1 MiB has room for
+    static constexpr std::size_t max_handle_bytes = 4096;
 
     // `offset` says which column of the runs is of the owner.
     static std::string encode(std::string_view handle, std::int64_t first, std::int64_t count, std::uint64_t extent,
@@ -48,15 +48,21 @@ struct LaneRequest {
         return out;
     }
 
-    // Nothing: a meta that has not this form.
-    static std::optional<LaneRequest> parse(std::string_view meta) {
-        if (meta.size() < head_bytes) return std::nullopt;
-        const std::size_t begin = head_bytes + load<std::uint16_t>(meta.data());
-        if (begin > meta.size() || (meta.size() - begin) % span_bytes != 0) return std::nullopt;
-        if ((meta.size() - begin) / span_bytes > max_runs) return std::nullopt;  // refused by Python
-        const auto number = [&](std::size_t at) { return static_cast<std::int64_t>(load<std::uint64_t>(&meta[at])); };
-        return LaneRequest{meta.substr(head_bytes, begin - head_bytes), number(2), number(10), number(18), number(26),
-                           meta.substr(begin)};
+    // The only parser of what a peer asks for. Throws RuleError for a meta that has not this form.
+    static LaneRequest parse(std::string_view meta) {
+        if (meta.size() < head_bytes) refuse("a lane request of ", meta.size(), " bytes has no head");
+        const std::size_t handle_bytes = load<std::uint16_t>(meta.data());
+        const std::size_t begin = head_bytes + handle_bytes;
+        if (handle_bytes > max_handle_bytes || begin > meta.size() || (meta.size() - begin) % span_bytes != 0 ||
+            (meta.size() - begin) / span_bytes > max_runs)
+            refuse("a lane request of ", meta.size(), " bytes with a handle of ", handle_bytes, " does not add up");
+        const auto number = [&](std::size_t at) { return load<std::uint64_t>(&meta[at]); };
+        const std::uint64_t first = number(2), count = number(10), extent = number(18), nbytes = number(26);
+        if ((first | count | extent | nbytes) > INT64_MAX)
+            refuse("a lane request for tensors [", first, ", +", count, ") of ", extent, " bytes, ", nbytes, " in all");
+        const auto checked = [](std::uint64_t value) { return static_cast<std::int64_t>(value); };
+        return LaneRequest{meta.substr(head_bytes, handle_bytes), checked(first), checked(count), checked(extent),
+                           checked(nbytes), meta.substr(begin)};
     }
 
     std::vector<Run> runs() const {

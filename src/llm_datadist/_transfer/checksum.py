@@ -23,9 +23,8 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
-from llm_datadist._transfer.threads import Threads
-from llm_datadist._transport.tcp import split_plan
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, split_plan, standing
+from llm_datadist._threads import Threads
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist import _native
 from llm_datadist._cache.store import CacheStore
@@ -36,11 +36,11 @@ from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
-from llm_datadist._transfer.nixl import NixlTarget, nixl_endpoint
-from llm_datadist._transfer.target import LaneReconnector, LaneTarget, Target
+from llm_datadist._transfer.target import MoveTarget, Target
+from llm_datadist._transfer.wire import LinkWire, on_ask, on_late_answer, on_sockets_dropped
 from llm_datadist._transfer.workers import Workers
-from llm_datadist._transport import inproc
-from llm_datadist._transport.lanes import Lanes
+from llm_datadist._transport.registry import Transports
+from llm_datadist._transport.transport import Context
 from llm_datadist.config import LISTEN
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, StateError
 from llm_datadist.metrics import Statistics
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
-
-#: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
-_MAX_LANE_THREADS: Final = 4
 
 
 class Engine:
@@ -110,15 +107,10 @@ class Engine:
             self.store.freed = self.grants.drop_cache
             self.checksums = ChecksumServer(self.store, access, self._copy_pool)
             undo.callback(self.checksums.close)
-            self._lane_reconnector = lane_reconnector = LaneReconnector()
-            undo.callback(lane_reconnector.close)
             self.target = Target(self.store, access)
-            lane_threads = min(_MAX_LANE_THREADS, _native.usable_cpus())
-            lane_target = LaneTarget(self.store, access, lane_reconnector)
-            self._lanes = Lanes(lane_threads, lane_target)
-            undo.callback(self._lanes.close)
-            self._nixl = nixl_endpoint(options, self.store, lane_target)
-            undo.callback(self._nixl.shared.close)
+            owner = MoveTarget(self.store, access)
+            self.transports = Transports(Context(options, self.store.exports, owner, LinkWire()))
+            undo.callback(self.transports.close)
             self.store.quiesce = self._quiesce
             # Joined after the links have ended: that ends what the threads wait for.
             self.workers = Workers()
@@ -130,7 +122,6 @@ class Engine:
             self.initiator = Initiator(
                 self.links,
                 self._copy_pool,
-                lane_reconnector,
                 checksum=options.checksum,
                 strict=options.strict_types,
             )
@@ -138,11 +129,9 @@ class Engine:
             self.claims = GrantClaims(self.links)
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
-            inproc.register(self.store.exports)
-            undo.callback(inproc.unregister, incarnation)
             self._control.start()
-            self._control.call(self._lanes.start, self._control.loop)
-            undo.callback(self._control.call, self._lanes.stop)
+            self._control.call(self.transports.start, self._control.loop)
+            undo.callback(self._control.call, self.transports.stop)
             self.links.start(listening)
             if self.page is not None:
                 self._control.call(self.page.start, self._control.loop)
@@ -155,9 +144,8 @@ class Engine:
         return Deadline(self.options.sync_kv_timeout_ms)
 
     def _quiesce(self, storage: Storage) -> None:
-        """Stop all use of memory by the data lanes and NIXL; the guards have been advanced before."""
-        self._lanes.quiesce(storage.tag)
-        self._nixl.shared.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
+        """Stop all use of memory by transports; the guards have been advanced before."""
+        self.transports.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # the control thread has stopped: grants end with the engine
@@ -165,15 +153,14 @@ class Engine:
 
     def _make_links(self) -> LinkManager:
         options = self.options
-        transport = None if options.transport == "auto" else options.transport
         handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
             messages.Resolve: self.target.on_resolve,
             messages.Resolved: self.target.on_late_answer,
             messages.Release: self.target.on_release,
             messages.Consumed: self.target.on_consumed,
-            messages.LanesLost: self._lane_reconnector.on_lanes_lost,
-            messages.NixlAsk: NixlTarget.on_ask,
-            messages.NixlSaid: NixlTarget.on_late_answer,
+            messages.SocketsDropped: on_sockets_dropped,
+            messages.TransportAsk: on_ask,
+            messages.TransportSaid: on_late_answer,
             messages.Verify: self.checksums.on_verify,
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
@@ -185,16 +172,13 @@ class Engine:
             Endpoint(
                 self.cluster_id,
                 options.remote_accessible,
-                transport,
                 self.store.exports,
-                self._lanes,
+                self.transports,
                 credentials=self._credentials,
                 check_reach=partial(options.check_reach, "link"),
                 rules=self._access,
-                nixl=self._nixl,
             ),
             LinkHooks(handlers, self._on_link_end, self._on_tick),
-            socket_dir=options.shm_socket_dir,
             peer_timeout=options.peer_timeout,
             max_links=options.max_links,
             max_link_age=options.max_link_age,
@@ -278,7 +262,7 @@ class Engine:
         self.links.abandon()
         if self.page is not None:
             self.page.close()
-        self._lanes.close()
+        self.transports.abandon()
 
     def _on_link_end(self, link: Link) -> None:
         self.target.drop_peer(link)

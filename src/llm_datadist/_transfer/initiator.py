@@ -13,14 +13,14 @@ import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
 from llm_datadist._checks import out_of_memory
-from llm_datadist._links.messages import Consumed, LanesLost, Release, RemoteFailure, Resolve, Resolved
+from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, keep, open_answer, with_grant
-from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.tcp import is_one_job
+from llm_datadist._transport.connection import MemoryChanged
+from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
-    from llm_datadist._transfer.target import LaneReconnector
+    from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
 
 #: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 
-#: The first answer may be kept or assumed, the second is what the target says now. The other attempts are for data
-#: lanes, which the timeout of another transfer may break.
+#: The first answer may be kept or assumed, the second is what the target says now. The other attempts are for sockets
+#: beside the control connection, which the timeout of another transfer may break.
 _ATTEMPTS: Final = 4
 #: Time for the answer to a ping that was sent when a transfer had timed out, before.
 _ANSWER_MS: Final = 200
@@ -118,14 +118,12 @@ class Initiator:
         self,
         links: LinkManager,
         pool: CopyPool | None,
-        lane_reconnector: LaneReconnector,
         *,
         checksum: bool,
         strict: bool,
     ) -> None:
         self._links = links
         self._pool = pool
-        self._lane_reconnector = lane_reconnector
         self._checksum = checksum
         self._strict = strict
 
@@ -172,7 +170,7 @@ class Initiator:
             link.caches.kept.pop(key, None)
             link.caches.assumed.pop(op.local.geometry, None)
         raise TransferFailed(
-            f"{op.what}: {op.name} changed, or its data lanes broke, {_ATTEMPTS} times in a row",
+            f"{op.what}: {op.name} changed, or its connection broke, {_ATTEMPTS} times in a row",
             peer=op.name.cluster_id,
             phase="copy",
         )
@@ -223,7 +221,7 @@ class Initiator:
                     self._find_unlike(link, op, remote, difference)
                 remote.pair = pair
             if remote.assumed:
-                if not is_one_job(plan):
+                if not is_one_request(plan):
                     return None
                 remote.pin = remote.assumed  # from here on the owner may have it
             if not self._copy(link, op, remote, plan):
@@ -235,7 +233,7 @@ class Initiator:
             same_memory = pair.same_memory
             comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
             comparison.verify(plan)
-        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_job(plan):
+        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_request(plan):
             keep(link.caches.assumed, op.local.geometry, remote, _MAX_KEPT)
         return plan
 
@@ -251,26 +249,28 @@ class Initiator:
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
         """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""
         connection = remote.tensors.connection
+        recovery = connection.recovery
         move = connection.write if op.push else connection.read
         if op.span is not None:
             op.span.transport = connection.capabilities.name
-        if connection.suspects_lanes:
-            _judge_lanes(link, connection, op.deadline)
-        if op.push and connection.doubts_writes:
-            self._settle_writes(link, connection, op)
+        if recovery is not None:
+            if recovery.suspects:
+                _judge_suspects(link, recovery, op.deadline)
+            if op.push and recovery.doubts_writes:
+                _settle_writes(link, recovery, op)
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
             try:
                 move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
             except BaseException:
-                if op.push and connection.doubts_writes:
-                    _give_up_writes(link, connection)
+                if op.push and recovery is not None and recovery.doubts_writes:
+                    _give_up_writes(link, recovery)
                 raise
             if steps.watch is not None:
                 steps.watch("copied", link, op.push)
         except DeadlineExceeded:
-            if connection.suspects_lanes:
+            if recovery is not None and recovery.suspects:
                 link.last_question = link.ping()
             raise
         except MemoryChanged as error:
@@ -283,7 +283,7 @@ class Initiator:
                 if not link.ended:
                     op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
                 raise link.lost_error(op.what, "copy") from error
-            whole = False  # only the data lanes broke, after any number of bytes
+            whole = False  # only sockets beside the link broke, after any number of bytes
         except MemoryError as error:
             if isinstance(error, LLMException):
                 raise
@@ -302,17 +302,6 @@ class Initiator:
             op.destination_pin.record(link.peer, op.name, remote.cache_id)
         return whole
 
-    def _settle_writes(self, link: Link, connection: Connection, op: TransferOp) -> None:
-        """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
-        newest, number = _give_up_writes(link, connection)
-        if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
-            text = f"{op.what}: whether an earlier push that failed has ended there"
-            raise op.deadline.error(text, "copy", link.peer.cluster_id)
-        if link.ended:
-            raise link.lost_error(op.what, "copy")
-        connection.writes_given_up(newest)
-        self._lane_reconnector.lost(link)  # this call dials too, but may end before
-
 
 def _assumed(link: Link, op: TransferOp) -> Resolution | None:
     """Return what a pull by key assumes, so that it is resolved and read by one request; None where it cannot."""
@@ -322,21 +311,33 @@ def _assumed(link: Link, op: TransferOp) -> Resolution | None:
     return assume(link, known, op.name.key, op.deadline.remaining_ms())
 
 
-def _judge_lanes(link: Link, connection: Connection, deadline: Deadline) -> None:
-    """Drop the lanes that a transfer has found silent, if the peer answers over the control connection."""
+def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
+    """Drop the sockets that a transfer has found silent, if the peer answers over the control connection."""
     lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
-    if connection.drop_suspects(peer_lives=lives) and not link.origin.dialled:
-        link.tell(LanesLost())
+    if recovery.drop_suspects(peer_lives=lives) and not link.origin.dialled:
+        link.tell(SocketsDropped())
 
 
-def _give_up_writes(link: Link, connection: Connection) -> tuple[int, int]:
-    """Tell the owner to drop the lanes that may still carry bytes of failed pushes. Return as ``give_up_writes``."""
+def _settle_writes(link: Link, recovery: Recovery, op: TransferOp) -> None:
+    """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
+    newest, number = _give_up_writes(link, recovery)
+    if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
+        text = f"{op.what}: whether an earlier push that failed has ended there"
+        raise op.deadline.error(text, "copy", link.peer.cluster_id)
+    if link.ended:
+        raise link.lost_error(op.what, "copy")
+    recovery.writes_given_up(newest)
+    recovery.redial_soon()  # this call dials too, but may end before
+
+
+def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
+    """Tell the owner to drop the sockets that may still carry bytes of failed pushes. Return as ``give_up_writes``."""
 
     def tell() -> int:
-        link.tell(LanesLost())
+        link.tell(SocketsDropped())
         return link.ping()
 
-    return connection.give_up_writes(tell)
+    return recovery.give_up_writes(tell)
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:

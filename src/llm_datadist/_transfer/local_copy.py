@@ -20,7 +20,7 @@ from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._native import CopyPool, Plan, Tensors, deliver_signals
-from llm_datadist._transfer.threads import Threads
+from llm_datadist._threads import Threads
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
 from llm_datadist.metrics import SwapStatistics
 from llm_datadist.types import Cache, Placement

@@ -17,7 +17,7 @@ from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._transfer.target import encode_handle, encode_key_handle
+from llm_datadist._transfer.handles import encode_handle, encode_key_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
 def assume(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
     """Return what the answer about ``key`` is assumed to be: a cache like ``known``, in which the owner finds the row.
 
-    The owner compares the geometry, and pins the cache when it is read (:class:`~.target.LaneTarget`).
+    The owner compares the geometry, and pins the cache when it is read (:class:`~.target.MoveTarget`).
     """
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
     tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))
@@ -130,7 +130,7 @@ def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
 
 def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: bool) -> RemoteTensors:
     if not answer.regions and not answer.offsets:
-        return _map_lanes(link, answer, geometry, push=push)
+        return _map_served(link, answer, geometry, push=push)
     regions = np.frombuffer(answer.regions, dtype="<u4")
     offsets = np.frombuffer(answer.offsets, dtype="<u8")
     if not len(regions) == len(offsets) == geometry.num_tensors:
@@ -152,14 +152,14 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
-def _map_lanes(link: Link, answer: Resolved, geometry: Geometry, *, push: bool) -> RemoteTensors:
+def _map_served(link: Link, answer: Resolved, geometry: Geometry, *, push: bool) -> RemoteTensors:
     """Return tensors that have no place but their index: the owner finds them by the handle."""
-    lanes = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
-    if lanes is None:
+    served = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
+    if served is None:
         raise _misfit(link, answer, geometry)
     regions = np.full(geometry.num_tensors, PRIVATE, np.uint32)
     offsets = np.arange(geometry.num_tensors, dtype=np.uint64) * np.uint64(geometry.tensor_bytes)
-    return lanes.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
+    return served.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
 def _misfit(link: Link, answer: Resolved, geometry: Geometry) -> ProtocolError:

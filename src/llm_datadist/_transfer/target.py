@@ -8,39 +8,31 @@ that lane.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.geometry import Geometry  # noqa: TC001 (msgspec evaluates annotations)
-from llm_datadist._cache.registry import FIRST_NAMED_PIN, Namespace
-from llm_datadist._deadline import Deadline
+from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import U64, Consumed, Failed, Guarded, Id, Release, Resolve, Resolved, failed
+from llm_datadist._links.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
-from llm_datadist._transfer.threads import Threads
-from llm_datadist._transport.lanes import LaneGrant
+from llm_datadist._transfer.handles import Handle, KeyHandle, decode_handle
+from llm_datadist._transport.moves import MoveReply
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
-    from llm_datadist._links.messages import LanesLost, Message
+    from llm_datadist._links.messages import Message
     from llm_datadist._native import Plan
     from llm_datadist._transfer.access import AccessPolicy
-    from llm_datadist._transport.lanes import LaneRequest
+    from llm_datadist._transport.moves import MoveRequest
 
 #: A pin outlives its initiator's deadline by this much: the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
 #: No pin lasts longer, whatever its initiator says.
 _MAX_PIN_SECONDS: Final = 24 * 3600.0
-#: Bounds one attempt to reconnect all lanes of a link; finalize may wait for it.
-_RECONNECT_LANES_MS: Final = 1000
-_MAX_GUARDS: Final = 8
 
 
 class _Finder:
@@ -56,7 +48,7 @@ class _Finder:
         key: Key | None,
         place: tuple[int, int],
         budget_ms: int,
-        like: _KeyHandle | None = None,
+        like: KeyHandle | None = None,
         *,
         consumes: bool,
     ) -> tuple[Pin | None, Entry, int, Binding | None]:
@@ -181,71 +173,17 @@ class Target(_Finder):
         )
 
 
-class _Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
-    """What the initiator read from a Resolved: the cache, its pin or 0, the guards of the answer."""
+class MoveTarget(_Finder):
+    """Answers peers that ask this side to move bytes. Implements :class:`~llm_datadist._transport.moves.MoveOwner`."""
 
-    cache_id: Id
-    pin: Id
-    guards: Annotated[list[Guarded], msgspec.Meta(min_length=1, max_length=_MAX_GUARDS)]
-
-
-class _KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """What the initiator assumes without a Resolved: a cache of this geometry, which the owner finds by its key.
-
-    The owner pins it under the number ``pin``. Offsets of the request are from where the key's row begins. ``settled``
-    are the messages that ended transfers before: one of them may have consumed the key, and be on its way still.
-    """
-
-    key: tuple[int, U64, U64]
-    geometry: Geometry
-    pin: Annotated[int, msgspec.Meta(ge=FIRST_NAMED_PIN, le=2**63 - 1)]
-    budget_ms: Id
-    settled: Id
-
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(_Handle | _KeyHandle)
-
-
-def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    """Encode, on the initiator, what :class:`LaneTarget` of the peer needs to find its cache again."""
-    return _encoder.encode(_Handle(cache_id, pin, list(guards)))
-
-
-def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
-    """Encode, on the initiator, what :class:`LaneTarget` of the peer needs to pin a cache like ``geometry``."""
-    return _encoder.encode(_KeyHandle(key, geometry, pin, budget_ms, settled))
-
-
-class LaneTarget(_Finder):
-    """Answers what peers ask over data lanes. Implements :class:`llm_datadist._transport.lanes.LaneHandler`."""
-
-    def __init__(self, store: CacheStore, policy: AccessPolicy, lane_reconnector: LaneReconnector) -> None:
-        super().__init__(store, policy)
-        self._lane_reconnector = lane_reconnector
-
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        return self._grant(link, request)
-
-    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        return self._grant(link, request, write=True)
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Have a lost lane reconnected, unless its link has ended."""
-        logger.info("a data lane of %s ended, %d are left: %s", link, left, reason)
-        if isinstance(link, Link):
-            self._lane_reconnector.lost(link)
-
-    def _grant(self, link: object, request: LaneRequest, *, write: bool = False) -> LaneGrant:
-        try:
-            handle, plan = _decoder.decode(request.handle), request.plan
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a lane request names nothing: {error}") from error
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
+        write = request.write
+        handle, plan = decode_handle(request.handle), request.plan
         if not write:
             self._policy.require_move(link, push=False)
-        if isinstance(handle, _KeyHandle):
+        if isinstance(handle, KeyHandle):
             if write:
-                raise ParamError("over a lane a key is read, not written")
+                raise ParamError("by its key a cache is read, not written")
             handle, plan = self._pinned(link, handle, plan)
         if write:
             self._policy.require_push(link, handle.cache_id)
@@ -254,16 +192,16 @@ class LaneTarget(_Finder):
         self._policy.require_use(link, entry, handle.pin)
         # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
         if handle.guards[0].slot != entry.guard.slot:
-            raise ProtocolError(f"a lane request for cache {entry.cache_id} leaves its guard out")
+            raise ProtocolError(f"a request for cache {entry.cache_id} leaves its guard out")
         # The entry's own generation, not the one that its slot shows by now, nor one that the peer foresees.
         if handle.guards[0].generation != entry.guard.generation:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
         # A pin ends without a guard, and counts what was sent; all else that was looked at lasts while the guards do.
-        return LaneGrant(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
+        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
 
-    def _pinned(self, link: object, asked: _KeyHandle, plan: Plan) -> tuple[_Handle, Plan]:
+    def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin what is asked for by key; return the handle and the plan that a Resolved would have led to.
 
         Raise CacheNotFound, whatever is wrong: then nothing is pinned, and an answer to a Resolve says what it is.
@@ -278,39 +216,4 @@ class LaneTarget(_Finder):
             raise CacheNotFound(str(error)) from error
         begin = row * entry.geometry.stride
         runs = plan.runs + np.array([begin, begin, 0], np.uint64)
-        return _Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)
-
-
-class LaneReconnector:
-    """Reconnects lost lanes, at the end that dialled. Owns one thread, which exists from the first loss on."""
-
-    def __init__(self) -> None:
-        self._worker = Threads(1, "llm-datadist-lanes")
-
-    def lost(self, link: Link) -> None:
-        """Reconnect the lanes of ``link`` soon. Threads: any; returns at once."""
-        if link.origin.dialled and not link.ended:
-            with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
-                self._worker.submit(self._reconnect_lanes, link)
-
-    def on_lanes_lost(self, link: Link, _: LanesLost) -> None:
-        """Drop the lanes of now: the peer finds them silent, or has given up what they carry. Threads: control.
-
-        The peer's next ``Ping`` is answered when this has returned, and no memory is touched for them any more.
-        """
-        for each in link.connection.connections:
-            each.drop_lanes()
-        self.lost(link)
-
-    def close(self) -> None:
-        """Join the thread; a dial in progress ends within its bound. Idempotent."""
-        self._worker.shutdown(cancel_futures=True)
-
-    def _reconnect_lanes(self, link: Link) -> None:
-        try:
-            deadline = Deadline(_RECONNECT_LANES_MS)
-            for each in link.connection.connections:
-                each.reconnect_lanes(deadline)
-        except LLMException as error:
-            # The end of the link is on its way, or the next transfer tries again.
-            logger.info("data lanes to %s were not brought back: %s", link.peer, error)
+        return Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)

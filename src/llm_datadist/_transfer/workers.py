@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from llm_datadist._checks import HERE, require_process
 from llm_datadist._deadline import Deadline
 from llm_datadist._native.signals import hold_signals
-from llm_datadist._transfer.threads import Threads
+from llm_datadist._threads import Threads
 from llm_datadist.errors import LLMException, LLMStatusCode, StateError
 
 if TYPE_CHECKING:

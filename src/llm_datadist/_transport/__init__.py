@@ -1,4 +1,4 @@
-"""How the bytes of a plan get from one process to another, and which way is the best.
+"""Transports that execute copy plans between processes, and their selection.
 
-Read :mod:`llm_datadist._transport.connection` first, then :mod:`llm_datadist._transport.inproc`.
+Read :mod:`llm_datadist._transport.transport` first, then :mod:`llm_datadist._transport.inproc`, the simplest one.
 """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._checks import is_ip
 from llm_datadist.errors import LinkRefused, ProtocolError
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
 
 R = TypeVar("R")
+
+PROTOCOL_VERSION: Final = 10
+
+
+def preamble(purpose: int) -> bytes:
+    """Return what begins a connection to a listener: magic, protocol version, and what the connection is for."""
+    return b"ODATDIST" + struct.pack(">HH", PROTOCOL_VERSION, purpose)
 
 
 def new_socket(address: tuple[str, int]) -> socket.socket:

@@ -1,94 +1,102 @@
-"""Which transports the two ends of a link use, and why: a pure decision that both make alike."""
+"""The choice of a link's transports: a pure decision that both sides make alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from llm_datadist._transport.peer_memory import PeerMemory
-from llm_datadist.errors import LinkError, LinkRefused, ParamError
+from llm_datadist.errors import LinkRefused, ParamError
 
-TRANSPORTS: Final = ("inproc", "shm", "cma", "nixl", "tcp")
-"""Names of all transports, the best first."""
-NOT_TOLD: Final = "the peer lets this end into none of its memory"
-"""Why cma cannot be used where the peer has told no address: data lanes would get nothing either."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llm_datadist._transport.connection import Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A transport's judgement of one peer; ``reason`` is one line, for :meth:`LLMDataDist.explain`."""
+
+    possible: bool
+    reason: str
+    silent: bool = False  # impossible, and not worth a word unless the transport is asked for
+    final: bool = False  # impossible, and no other transport reaches that memory either
+
+
+class Candidate(Protocol):
+    """One transport, as far as the choice needs it."""
+
+    name: str
+    capabilities: Capabilities
+    beside: bool  # it may carry non-pool memory beside a transport that does not reach that
+    peer_cannot: str  # why the peer alone may be unable to use it
+
+
+C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The transports of a link, and why those."""
 
-    name: str  # one of :data:`TRANSPORTS`: for what the peer exports
-    private: str | None  # one of them for the peer's private memory; None: nothing reaches it
+    name: str  # for what the peer exports
+    private: str | None  # for the peer's non-pool memory; None: nothing reaches it
     reason: str  # one line: why they can be used, and why each better one cannot
-    fabric: str = ""  # what NIXL uses, where it is nixl
 
 
-@dataclass(frozen=True, slots=True)
-class NixlOffer:
-    """What NIXL can use at both ends: ``rdma``, ``tcp``, or nothing, and why not."""
-
-    fabric: str = ""
-    reason: str = "neither end has NIXL"
-
-
-def agree(mine: str | None, theirs: str | None) -> str | None:
-    """Return the transport that one of the ends asks for, None when neither does. The other end takes it too."""
-    if theirs is not None and theirs not in TRANSPORTS:
-        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(TRANSPORTS)}")
+def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | None:
+    """Return the transport that one of the sides asks for, None if neither does. The other side takes it too."""
+    if theirs is not None and theirs not in known:
+        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(known)}")
     if mine is not None and theirs is not None and mine != theirs:
         raise LinkRefused(f"llm.Transport differs: {theirs} at the peer, {mine} here")
     return mine or theirs
 
 
-def choose(
-    *,
-    same_process: bool,
-    same_host: PeerMemory | LinkError | None,
-    forced: str | None,
-    private: str | None = "nobody tried",
-    nixl: NixlOffer = NixlOffer(),
-) -> Choice:
-    """Return the best transports that both ends can use, or the forced one for everything.
-
-    ``same_host`` is the outcome of the rendezvous: the peer's memory, why there is none, or None when none was tried.
-    ``private``: why cma cannot reach the peer's private memory, None when it can. Over tcp NIXL is slower than data
-    lanes: it is used then only when it is forced.
-    """
-    if forced is not None and forced not in TRANSPORTS:
-        raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(TRANSPORTS)}")
-    verdicts = {
-        "inproc": (same_process, f"the peer is in {'this' if same_process else 'another'} process"),
-        "shm": _shm(same_host),
-        "cma": (private is None, private or "the kernel lets us into the peer's memory"),
-        "nixl": (nixl.fabric == "rdma" or (forced == "nixl" and nixl.fabric != ""), nixl.reason),
-        "tcp": (True, "data lanes reach every peer" if forced is None else "data lanes, as llm.Transport asks"),
-    }
-    # cma alone reaches no pool by itself: for what the peer exports it is used when it is asked for only.
-    automatic = ("inproc", "shm", "tcp") if nixl == NixlOffer() else ("inproc", "shm", "nixl", "tcp")
-    candidates = automatic if forced is None else (forced,)
+def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str | None) -> Choice:
+    """Return the first candidate that can be used, or the forced one for everything. The best come first."""
+    known = {each.name: each for each in candidates}
+    if forced is not None and forced not in known:
+        raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(known)}")
     against: list[str] = []
-    for name in candidates:
-        possible, reason = verdicts[name]
-        if possible:
-            choice = _with_private(name, "; ".join([reason, *against]), forced, private)
-            return replace(choice, fabric=nixl.fabric) if name == "nixl" else choice
-        against.append(f"not {name}: {reason}")
+    automatic = [each for each in candidates if each.capabilities.shared_regions]
+    for each in automatic if forced is None else [known[forced]]:
+        verdict = judge(each)
+        if verdict.possible:
+            choice = Choice(each.name, each.name, "; ".join([verdict.reason, *against]))
+            if each.capabilities.private_memory:
+                return choice
+            if forced is not None:
+                return _without_private(choice, f"llm.Transport is {forced}")
+            return _with_private(choice, [other for other in candidates if other.beside], judge)
+        if forced is not None or not verdict.silent:
+            against.append(f"not {each.name}: {verdict.reason}")
     raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
 
 
-def _shm(same_host: PeerMemory | LinkError | None) -> tuple[bool, str]:
-    if isinstance(same_host, PeerMemory):
-        return True, f"the peer (pid {same_host.pid}) is on this host, {len(same_host.regions)} regions mapped"
-    return False, "no same-host rendezvous was made" if same_host is None else str(same_host)
+def _with_private(choice: Choice, beside: Sequence[C], judge: Callable[[C], Verdict]) -> Choice:
+    """Add the first transport that reaches non-pool memory beside the chosen one."""
+    against: list[str] = []
+    for each in beside:
+        verdict = judge(each)
+        if verdict.possible:
+            but = "".join(f", not by {text}" for text in against)
+            return replace(choice, private=each.name, reason=f"{choice.reason}; private memory by {each.name}{but}")
+        if verdict.final:
+            return _without_private(choice, verdict.reason)
+        against.append(f"{each.name}: {verdict.reason}")
+    return _without_private(choice, "; ".join(against))
 
 
-def _with_private(name: str, reason: str, forced: str | None, private: str | None) -> Choice:
-    """Add how private memory is reached: by the same transport, else by cma, else by tcp."""
-    if name != "shm":
-        return Choice(name, name, reason)
-    if forced is not None or private == NOT_TOLD:
-        return Choice(name, None, f"{reason}; private memory by nothing: {private}")
-    if private is None:
-        return Choice(name, "cma", f"{reason}; private memory by cma")
-    return Choice(name, "tcp", f"{reason}; private memory by tcp, not by cma: {private}")
+def _without_private(choice: Choice, reason: str) -> Choice:
+    return replace(choice, private=None, reason=f"{choice.reason}; private memory by nothing: {reason}")
+
+
+def yield_to(choice: Choice, candidates: Sequence[Candidate], theirs: str | None) -> Choice:
+    """Return the choice with the peer's transport for non-pool memory, if the peer cannot use the better one."""
+    beside = {each.name: each for each in candidates if each.beside}
+    order = [*beside]
+    mine = choice.private
+    if mine is None or mine == choice.name or theirs not in order or order.index(theirs) <= order.index(mine):
+        return choice
+    return replace(choice, private=theirs, reason=f"{choice.reason}, but {beside[mine].peer_cannot}: by {theirs}")

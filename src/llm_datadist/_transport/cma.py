@@ -13,17 +13,47 @@ from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
-from llm_datadist._transport.connection import Capabilities, Transfer, Window
+from llm_datadist._transport.choose import Verdict
+from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
+from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+_CAPABILITIES = Capabilities("cma", shared_regions=False, private_memory=True)
+
+
+class CmaTransport(Transport):
+    """The transport; it needs the rendezvous of shm and offers nothing of its own."""
+
+    name = "cma"
+    capabilities = _CAPABILITIES
+    beside = True
+    # Only the dialer can make data lanes: also where the peer alone is shut out. Both sides use them then.
+    peer_cannot = "the kernel does not let the peer into this process"
+
+    def judge(self, meeting: Meeting) -> Verdict:
+        memory = meeting.memory
+        if not isinstance(memory, PeerMemory):
+            return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
+        if not memory.cookie_address:
+            # No other transport would get anything either.
+            return Verdict(False, "the peer lets this end into none of its memory", final=True)
+        reason = probe(memory, memory.cookie_address, memory.cookie)
+        if reason is None and memory.shut_out:
+            reason = self.peer_cannot
+        return Verdict(reason is None, reason or "the kernel lets us into the peer's memory")
+
+    def connect(self, meeting: Meeting) -> Connection:
+        assert isinstance(meeting.memory, PeerMemory), "it is chosen after a rendezvous only"
+        return CmaConnection(meeting.memory.share(), writable=meeting.exports.writable)
 
 
 class CmaConnection(SameHostConnection):
     """A connection to private memory of another process; ``writable`` (RCA) is a rule that the kernel does not know."""
 
-    capabilities = Capabilities("cma", shared_regions=False, private_memory=True)
+    capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
         self._private = Window(0, ADDRESS_SPACE, writable)

@@ -6,29 +6,32 @@ one connection, or two. Nothing here knows keys, caches or pins, retries a trans
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
-from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute
-from llm_datadist._native.signals import hold_signals
-from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
+from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
+from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, execute
+from llm_datadist._transport.lifetime import Lifetime, unusable
+from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
     from llm_datadist.errors import DeadlineExceeded
+
+
+#: Base address of every region of a served peer: no process has addresses like these, so they are never taken for local
+#: ones.
+_ELSEWHERE: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +119,85 @@ class MemoryChanged(TransferFailed):
     """The owner refused before the first byte, because the memory is not what was resolved any more."""
 
 
-class Connection(AbstractContextManager["Connection"]):
-    """One way to the memory of one peer, both directions.
+class Recovery(Protocol):
+    """What a connection has that can break while its link goes on: sockets of its own beside the control connection.
 
-    Threads: any number may map, read and write at once; any thread may close or abort. What the connection owns
-    (mappings, descriptors) is released by the last call that uses it, so that a lost link never unmaps memory under a
-    copy. In a forked child every call raises and ``close`` drops only the child's references.
+    Threads: any.
+    """
+
+    @property
+    def suspects(self) -> bool:
+        """True while sockets are suspected of being dead: :meth:`drop_suspects` decides."""
+
+    def drop_suspects(self, *, peer_lives: bool) -> int:
+        """Drop the sockets that moved nothing although the peer lives; return how many."""
+
+    def drop(self) -> None:
+        """Drop every socket, because the peer asks for new ones."""
+
+    @property
+    def doubts_writes(self) -> bool:
+        """True if a write ended without the owner's answer: its bytes may still be on their way into the memory."""
+
+    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
+        """Have the owner stop what :attr:`doubts_writes` speaks of: ``tell`` it, unless it has been told.
+
+        Return the newest socket of that time, and the number of the ``Ping`` whose answer says that the owner has
+        dropped it and all older ones; then call :meth:`writes_given_up`.
+        """
+
+    def writes_given_up(self, newest: int) -> None:
+        """Take note that the owner has dropped the socket ``newest`` and all older ones."""
+
+    def redial_soon(self) -> None:
+        """Have lost sockets dialled again, if this side dials them. Returns at once."""
+
+
+class PeerServer(Protocol):
+    """What serves the requests of a connection's peer that come over the control connection of their link."""
+
+    def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+        """Take a request of the peer; ``reply`` is called once, by any thread. Raises ProtocolError.
+
+        On the control thread, and short.
+        """
+
+    def on_late_answer(self, data: bytes) -> bytes | None:
+        """Return the request that gives back what an answer has granted to a caller that has given up, if anything."""
+
+
+class Watch(NamedTuple):
+    """Tells whether a peer's process has ended, after its connection too. The owner closes it once."""
+
+    ended: Callable[[], bool]  # True once it is certain
+    close: Callable[[], None]
+
+
+class Usage(NamedTuple):
+    """What a connection has done, for statistics."""
+
+    read_bytes: int
+    written_bytes: int
+    progress_seconds: float = 0.0  # CPU time of threads that another library runs for it
+    remark: str = ""  # what became of it since it was chosen, to follow the reason of the choice
+
+
+class Connection(Lifetime):
+    """Access to one peer's memory over one transport, for reads and writes.
+
+    Owns: mappings and descriptors; after :meth:`close` the last running call frees them.
+    Threads: any number may map, read and write at once; any thread may close or abort.
+    Errors: in a forked child calls raise StateError; close drops only its references.
     """
 
     capabilities: ClassVar[Capabilities]
-    #: Moves the bytes once this connection cannot; the :class:`DataPath` owns it too.
-    fallback: Connection | None = None
+    #: Where transfers are announced; None where the owner of the memory runs them.
+    intent_writer: IntentWriter | None = None
+    recovery: Recovery | None = None  # None where nothing breaks but the link
+    server: PeerServer | None = None  # None where the peer asks nothing over the control connection
 
     def __init__(self) -> None:
-        self._pid = HERE["pid"]
-        self._users = UseGate()  # counts the calls in progress; shut once this connection is closed
-        self._aborted = False
+        super().__init__(f"{self.capabilities.name} connection")
         self._read, self._written = Meter(), Meter()
 
     @abstractmethod
@@ -146,81 +212,19 @@ class Connection(AbstractContextManager["Connection"]):
     def _move(self, transfer: Transfer) -> None:
         """Move every byte. The tensors are this connection's, and the deadline has not passed yet."""
 
-    @abstractmethod
-    def _release(self) -> None:
-        """Give back what the connection owns. Called once, without any lock, when no call uses it any more."""
-
-    def intent_writer(self, *, write: bool) -> IntentWriter | None:
-        """Return where transfers are announced; None where the owner of the memory runs them."""
-        return None
-
-    def introduce(self, who: str, cluster_id: int) -> None:
-        """Learn who the peer is, for messages about what it does in our memory."""
-
     def begin(self, link: object) -> None:
         """Serve what the peer asks from now on, in the name of ``link``; ``LinkRefused`` while finalising."""
 
-    def reconnect_lanes(self, deadline: Deadline) -> None:
-        """Dial lost lanes again, where this end dials them; raise when it cannot."""
-
-    @property
-    def suspects_lanes(self) -> bool:
-        """True while lanes are suspected: :meth:`drop_suspects` decides."""
-        return self.fallback is not None and self.fallback.suspects_lanes
-
-    def drop_suspects(self, *, peer_lives: bool) -> int:
-        """Drop lanes that moved nothing although the peer lives; return how many."""
-        return 0 if self.fallback is None else self.fallback.drop_suspects(peer_lives=peer_lives)
-
-    def drop_lanes(self) -> None:
-        """Drop every lane, because the peer asks for new ones."""
-
-    @property
-    def doubts_writes(self) -> bool:
-        """True if a write ended without the owner's answer: its bytes may still be on their way into the memory."""
-        return self.fallback is not None and self.fallback.doubts_writes
-
-    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
-        """Have the owner stop what :attr:`doubts_writes` speaks of: ``tell`` it, unless it has been told.
-
-        Return the newest lane of that time, and the number of the ``Ping`` whose answer says that the owner has dropped
-        it and all older ones; then call :meth:`writes_given_up`.
-        """
-        return self.fallback.give_up_writes(tell) if self.fallback is not None else (0, 0)
-
-    def writes_given_up(self, newest: int) -> None:
-        """Take note that the owner has dropped the lane ``newest`` and all older ones."""
-        if self.fallback is not None:
-            self.fallback.writes_given_up(newest)
-
-    @property
-    def remark(self) -> str:
-        """What became of this connection since it was chosen, to follow the reason; empty, as a rule."""
-        return ""
-
-    def progress_seconds(self) -> float:
-        """Return the CPU time of threads that another library runs for this connection, in seconds."""
-        return 0.0
+    def usage(self) -> Usage:
+        return Usage(self._read.nbytes, self._written.nbytes)
 
     def peer_ended(self) -> bool:
         """Return True when the peer's process has certainly ended, or this connection is closed."""
         return self.closed
 
-    def peer_pidfd(self) -> int | None:
-        """Return a new descriptor that is readable once the peer's process has ended, where the transport has one."""
+    def watch(self) -> Watch | None:
+        """Return what tells that the peer has ended; None where this transport cannot know."""
         return None
-
-    @property
-    def closed(self) -> bool:
-        return not self._users.is_open
-
-    @property
-    def bytes_read(self) -> int:
-        return self._read.nbytes
-
-    @property
-    def bytes_written(self) -> int:
-        return self._written.nbytes
 
     def map(
         self,
@@ -253,7 +257,7 @@ class Connection(AbstractContextManager["Connection"]):
             if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
                 raise ProtocolError(f"map: private memory and exported regions {named[1:]} in one cache")
             for region in named:
-                window = self._checked_window(region, writable and not (located and region == PRIVATE))
+                window = _checked_window(self, region, writable and not (located and region == PRIVATE))
                 if bases is offsets:  # all in one region, as a rule
                     bases = window.addresses(region, offsets, extent)
                 else:
@@ -263,22 +267,13 @@ class Connection(AbstractContextManager["Connection"]):
         finally:
             self._leave()
 
-    def _checked_window(self, region: int, writable: bool) -> Window:
-        if region == PRIVATE and not self.capabilities.private_memory:
-            raise LinkError(f"map: {self.capabilities.name} reaches exported pools only, not the peer's private memory")
-        window = self._window(region)
-        if window is None:
-            raise ProtocolError(f"map: the peer exports no region {region}")
-        if writable and not window.writable:
-            raise LinkError(f"map: the peer exports region {region} read-only: it has no remote cache access (RCA)")
-        return window
-
     def guards_unchanged(self, guard_set: GuardSet) -> bool:
         """Return True while every guard shows its generation, by acquire loads.
 
         ``ProtocolError``: a slot is outside the peer's guard table; ``LinkError``: the transport maps no guards.
         """
-        self._check_usable("guards_unchanged")
+        if self._pid != HERE["pid"] or not self._users.is_open:
+            raise unusable(self, "guards_unchanged")
         guards = self._guards()  # keeps the table mapped when the connection is closed meanwhile
         try:
             return guard_set.unchanged(guards.base, guards.nbytes)
@@ -292,9 +287,12 @@ class Connection(AbstractContextManager["Connection"]):
         they decide whether the transfer may begin. Returns None where the owner needs no announcement. Raises LinkError
         when either end is closed, DeadlineExceeded when too many go on already, ProtocolError for no such guard slot.
         """
-        self._check_usable("announce")
-        intent_writer = self.intent_writer(write=write)
-        return None if intent_writer is None else intent_writer.announce(slot, deadline, reading=not write)
+        if self._pid != HERE["pid"] or not self._users.is_open:
+            raise unusable(self, "announce")
+        # A reader fails by the generation; the owner of the memory does not wait for it.
+        if self.intent_writer is None or not (write or self.capabilities.announces_reads):
+            return None
+        return self.intent_writer.announce(slot, deadline, reading=not write)
 
     def read(self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline) -> int:
         """Move ``plan`` from the peer's ``remote`` tensors (source) to ``local`` ones (destination).
@@ -305,7 +303,7 @@ class Connection(AbstractContextManager["Connection"]):
             TransferAborted: :meth:`abort` was called meanwhile.
             LinkError: The connection is closed, or the peer is gone.
         """
-        return self._transfer(Transfer(plan, local, remote, pool, deadline, False))
+        return _run(self, Transfer(plan, local, remote, pool, deadline, False), self._read)
 
     def write(
         self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
@@ -316,92 +314,72 @@ class Connection(AbstractContextManager["Connection"]):
         """
         if not remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
-        return self._transfer(Transfer(plan, local, remote, pool, deadline, True))
-
-    def _transfer(self, transfer: Transfer) -> int:
-        what, nbytes, name = transfer.what, transfer.plan.nbytes, self.capabilities.name
-        if transfer.remote.connection is not self:
-            raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
-        self._enter(what)
-        try:
-            if transfer.deadline.expired():
-                raise transfer.deadline.error(f"{what} of {nbytes} bytes over {name}", "copy")
-            self._move(transfer)
-            (self._written if transfer.write else self._read).add(nbytes)
-        finally:
-            self._leave()
-        if self._aborted:
-            raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
-        return nbytes
-
-    def close(self) -> None:
-        """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
-        if self._forked and self._users.is_open:
-            # A thread that only the parent has may be inside, and will never leave here.
-            self._users = UseGate()
-        if self._users.shut() == 0:
-            self._release()
-
-    def abort(self) -> None:
-        """Like :meth:`close`, but the calls in progress fail with ``TransferAborted``. Idempotent, never waits."""
-        self._aborted = True
-        self.close()
-
-    @property
-    def _forked(self) -> bool:
-        return self._pid != HERE["pid"]
-
-    def _enter(self, what: str) -> None:
-        if self._pid != HERE["pid"] or not self._users.try_enter():
-            self._refuse(what)
-
-    def _check_usable(self, what: str) -> None:
-        """Refuse as :meth:`_enter` does, for a call that keeps alive by itself what it uses."""
-        if self._pid != HERE["pid"] or not self._users.is_open:
-            self._refuse(what)
-
-    def _leave(self) -> None:
-        if not self._users.try_leave() and self._users.leave() == 0:
-            self._release()
-
-    def _refuse(self, what: str) -> NoReturn:
-        name = self.capabilities.name
-        if self._forked:
-            raise StateError(f"{what}: this {name} connection belongs to process {self._pid}, not us")
-        raise LinkError(f"{what}: the {name} connection is closed; link again", phase="copy")
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @hold_signals
-    def __del__(self) -> None:
-        # Whatever the count says: this is the last reference. A constructor may have failed half way.
-        if not hasattr(self, "_users") or self.closed:
-            return
-        self._users.shut()
-        if not self._forked:
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
-        self._release()
+        return _run(self, Transfer(plan, local, remote, pool, deadline, True), self._written)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "open"
+        state, usage = "closed" if self.closed else "open", self.usage()
         return (
             f"<{type(self).__name__} {state}: {self._users.inside} in use, "
-            f"{self.bytes_read} bytes read, {self.bytes_written} written>"
+            f"{usage.read_bytes} bytes read, {usage.written_bytes} written>"
         )
 
 
-class DataPath:
-    """The connections of one link: one, or another one beside it for the peer's private memory, or as its fallback.
+class ServedConnection(Connection):
+    """A connection to an owner that takes part in every transfer, and checks its guards itself."""
 
-    Owns all. Tensors carry the connection that mapped them, which then moves them. ``shared`` reaches what the peer
+    def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
+        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
+        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
+        super().__init__()
+
+    def _window(self, region: int) -> Window | None:
+        return self._windows.get(region)
+
+    def _guards(self) -> Window:
+        raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them by itself (remote_guards)")
+
+
+def _checked_window(connection: Connection, region: int, writable: bool) -> Window:
+    capabilities = connection.capabilities
+    if region == PRIVATE and not capabilities.private_memory:
+        raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's private memory")
+    window = connection._window(region)
+    if window is None:
+        raise ProtocolError(f"map: the peer exports no region {region}")
+    if writable and not window.writable:
+        raise LinkError(f"map: the peer exports region {region} read-only: it has no remote cache access (RCA)")
+    return window
+
+
+def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:
+    what, nbytes, name = transfer.what, transfer.plan.nbytes, connection.capabilities.name
+    if transfer.remote.connection is not connection:
+        raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
+    connection._enter(what)
+    try:
+        if transfer.deadline.expired():
+            raise transfer.deadline.error(f"{what} of {nbytes} bytes over {name}", "copy")
+        connection._move(transfer)
+        meter.add(nbytes)
+    finally:
+        connection._leave()
+    if connection._aborted:
+        raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
+    return nbytes
+
+
+class DataPath:
+    """The connections of one link: one, or another one beside it for the peer's private memory.
+
+    Owns both. Tensors carry the connection that mapped them, which then moves them. ``shared`` reaches what the peer
     exports, and its guards; ``private`` its private memory: None where ``shared`` does, or nothing.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:
         self.shared = shared
         self.private = private
-        self.connections = tuple(each for each in (shared, private, shared.fallback) if each is not None)
+        self.connections = (shared,) if private is None else (shared, private)
+        self.server = next((each.server for each in self.connections if each.server is not None), None)
         self.capabilities = shared.capabilities
         if private is not None:
             self.capabilities = Capabilities(

@@ -9,36 +9,28 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-import struct
 import threading
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
-
-import numpy as np
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import HERE
+from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._memory.exports import ADDRESS_SPACE
-from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, Plan, ReadAsked, StandingGrants, Tensors, WriteAsked
-from llm_datadist._transport.address import DialledSocket, read_exactly
-from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, ParamError, PeerLost, ProtocolError
+from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, ReadAsked, StandingGrants, WriteAsked
+from llm_datadist._threads import Threads
+from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
+from llm_datadist._transport.moves import MoveOwner, answer, status_of
+from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, PeerLost
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Sequence
-
-    from llm_datadist._deadline import Deadline
+    from collections.abc import Callable, Iterable, Sequence
 
 MAX_LANES: Final = 10
 """Lanes that one peer may have on one link: as many as it dials, twice, because it may have lost those of before."""
-MAX_HANDLE_BYTES: Final = 4096
-MAX_RUNS: Final = 1 << 15
-"""Runs of one request: half of what a meta of 1 MiB has room for."""
 
-#: As the preamble of a control connection (magic, protocol version), with purpose 1.
-LANE_PREAMBLE: Final = b"ODATDIST" + struct.pack(">HH", 9, 1)
+LANE_PREAMBLE: Final = preamble(1)
 TOKEN_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
@@ -48,35 +40,8 @@ _REFUSED: Final = "the peer does not know this session, or has lanes enough"
 _UNSENT_BYTES: Final = 512 << 10
 
 _KEEPALIVE_SECONDS: Final = 5
-
-#: As in _native/standing_grants.hpp: bytes of the handle, first tensor, tensors, bytes of each, bytes in all.
-_HEAD: Final = struct.Struct("<HQQQQ")
-_RUN_BYTES: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class LaneRequest:
-    """A peer's request for memory of this process. It is well formed; its numbers are not checked yet."""
-
-    handle: bytes  # what the peer was given to name the memory
-    extent: int  # bytes of each tensor, as the peer believes
-    plan: Plan  # with the same offsets as destination and source; to be checked against the true memory
-
-
-def decode_request(meta: bytes) -> LaneRequest:
-    """Return the request in a meta; ``ProtocolError`` when it holds none."""
-    if len(meta) < _HEAD.size:
-        raise ProtocolError(f"a lane request of {len(meta)} bytes has no head")
-    length, first, count, extent, nbytes = _HEAD.unpack_from(meta)
-    start = _HEAD.size + length
-    runs, rest = divmod(len(meta) - start, _RUN_BYTES)
-    if length > MAX_HANDLE_BYTES or rest or not 0 <= runs <= MAX_RUNS:
-        raise ProtocolError(f"a lane request of {len(meta)} bytes with a handle of {length} does not add up")
-    if max(first, count, extent, nbytes) > ADDRESS_SPACE:
-        raise ProtocolError(f"a lane request for tensors [{first}, +{count}) of {extent} bytes, {nbytes} in all")
-    spans = np.frombuffer(meta, "<u8", offset=start).reshape(-1, 2)
-    plan = Plan(first, first, count, np.ascontiguousarray(spans[:, (0, 0, 1)], np.uint64), False, nbytes)
-    return LaneRequest(meta[_HEAD.size : start], extent, plan)
+#: Bounds one attempt to dial all lanes of a link again; finalize may wait for it.
+_REDIAL_MS: Final = 1000
 
 
 class LaneSocket(NamedTuple):
@@ -179,33 +144,6 @@ async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> N
     await loop.sock_sendall(sock, _ACCEPTED)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneGrant:
-    """The target's answer to a request: this memory, as long as these guards hold."""
-
-    tensors: Tensors  # all of what the handle names, valid until Lanes.quiesce() has returned for the tag
-    guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
-    tag: int = 0  # what quiesce() will call this memory
-    standing: bool = False  # later requests with this handle need not be asked about while the guards hold
-    plan: Plan | None = None  # instead of the request's, which does not know where in the tensors it is
-
-
-class LaneHandler(Protocol):
-    """What the owner of the memory does for lanes.
-
-    Threads: everything is called on the control thread and must be short.
-    """
-
-    def on_read(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer of ``link`` may read. An ``LLMException`` refuses it, with its status and text."""
-
-    def on_write(self, link: object, request: LaneRequest) -> LaneGrant:
-        """Return what the peer of ``link`` may write; as :meth:`on_read`."""
-
-    def on_lane_lost(self, link: object, left: int, reason: str) -> None:
-        """Take note that a lane of ``link`` ended by itself and ``left`` are there still."""
-
-
 class LaneGroup:
     """The lanes of one link, and how much each of them has to do. Made, begun and ended by :class:`Lanes`.
 
@@ -215,7 +153,8 @@ class LaneGroup:
     Attributes:
         link: The link, opaque here; None until it has begun.
         token: What opens it to lanes of the peer; empty where this end dials.
-        grants: What the peer may use without another question to the handler.
+        grants: What the peer may use without another question to the owner.
+        on_lost: Called when a lane ended by itself, with how many are left, and why; None: nobody wants to know.
         secret: What seals its lanes; empty where the link is not sealed. Set before the peer knows the token.
         doubted: Newest lane with a write that ended without the owner's answer; 0: none, lanes are numbered from 1.
         told: Newest lane when the owner was last told to drop all lanes, and the number of the ``Ping`` after that.
@@ -226,6 +165,7 @@ class LaneGroup:
         self.link: object = None
         self.token = token
         self.grants = StandingGrants()
+        self.on_lost: Callable[[int, str], None] | None = None
         self.secret = b""
         self.doubted, self.told, self.settled = 0, (0, 0), 0
         self._changed = threading.Condition(threading.Lock())  # protects all below
@@ -294,10 +234,14 @@ class LaneGroup:
         with self._changed:
             return list(self.loads)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> tuple[list[int], list[LaneSocket]]:
         """Take every lane out, for good; return them, and the sockets that waited."""
         with self._changed:
-            self._closed = True
+            self._closed, self.on_lost = True, None
             lanes, self.loads = list(self.loads), {}
             waiting, self._waiting = self._waiting, []
             self._changed.notify_all()
@@ -313,14 +257,15 @@ class Lanes:
     The engine is made with the first link that has lanes: most processes never need one.
     """
 
-    def __init__(self, threads: int, handler: LaneHandler) -> None:
+    def __init__(self, threads: int, owner: MoveOwner) -> None:
         self._threads = threads
-        self.handler = handler
+        self.owner = owner
         self._pid = HERE["pid"]
         # Single dict operations only: callers add, the loop's thread looks up.
         self._groups: dict[int, LaneGroup] = {}
         self._by_token: dict[bytes, LaneGroup] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._redialling = Threads(1, "llm-datadist-lanes")  # a thread exists from the first lost lane on
         self._making = threading.Lock()  # protects the two below
         self._engine: LaneEngine | None = None
         self._closed = False
@@ -364,6 +309,8 @@ class Lanes:
             engine = self._engine
         if engine is not None:
             engine.close()
+        if self._pid == HERE["pid"]:
+            self._redialling.shutdown(cancel_futures=True)
         self._groups.clear()
         self._by_token.clear()
 
@@ -378,6 +325,11 @@ class Lanes:
         if token:
             self._by_token[token] = group
         return group
+
+    def group(self, token: bytes) -> LaneGroup:
+        """Return the group that was opened with this token; an empty one once it has ended."""
+        group = self._by_token.get(token)
+        return LaneGroup(token) if group is None else group
 
     def find(self, token: bytes) -> LaneGroup:
         """Return the group that a new lane of a peer belongs to; ``LinkRefused`` when it has lanes enough."""
@@ -439,6 +391,19 @@ class Lanes:
         for sock in waiting:
             sock.socket.close()
 
+    def redial_soon(self, group: LaneGroup, redial: Callable[[Deadline], None]) -> None:
+        """Have lost lanes of a link dialled again. Threads: any; returns at once."""
+
+        def attempt() -> None:
+            try:
+                redial(Deadline(_REDIAL_MS))
+            except LLMException as error:
+                # The end of the link is on its way, or the next transfer tries again.
+                logger.info("data lanes to %s were not brought back: %s", group.link, error)
+
+        with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
+            self._redialling.submit(attempt)
+
     def quiesce(self, tag: int) -> None:
         """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
 
@@ -458,7 +423,9 @@ class Lanes:
             if isinstance(event, LaneLost):
                 self._groups.pop(event.lane, None)
                 group.discard(event.lane)  # after the line above: see add()
-                self.handler.on_lane_lost(group.link, len(group), event.reason)
+                logger.info("a data lane of %s ended, %d are left: %s", group.link, len(group), event.reason)
+                if (on_lost := group.on_lost) is not None:
+                    on_lost(len(group), event.reason)
             else:
                 self._answer(group, event)
         except Exception:  # noqa: BLE001 (a bug in a handler must neither end the loop nor keep a peer waiting)
@@ -469,19 +436,14 @@ class Lanes:
     def _answer(self, group: LaneGroup, event: ReadAsked | WriteAsked) -> None:
         write = isinstance(event, WriteAsked)
         try:
-            request = decode_request(event.meta)
-            grant = (self.handler.on_write if write else self.handler.on_read)(group.link, request)
-            if request.extent != grant.tensors.extent:
-                raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
-            if grant.standing:
-                tensors = grant.tensors
-                group.grants.keep(request.handle, write, tensors.native, grant.guards, grant.tag, tensors.mapped)
+            handle, plan, reply = answer(self.owner, group.link, event.meta, write=write)
+            tensors, guards, tag = reply.tensors, reply.guards, reply.tag
+            if reply.standing:
+                group.grants.keep(handle, write, tensors.native, guards, tag, tensors.mapped)
             give = self.engine.accept_write if write else self.engine.serve_read
-            give(event.lane, event.id, grant.plan or request.plan, grant.tensors, grant.guards, grant.tag)
+            give(event.lane, event.id, plan, tensors, guards, tag)
         except LLMException as error:
-            # The status as u32: success is not among what can be refused with.
-            code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
-            self.engine.refuse(event.lane, event.id, code, " ".join(str(error).splitlines()))
+            self.engine.refuse(event.lane, event.id, *status_of(error))
 
     def __repr__(self) -> str:
         return f"<Lanes {len(self._groups)} lanes, {self._threads if self._engine else 0} threads>"

@@ -22,28 +22,41 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 from weakref import WeakSet
 
 import msgspec
 import numpy as np
 
+from llm_datadist._checks import HERE
 from llm_datadist._log import logger
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request, load_generation
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._native.plan import PlanEnd
+from llm_datadist._native.plan import PlanEnd, split_plan
 from llm_datadist._native.signals import hold_signals
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
-from llm_datadist._transport.lanes import MAX_RUNS, LaneGrant, LaneHandler, decode_request
-from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress, keep_for_ever, spans_of
-from llm_datadist._transport.tcp import is_one_job, refusal, split_plan
+from llm_datadist._transport.choose import Verdict
+from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
+from llm_datadist._transport.moves import MoveOwner, MoveReply, answer, is_one_request, refusal, status_of
+from llm_datadist._transport.nixl_agent import (
+    NOT_INSTALLED,
+    Address,
+    Agent,
+    NixlFailed,
+    Progress,
+    fabric,
+    keep_for_ever,
+    spans_of,
+    ucx_transports,
+    usable,
+)
+from llm_datadist._transport.peer_memory import why_stranger
+from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
+from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
     LLMException,
     LLMStatusCode,
-    ParamError,
     PeerLost,
     ProtocolError,
     TransferAborted,
@@ -54,9 +67,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._deadline import Deadline
+    from llm_datadist._memory.exports import RegionDescriptor
+    from llm_datadist.config import Options
 
-_ELSEWHERE: Final = 1 << 62
 #: Bytes asked for at once: the owner serves one part after the other.
 _PART_BYTES: Final = 128 << 20
 #: The thread that receives a push does not sleep for so long after the last request, then at most so long at once.
@@ -136,14 +149,91 @@ _ask_decoder: Final = msgspec.msgpack.Decoder(Ask | Done | Meet)
 _decode_answer: Callable[[bytes], Granted | Moved | Refused] = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
 
 
-class Wire(Protocol):
-    """Carries requests to the peer of a link, and its answers. Threads: any."""
+_NOT_ASKED: Final = (
+    "this end does not ask for it, and over TCP, or without credentials, no peer may choose it for this end: set "
+    "llm.Transport=nixl at both ends"
+)
+_CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
 
-    def ask(self, link: Any, data: bytes, deadline: Deadline) -> bytes:  # noqa: ANN401 (a link, opaque here)
-        """Send a request and return its answer. Raises DeadlineExceeded, or LinkError where the link is lost."""
 
-    def tell(self, link: Any, data: bytes) -> None:  # noqa: ANN401
-        """Send a request whose answer is not waited for; nothing happens where the link has ended."""
+class NixlTransport(Transport):
+    """The transport. Each side offers the fabric that its NIXL can use, unless it may not be used: ``why_not``.
+
+    ``asked``: the option of this side asks for NIXL. No peer decides that: one that UCX has connected over TCP can
+    write any memory of this process, and its metadata can end the process.
+    """
+
+    name = "nixl"
+    capabilities = _CAPABILITIES
+
+    def __init__(self, context: Context) -> None:
+        options = context.options
+        self.asked = options.transport == self.name
+        self.why_not = _why_not(options) or (usable(fabric()) if self.asked else "")
+        if self.why_not and self.asked:
+            raise LLMException(f"{TRANSPORT}=nixl: {self.why_not}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+        self.fabric = "" if self.why_not else fabric()
+        pools = [(segment.address, segment.nbytes) for segment in context.exports.regions.values()]
+        self.shared = Nixl(context.wire, context.owner, pools, fallback=options.nixl_fallback)
+
+    def offer(self, meeting: Meeting) -> bytes:
+        return self.fabric.encode()
+
+    def judge(self, meeting: Meeting) -> Verdict:
+        forced, theirs = meeting.forced == self.name, self._theirs(meeting)
+        mine, why_not = self.fabric, self.why_not
+        # Another user would reach all memory of this process. ``auto`` takes NIXL from authenticated peers only.
+        if forced and not meeting.authenticated and meeting.sock is not None:
+            why_not = why_stranger(meeting.sock, meeting.exports.users) or why_not
+            mine = "" if why_not else mine
+        if not mine:
+            return Verdict(False, why_not if theirs else "neither end has NIXL", silent=not theirs)
+        if not theirs:
+            return Verdict(False, "the peer has no NIXL, or does not allow it (llm.NixlPlaintext, llm.PeerPolicy)")
+        over = _common(mine, theirs)
+        if not (self.asked or (meeting.authenticated and over == "rdma")):
+            return Verdict(False, _NOT_ASKED)
+        if over == "tcp":
+            return Verdict(forced, f"UCX has no RDMA at both ends, it uses {ucx_transports('tcp')}")
+        return Verdict(True, f"UCX uses RDMA ({ucx_transports('rdma')})")
+
+    def _theirs(self, meeting: Meeting) -> str:
+        return meeting.theirs.get(self.name, b"").decode(errors="replace")
+
+    def connect(self, meeting: Meeting) -> Connection:
+        lanes = meeting.transports["tcp"]
+        # The dialer of a link decides whether there is something to fall back on.
+        fallback = self.shared.fallback if meeting.dialled else not lanes.lacks(meeting)
+        return NixlConnection(
+            self.shared,
+            _common(self.fabric, self._theirs(meeting)),
+            writable=meeting.exports.writable,
+            dialled=meeting.dialled,
+            fallback=meeting.connect(lanes.name) if fallback else None,
+        )
+
+    def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
+        self.shared.quiesce(tag, private)
+
+    def close(self) -> None:
+        self.shared.close()
+
+
+def _common(mine: str, theirs: str) -> str:
+    """Return what both sides can use, if each can use something."""
+    return "tcp" if "tcp" in (mine, theirs) else "rdma"
+
+
+def _why_not(options: Options) -> str:
+    """Return why this side uses no NIXL; empty if it may."""
+    if options.credentials is not None and not options.nixl_plaintext:
+        return (
+            f"it sends KV bytes unencrypted, and this end has credentials ({AUTH_SECRET}, {TLS_CERT}): set "
+            f"{NIXL_PLAINTEXT}='1' to allow that"
+        )
+    if options.peer_policy is not None:
+        return f"a peer that UCX has connected reaches all memory of this process: {PEER_POLICY} could not be kept"
+    return "" if fabric() else NOT_INSTALLED
 
 
 @dataclass(eq=False)
@@ -155,7 +245,7 @@ class Nixl:
     """
 
     wire: Wire
-    handler: LaneHandler
+    owner: MoveOwner
     pools: Sequence[tuple[int, int]]
     fallback: bool = field(default=False, kw_only=True)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -311,14 +401,14 @@ class _End:
             agent.end()
 
 
-class NixlConnection(Connection):
-    """A connection whose bytes are moved by NIXL. Made by :class:`ConnectionBuilder`.
+class NixlConnection(ServedConnection):
+    """A connection whose bytes are moved by NIXL. Made by :class:`NixlTransport`.
 
-    ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``dialled``: this end made the link. ``fallback`` is
-    used for every transfer from the one on that NIXL failed, where there is one.
+    ``fabric`` is what UCX uses, see :func:`.nixl_agent.fabric`. ``dialled``: this end made the link. ``fallback``, if
+    there is one, is used for every transfer from the one on that NIXL failed; owned by this connection.
     """
 
-    capabilities = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
+    capabilities = _CAPABILITIES
 
     def __init__(
         self,
@@ -332,20 +422,19 @@ class NixlConnection(Connection):
     ) -> None:
         self.nixl = nixl
         self.fallback = fallback
+        self.recovery = None if fallback is None else fallback.recovery
         self._dialled = dialled
         # A pull is a READ of this end. UCX only emulates it over tcp, and what can be read can be written.
         self.reads = fabric == "rdma" and writable
         self.sender = _End(nixl, fabric, progress=False)
         self.receiver = _End(nixl, fabric, progress=True)  # of what is pulled
         self.pushed = _End(nixl, fabric, progress=False)  # the receiver of what is pushed
-        self.server = Server(nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable)
-        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
+        self.server: Server = Server(nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable)
         self._known = ""  # the receiver of this end that the peer's sender knows
         self._pushed_to = ""  # the name of the peer's receiver of what is pushed
         self._failed = ""  # why NIXL is not used any more
         self._moves = iter(range(1, 2**63))
-        super().__init__()
+        super().__init__(regions, writable=writable)
         nixl.add(self)
 
     def begin(self, link: object) -> None:
@@ -353,26 +442,30 @@ class NixlConnection(Connection):
         first = self.pushed if self.reads else self.receiver
         self.server.begin(link, first if self._dialled != self.reads else None)
 
-    @property
-    def remark(self) -> str:
-        """What became of NIXL on this link, for people; empty while it is used."""
-        return f"; by tcp, because NIXL failed: {self._failed}" if self._failed else ""
+        if self.fallback is not None:
+            self.fallback.begin(link)
 
-    def progress_seconds(self) -> float:
-        """Return the CPU time of UCX's threads of this link, in seconds."""
-        return self.sender.cpu_seconds() + self.receiver.cpu_seconds()
+    def usage(self) -> Usage:
+        """Return it with the CPU time of UCX's threads, and what became of NIXL."""
+        remark = f"; by tcp, because NIXL failed: {self._failed}" if self._failed else ""
+        return (
+            super()
+            .usage()
+            ._replace(progress_seconds=self.sender.cpu_seconds() + self.receiver.cpu_seconds(), remark=remark)
+        )
 
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
-
-    def _guards(self) -> Window:
-        raise LinkError("nixl maps no guards, the peer checks them by itself (remote_guards)")
+    def abort(self) -> None:
+        super().abort()
+        if self.fallback is not None:
+            self.fallback.abort()
 
     def _release(self) -> None:
-        if self._forked:  # the agents' threads are the parent's
+        if self._pid != HERE["pid"]:  # the agents' threads are the parent's
             keep_for_ever(self.server)
         else:
             self.server.stop()
+        if self.fallback is not None:
+            self.fallback.close()
 
     def _move(self, transfer: Transfer) -> None:
         local, remote = transfer.local, transfer.remote
@@ -410,7 +503,7 @@ class _NixlTransfer:
         """Move every part. When this returns or raises, local memory is the caller's again."""
         plan, done = self._transfer.plan, 0
         move = self._move_directly if self._transfer.write or self._connection.reads else self._have_moved
-        parts = (plan,) if is_one_job(plan) else split_plan(plan, _PART_BYTES, MAX_RUNS // 2)
+        parts = (plan,) if is_one_request(plan) else split_plan(plan, _PART_BYTES, MAX_REQUEST_RUNS // 2)
         for part in parts:
             for each in _in_order(part):
                 while not move(each):  # until the deadline: other transfers may end an agent again
@@ -541,18 +634,12 @@ def _answer_of(data: bytes) -> Granted | Moved | Refused:
         raise ProtocolError(f"nixl: the peer sent no answer: {error}") from error
 
 
-def give_back(answer: bytes) -> bytes | None:
-    """Return the request that gives back what an answer, which came too late, has granted; None for nothing."""
-    granted = _answer_of(answer)
-    return _encode(Done(granted.move, good=False)) if isinstance(granted, Granted) else None
-
-
 @dataclass(slots=True, eq=False)
 class _Served:
     """One request that the owner has granted. Its fields are set by one thread; ``cancelled`` by any."""
 
     plan: Plan
-    grant: LaneGrant
+    grant: MoveReply
     ask: Ask
     reply: Callable[[bytes], None]
     until: float  # monotonic
@@ -619,15 +706,18 @@ class Server:
         except ProtocolError:
             raise
         except LLMException as error:
-            code = int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED)
-            reply(_encode(Refused(code, " ".join(str(error).split())[:4000], touched=False)))
+            reply(_encode(Refused(*status_of(error), touched=False)))
             return
         served.nbytes = nbytes
         self._put(partial(self._serve, served), served=served)
 
+    def on_late_answer(self, data: bytes) -> bytes | None:
+        """Return the request that gives back what an answer, which came too late, has granted; None for nothing."""
+        granted = _answer_of(data)
+        return _encode(Done(granted.move, good=False)) if isinstance(granted, Granted) else None
+
     def grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
         """Return a request with what it may use. Raises LLMException to refuse it."""
-        handler, request = self._nixl.handler, decode_request(ask.meta)
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
         if ask.direct and not ask.write and not self.reads:
@@ -637,12 +727,9 @@ class Server:
                 "pushes over nixl need remote cache access at the owner (LLMConfig.enable_remote_cache_accessible)",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        grant = (handler.on_write if ask.write else handler.on_read)(self.link, request)
-        if request.extent != grant.tensors.extent:
-            raise ParamError(f"the tensors have {grant.tensors.extent} bytes, not {request.extent}")
-        plan = grant.plan or request.plan
-        check_plan(plan, grant.tensors, grant.tensors)
-        return _Served(plan, grant, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
+        move = answer(self._nixl.owner, self.link, ask.meta, write=ask.write)
+        check_plan(move.plan, move.reply.tensors, move.reply.tensors)
+        return _Served(move.plan, move.reply, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
     def _put(self, job: Callable[[], None], nbytes: int = 0, served: _Served | None = None) -> None:
         """Have the thread do a job; none where the link has ended, because nobody waits for an answer."""

@@ -8,7 +8,7 @@ import socket
 import struct
 import warnings
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -18,7 +18,7 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
-from llm_datadist._transport.connection import Connection, Window
+from llm_datadist._transport.connection import Connection, Watch, Window
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
@@ -266,6 +266,7 @@ class SameHostConnection(Connection):
 
     def __init__(self, peer: PeerMemory) -> None:
         self._peer = peer
+        self.intent_writer: IntentWriter = peer.intent_writer
         guards = peer.guards.view()
         self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
         super().__init__()
@@ -274,22 +275,16 @@ class SameHostConnection(Connection):
         """Return True once the kernel says so. A child that the peer forked may still hold its sockets open."""
         return self.closed or not self._peer.alive()
 
-    def peer_pidfd(self) -> int | None:
+    def watch(self) -> Watch | None:
         with suppress(LinkError):  # closed
-            self._enter("peer_pidfd")
+            self._enter("watch")
             try:
                 with suppress(OSError):  # no descriptor left
-                    return os.dup(self._peer.pidfd)
+                    pidfd = os.dup(self._peer.pidfd)
+                    return Watch(partial(readable, pidfd), partial(os.close, pidfd))
             finally:
                 self._leave()
         return None
-
-    def introduce(self, who: str, cluster_id: int) -> None:
-        self._peer.introduce(who, cluster_id)
-
-    def intent_writer(self, *, write: bool) -> IntentWriter | None:
-        # A reader fails by the generation; the owner of the memory does not wait for it.
-        return self._peer.intent_writer if write else None
 
     def _guards(self) -> Window:
         window = self._guard_window

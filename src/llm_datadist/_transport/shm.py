@@ -2,15 +2,107 @@
 
 from __future__ import annotations
 
-from llm_datadist._transport.connection import Capabilities, Transfer, Window, move_mapped
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._transport.choose import Verdict
+from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window, move_mapped
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
-from llm_datadist.errors import PeerLost
+from llm_datadist._transport.samehost import SameHostListener, exchange_memory
+from llm_datadist._transport.transport import Context, Meeting, Transport
+from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, PeerLost
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from llm_datadist._deadline import Deadline
+
+COOKIE_BYTES: Final = 16
+_CAPABILITIES = Capabilities("shm", shared_regions=True, private_memory=False)
+
+
+class ShmTransport(Transport):
+    """The transport, and the same-host rendezvous, whose mapped memory cma uses too.
+
+    It offers the cookie of this side's guard table, which the rendezvous must find there, and at the listener the name
+    of the rendezvous. Owns the listener of the rendezvous.
+    """
+
+    name = "shm"
+    capabilities = _CAPABILITIES
+
+    def __init__(self, context: Context) -> None:
+        self.rendezvous = SameHostListener(context.exports, context.options.shm_socket_dir)
+
+    def offer(self, meeting: Meeting) -> bytes:
+        cookie = meeting.exports.guards.cookie
+        if meeting.dialled:
+            return cookie
+        self.rendezvous.expect(meeting.token, lambda outcome: meeting.bring(_proven(meeting, outcome)), meeting.offered)
+        if isinstance(meeting.offered, LinkError):
+            meeting.bring(meeting.offered)  # the peer need not come for that
+        return cookie + self.rendezvous.name.encode()
+
+    def exchange(self, meeting: Meeting, deadline: Deadline) -> None:
+        """Try the rendezvous, unless the peer lives in this process or a transport is forced that needs none."""
+        if meeting.forced is None and meeting.here is not None:
+            return
+        if meeting.forced not in (None, self.name, "cma"):
+            return
+        if isinstance(meeting.offered, LinkError):
+            meeting.bring(meeting.offered)
+            return
+        name = meeting.theirs.get(self.name, b"")[COOKIE_BYTES:].decode(errors="replace")
+        try:
+            meeting.bring(_proven(meeting, exchange_memory(name, meeting.token, meeting.offered, deadline)))
+        except LinkError as error:
+            meeting.bring(error)
+        except DeadlineExceeded:  # an OSError too, but not one of the socket's
+            raise
+        except OSError as error:
+            meeting.bring(LinkRefused(f"same-host rendezvous with {name!r}: {error}"))
+
+    def judge(self, meeting: Meeting) -> Verdict:
+        memory = meeting.memory
+        if isinstance(memory, PeerMemory):
+            return Verdict(True, f"the peer (pid {memory.pid}) is on this host, {len(memory.regions)} regions mapped")
+        return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
+
+    def connect(self, meeting: Meeting) -> Connection:
+        assert isinstance(meeting.memory, PeerMemory), "it is chosen after a rendezvous only"
+        return ShmConnection(meeting.memory.share())
+
+    def forget(self, meeting: Meeting) -> None:
+        if not meeting.dialled:
+            self.rendezvous.forget(meeting.token)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.rendezvous.start(loop)
+
+    def close(self) -> None:
+        self.rendezvous.close()
+
+    def abandon(self) -> None:
+        self.rendezvous.close()
+
+
+def _proven(meeting: Meeting, memory: PeerMemory | LinkError) -> PeerMemory | LinkError:
+    """Return the memory if it is this peer's, else close it and return why not."""
+    if isinstance(memory, LinkError):
+        return memory
+    if memory.incarnation != meeting.incarnation:
+        what = "incarnation is another one"
+    elif memory.cookie != meeting.theirs.get(ShmTransport.name, b"")[:COOKIE_BYTES]:
+        what = "guard table shows another cookie"
+    else:
+        return memory
+    memory.close()
+    return LinkRefused(f"the rendezvous met a stranger: its {what} than the control connection told")
 
 
 class ShmConnection(SameHostConnection):
     """A connection over mapped memory of another process."""
 
-    capabilities = Capabilities("shm", shared_regions=True, private_memory=False)
+    capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory) -> None:
         self._windows = {

@@ -7,41 +7,53 @@ dials lost lanes again.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import Ending, Outcome, Plan, check_plan, encode_request
-from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._transport.connection import Capabilities, Connection, MemoryChanged, Transfer, Window
-from llm_datadist._transport.lanes import MAX_RUNS, LaneGroup, Lanes, LaneSocket
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, check_plan, encode_request, usable_cpus
+from llm_datadist._native.lanes import LOST, TORN
+from llm_datadist._native.plan import split_plan
+from llm_datadist._transport.choose import Verdict
+from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
+from llm_datadist._transport.lanes import (
+    LANE_PREAMBLE,
+    TOKEN_BYTES,
+    LaneGroup,
+    Lanes,
+    LaneSocket,
+    accept_lane,
+    check_lane,
+    dial_lanes,
+    read_lane_greeting,
+)
+from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
+from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
-    CacheMismatch,
+    AuthFailed,
     LinkError,
     LLMException,
-    LLMStatusCode,
     PeerLost,
     TransferAborted,
     TransferFailed,
-    code_2_status,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    import asyncio
+    import socket
+    from collections.abc import Callable, Iterable
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
+    from llm_datadist._memory.exports import RegionDescriptor
 
-# Base address of every region of a peer: no process has addresses like these, so they are never taken for local ones.
-_ELSEWHERE: Final = 1 << 62
 
-# Measured: below it another lane costs more than it brings; above it a job that is given up holds its lane up too long.
-_MIN_PART_BYTES: Final = 1 << 20
+# Measured: above it a job that is given up holds its lane up too long.
 _MAX_PART_BYTES: Final = 16 << 20
 # Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
 _PARTS_PER_LANE: Final = 2
@@ -52,11 +64,94 @@ _ANSWERED: Final = (Ending.GOOD, Ending.REFUSED, Ending.TRAILER)
 # A lane that carried its last byte that much later than a silent one is as idle.
 _AS_IDLE_NS: Final = 1_000_000
 
+#: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
+_MAX_THREADS: Final = 4
+LANES_PER_LINK: Final = 5
+"""Data lanes that the dialer of a link makes: one for small transfers, the rest for all.
 
-class TcpConnection(Connection):
-    """A connection over the data lanes of a link, which it owns. Made by :class:`ConnectionBuilder`."""
+Measured on 2 CPUs, over loopback and between two network namespaces: four beside the first move more than two or three.
+Between hosts more connections share a line better than one. Threads, not lanes, depend on the usable CPUs.
+"""
+_CAPABILITIES: Final = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
 
-    capabilities = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
+
+class TcpTransport(Transport):
+    """The transport. The listener offers the token of its lanes; the dialer, which dials them, offers nothing.
+
+    Owns: the lanes of all links.
+    """
+
+    name = "tcp"
+    capabilities = _CAPABILITIES
+    beside = True
+    preamble = LANE_PREAMBLE
+
+    def __init__(self, context: Context) -> None:
+        self.lanes = Lanes(min(_MAX_THREADS, usable_cpus()), context.owner)
+
+    def offer(self, meeting: Meeting) -> bytes:
+        if meeting.dialled:
+            return b""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self.lanes.open(token=token).secret = meeting.secret
+        return token
+
+    def judge(self, meeting: Meeting) -> Verdict:
+        if meeting.dialled and len(meeting.theirs.get(self.name, b"")) != TOKEN_BYTES:
+            return Verdict(False, "the peer takes no data lanes")
+        return Verdict(
+            True, "data lanes reach every peer" if meeting.forced is None else "data lanes, as llm.Transport asks"
+        )
+
+    def lacks(self, meeting: Meeting) -> str:
+        """Return that there are no lanes where only the peer could dial them: it needs none itself."""
+        return "" if meeting.dialled or len(self._group(meeting)) else "dialled no data lanes"
+
+    def connect(self, meeting: Meeting) -> TcpConnection:
+        writable = meeting.exports.writable
+        if not meeting.dialled:
+            return TcpConnection(self.lanes, self._group(meeting), writable=writable)
+        assert meeting.deadline is not None, "a dial has a deadline"
+        dial = partial(dial_lanes, meeting.address, meeting.theirs[self.name], secret=meeting.secret)
+        group = self.lanes.open(dial(LANES_PER_LINK, meeting.deadline))
+        return TcpConnection(self.lanes, group, writable=writable, reconnect=dial)
+
+    def _group(self, meeting: Meeting) -> LaneGroup:
+        return self.lanes.group(meeting.mine[self.name])
+
+    def forget(self, meeting: Meeting) -> None:
+        self.lanes.shut(self._group(meeting))
+
+    async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
+        """Check a data lane of a link that is there, or about to be."""
+        token = await read_lane_greeting(loop, sock)
+        lane = await check_lane(loop, sock, self.lanes.find(token).secret)
+        if lane is None:
+            raise AuthFailed("it does not know the secret of the link that its data lane is for")
+        group = self.lanes.find(token)  # again: meanwhile its link may have ended, or have got its last lane
+        await accept_lane(loop, sock)
+        return partial(self.lanes.add, group, lane)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.lanes.start(loop)
+
+    def stop(self) -> None:
+        self.lanes.stop()
+
+    def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
+        self.lanes.quiesce(tag)
+
+    def close(self) -> None:
+        self.lanes.close()
+
+    def abandon(self) -> None:
+        self.lanes.close()
+
+
+class TcpConnection(ServedConnection):
+    """A connection over the data lanes of a link, which it owns. Made by :class:`TcpTransport`."""
+
+    capabilities = _CAPABILITIES
 
     def __init__(
         self,
@@ -69,86 +164,16 @@ class TcpConnection(Connection):
     ) -> None:
         self._lanes = lanes
         self.group = group
-        self._wanted = len(group)
-        self.reconnect = reconnect
-        self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
-        # Lane -> when it last moved a byte (monotonic, ns); absent: never. Single dict operations only.
-        self._moved: dict[int, int] = {}
-        # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
-        # over the control connection that it lives, or not.
-        self._suspects: set[int] = set()
-        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
-        super().__init__()
+        self.recovery: LaneRecovery = LaneRecovery(lanes, group, reconnect)
+        group.on_lost = self.recovery.on_lost
+        super().__init__(regions, writable=writable)
 
     def begin(self, link: object) -> None:
         self._lanes.begin(self.group, link)
 
-    def reconnect_lanes(self, deadline: Deadline, *, wait: bool = True) -> None:
-        """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
-        if self.reconnect is None or len(self.group) >= self._wanted:
-            return
-        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
-            if not wait or deadline.expired():
-                return
-        try:
-            missing = self._wanted - len(self.group)
-            if missing > 0 and not self.closed:
-                self._lanes.add_all(self.group, self.reconnect(missing, deadline))
-        except LLMException:
-            if not len(self.group):
-                raise
-        finally:
-            self._reconnecting.release()
-
-    @property
-    def suspects_lanes(self) -> bool:
-        return bool(self._suspects)
-
-    def drop_suspects(self, *, peer_lives: bool) -> int:
-        """Drop the suspected lanes if the peer lives: then it is the network that has forgotten them.
-
-        Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
-        """
-        suspects, self._suspects = self._suspects, set()
-        lost = sorted(suspects.intersection(self.group.lanes())) if peer_lives else []
-        self._lanes.drop(self.group, lost)
-        return len(lost)
-
-    def drop_lanes(self) -> None:
-        """Drop all lanes: the peer says that they are silent."""
-        self._lanes.drop(self.group, self.group.lanes())
-
-    @property
-    def doubts_writes(self) -> bool:
-        return self.group.doubted > self.group.settled
-
-    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
-        group, told = self.group, self.group.told  # read once: other threads tell of later writes
-        if group.doubted > told[0]:
-            newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
-            group.told = told = newest, tell()
-        return told
-
-    def writes_given_up(self, newest: int) -> None:
-        group = self.group
-        self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
-        group.settled = max(group.settled, newest)
-
-    def _suspect(self, lane: int) -> None:
-        """Suspect a lane and all that have been idle for as long."""
-        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
-        self._suspects |= {each for each in self.group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
-
     def abort(self) -> None:
         super().abort()
         self._lanes.shut(self.group)  # those calls wait for their jobs, which end with the lanes
-
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
-
-    def _guards(self) -> Window:
-        raise LinkError("tcp maps no guards, the peer checks them by itself (remote_guards)")
 
     def _move(self, transfer: Transfer) -> None:
         local, remote, deadline = transfer.local, transfer.remote, transfer.deadline
@@ -157,7 +182,7 @@ class TcpConnection(Connection):
             raise transfer.timeout(0)
         try:
             # While a lane is left, it is not worth waiting for another thread that dials.
-            self.reconnect_lanes(deadline, wait=not len(self.group))
+            self.recovery.redial(deadline, wait=not len(self.group))
             _LaneTransfer(self, transfer).run()
         except LinkError as error:
             if self._aborted:
@@ -166,6 +191,100 @@ class TcpConnection(Connection):
 
     def _release(self) -> None:
         self._lanes.shut(self.group)
+
+
+class LaneRecovery:
+    """The lanes of one connection as far as they break: lost ones, silent ones, ones that may carry old writes.
+
+    Threads: any; single operations on dicts and sets only, beside the lock of those that dial.
+    """
+
+    def __init__(
+        self, lanes: Lanes, group: LaneGroup, reconnect: Callable[[int, Deadline], list[LaneSocket]] | None
+    ) -> None:
+        self.reconnect = reconnect  # None where only the peer dials
+        self._lanes = lanes
+        self._group = group
+        self._wanted = len(group)
+        self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
+        self._moved: dict[int, int] = {}  # lane -> when it last moved a byte (monotonic, ns); absent: never
+        # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
+        # over the control connection that it lives, or not.
+        self._suspects: set[int] = set()
+
+    def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
+        """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
+        group = self._group
+        if self.reconnect is None or len(group) >= self._wanted:
+            return
+        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
+            if not wait or deadline.expired():
+                return
+        try:
+            missing = self._wanted - len(group)
+            if missing > 0 and not group.closed:
+                self._lanes.add_all(group, self.reconnect(missing, deadline))
+        except LLMException:
+            if not len(group):
+                raise
+        finally:
+            self._reconnecting.release()
+
+    def redial_soon(self) -> None:
+        if self.reconnect is not None and not self._group.closed:
+            self._lanes.redial_soon(self._group, self.redial)
+
+    def on_lost(self, left: int, reason: str) -> None:
+        """Have a lane that ended by itself dialled again."""
+        self.redial_soon()
+
+    @property
+    def suspects(self) -> bool:
+        return bool(self._suspects)
+
+    def drop_suspects(self, *, peer_lives: bool) -> int:
+        """Drop the suspected lanes if the peer lives, because then the network dropped them.
+
+        Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
+        """
+        suspects, self._suspects = self._suspects, set()
+        lost = sorted(suspects.intersection(self._group.lanes())) if peer_lives else []
+        self._lanes.drop(self._group, lost)
+        return len(lost)
+
+    def drop(self) -> None:
+        self._lanes.drop(self._group, self._group.lanes())
+
+    @property
+    def doubts_writes(self) -> bool:
+        return self._group.doubted > self._group.settled
+
+    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
+        group, told = self._group, self._group.told  # read once: other threads tell of later writes
+        if group.doubted > told[0]:
+            newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
+            group.told = told = newest, tell()
+        return told
+
+    def writes_given_up(self, newest: int) -> None:
+        group = self._group
+        self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
+        group.settled = max(group.settled, newest)
+
+    # What a part of a transfer has shown of its lane
+
+    def moved(self, lane: int) -> None:
+        self._moved[lane] = time.monotonic_ns()
+        self._suspects.discard(lane)
+
+    def lost(self, lane: int) -> None:
+        self._moved.pop(lane, None)
+        self._group.discard(lane)  # the event says so too, later
+
+    def suspect(self, lane: int) -> None:
+        """Suspect a lane and all that have been idle for as long."""
+        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
+        self._suspects |= {each for each in self._group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
 
 class _Part(NamedTuple):
@@ -192,7 +311,7 @@ class _LaneTransfer:
 
     def run(self) -> None:
         """Move every part. When this returns or raises, local memory is the caller's again."""
-        if is_one_job(self._transfer.plan):
+        if is_one_request(self._transfer.plan):
             self._run_alone()
         else:
             self._run_parts()
@@ -202,10 +321,10 @@ class _LaneTransfer:
         start = self._engine.start_write if write else self._engine.start_read
         large = plan.nbytes > _MAX_PART_BYTES
         shared = max(1, len(self._group) - large)
-        part_bytes = min(max(-(-plan.nbytes // shared), _MIN_PART_BYTES), _MAX_PART_BYTES)
+        part_bytes = min(max(-(-plan.nbytes // shared), ONE_REQUEST_BYTES), _MAX_PART_BYTES)
         lane = None
         try:
-            for part in split_plan(plan, part_bytes, MAX_RUNS):
+            for part in split_plan(plan, part_bytes, MAX_REQUEST_RUNS):
                 if len(self._started) >= _PARTS_PER_LANE * shared:
                     self._finish_first()
                 # The parts of an ordered plan follow each other on one lane.
@@ -267,15 +386,13 @@ class _LaneTransfer:
         """Count a part that has ended, and judge its lane by it."""
         self._done += outcome.nbytes
         self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write and outcome.ending not in _ANSWERED)
-        connection = self._connection
+        recovery = self._connection.recovery
         if outcome.nbytes:
-            connection._moved[part.lane] = time.monotonic_ns()
-            connection._suspects.discard(part.lane)
+            recovery.moved(part.lane)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
-            connection._moved.pop(part.lane, None)
-            self._group.discard(part.lane)  # the event says so too, later
+            recovery.lost(part.lane)
         elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not self._deadline.was_cancelled():
-            connection._suspect(part.lane)  # a network may have lost what both ends still believe in
+            recovery.suspect(part.lane)  # a network may have lost what both ends still believe in
 
     def _failure(self, outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
         if self._connection._aborted:
@@ -291,60 +408,3 @@ class _LaneTransfer:
 def _untouched(outcome: Outcome) -> bool:
     """Return True for a refusal that came before the first byte."""
     return outcome.ending is Ending.REFUSED and outcome.code != TORN
-
-
-def refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
-    """Return the target's refusal as the exception a caller expects."""
-    code = code_2_status(outcome.code)  # the engine's own are small numbers, which no status of the interface is
-    text = " ".join(f"{progress}: the peer refused: {outcome.text}".splitlines())
-    if not untouched:
-        return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")
-    if outcome.code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        return MemoryChanged(text, status_code=code, phase="copy")
-    kind = CacheMismatch if code is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
-    return kind(text, status_code=code, phase="copy")
-
-
-def is_one_job(plan: Plan) -> bool:
-    """Return True for a plan that is one request, whatever the number of lanes."""
-    return 0 < plan.nbytes <= _MIN_PART_BYTES and len(plan.runs) <= MAX_RUNS
-
-
-def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
-    """Yield parts that together are the plan, in its order: whole tensors where they are small."""
-    if not plan.nbytes:
-        return
-    per_pair = plan.nbytes // plan.count
-    pairs, slices = 1, [(plan.runs, per_pair)]
-    if per_pair <= part_bytes and len(plan.runs) <= max_runs:
-        pairs = part_bytes // per_pair
-    else:
-        slices = list(_slices(plan.runs, part_bytes, max_runs))
-    for begin in range(0, plan.count, pairs):
-        count = min(pairs, plan.count - begin)
-        for runs, nbytes in slices:
-            yield plan.replace(
-                dst_first=plan.dst_first + begin,
-                src_first=plan.src_first + begin,
-                count=count,
-                runs=runs,
-                nbytes=count * nbytes,
-            )
-
-
-def _slices(runs: NDArray[np.uint64], part_bytes: int, max_runs: int) -> Iterator[tuple[NDArray[np.uint64], int]]:
-    """Yield (runs, bytes) of consecutive pieces of one tensor's runs; long runs are cut."""
-    ends = np.cumsum(runs[:, 2].astype(np.int64))
-    starts = ends - runs[:, 2].astype(np.int64)
-    at, total = 0, int(ends[-1])
-    while at < total:
-        first = int(np.searchsorted(ends, at, side="right"))
-        last = min(int(np.searchsorted(starts, at + part_bytes, side="left")), first + max_runs)
-        upto = min(at + part_bytes, int(ends[last - 1]))
-        piece = runs[first:last].copy()
-        skipped, cut = np.uint64(at - int(starts[first])), np.uint64(int(ends[last - 1]) - upto)
-        piece[0] += np.array([skipped, skipped, 0], np.uint64)
-        piece[0, 2] -= skipped
-        piece[-1, 2] -= cut
-        yield piece, upto - at
-        at = upto

@@ -14,7 +14,8 @@ from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
 from llm_datadist.cli.size import size
 from llm_datadist.cli.top import top
-from llm_datadist.cli.usage import Group, answer, examples
+from llm_datadist.cli.usage import Group, about, answer, examples
+from llm_datadist.config import TRANSPORT
 from llm_datadist.demo.runner import run_demo
 from llm_datadist.demo.workload import Memory, Setup, Transport
 
@@ -58,7 +59,7 @@ def _common(
 )
 def demo(
     transport: Annotated[
-        Transport, typer.Option(help="auto lets the library choose; inproc runs both roles in one process.")
+        Transport, typer.Option(help=f"{about(TRANSPORT)} inproc runs both roles in one process.")
     ] = Transport.AUTO,
     memory: Annotated[
         Memory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")

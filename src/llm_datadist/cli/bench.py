@@ -19,6 +19,7 @@ from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import Reporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.cli.usage import about
 
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
@@ -70,7 +71,9 @@ def bench(
     memory: Annotated[
         Memory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads that copy, in each process (the usable CPUs).")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help=f"{about('llm.CopyThreads')} In each process (the usable CPUs).")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Limits and peers, by commas; an empty text: none (the usual ones of the op).")
     ] = None,

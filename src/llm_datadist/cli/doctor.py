@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from llm_datadist.cli.usage import about
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.doctor import kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
@@ -35,9 +36,7 @@ def doctor(
     host: Annotated[str, typer.Option(help="With --serve: the address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="With --serve: the port; the one above it is used, too.")] = _PORT,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
-    secrets: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Authenticate the link by this file of secrets.")
-    ] = None,
+    secrets: Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
     ] = None,

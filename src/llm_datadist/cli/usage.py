@@ -9,6 +9,8 @@ from typing import Final, cast
 import typer
 from typer.core import TyperGroup
 
+from llm_datadist.config import OPTIONS
+
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _INTERRUPTED: Final = 130
@@ -26,6 +28,11 @@ class Group(TyperGroup):
         except KeyboardInterrupt:
             print("llm-datadist: interrupted", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from None
+
+
+def about(option: str) -> str:
+    """Return the sentence about an option of ``init``, for the help of an argument that sets it."""
+    return OPTIONS[option].meaning.replace("``", "")
 
 
 def examples(*commands: str) -> str:

@@ -104,7 +104,7 @@ class TransportConformance:
                 scene.local_block(first[0] + tensor, to)[:] = scene.image_block(first[1] + tensor, of)
         assert np.array_equal(got, scene.memory)
         scene.check_peer()
-        assert moved == connection.bytes_read == plan.nbytes
+        assert moved == connection.usage().read_bytes == plan.nbytes
 
     @pytest.mark.parametrize("seed", range(6))
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
@@ -120,7 +120,7 @@ class TransportConformance:
                 scene.image_block(first[0] + tensor, to)[:] = scene.local_block(first[1] + tensor, of)
         scene.check_peer()
         assert np.array_equal(scene.memory, before)
-        assert moved == connection.bytes_written == plan.nbytes
+        assert moved == connection.usage().written_bytes == plan.nbytes
 
     def test_ordered_plans_take_effect_in_their_order(self, peer: Peer, connection: Connection) -> None:
         """A block that is written twice holds what the later pair says, in both directions."""
@@ -249,7 +249,7 @@ class TransportConformance:
         with pytest.raises(DeadlineExceeded) as caught:
             getattr(connection, verb)(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(0))
         assert caught.value.phase == "copy"
-        assert connection.bytes_read == connection.bytes_written == 0
+        assert connection.usage()[:2] == (0, 0)
         assert not peer.peek(1).any()
 
     def test_a_deadline_that_passes_during_the_copy(self, peer: Peer, connection: Connection) -> None:
@@ -260,7 +260,7 @@ class TransportConformance:
         with pytest.raises(DeadlineExceeded, match=rf"\d+ of {nbytes} bytes done") as caught:
             connection.read(plan, tensors_over(np.zeros(nbytes, np.uint8)), remote, None, PassesLater(1))
         assert caught.value.phase == "copy"
-        assert connection.bytes_read == 0
+        assert connection.usage().read_bytes == 0
 
     def test_a_deadline_leaves_local_memory_alone(self, peer: Peer, connection: Connection) -> None:
         """No byte arrives, or is looked at, after a transfer was given up; the next one is a good one."""
@@ -515,7 +515,7 @@ class ProcessConformance(TransportConformance):
             assert np.array_equal(received, data if mapped else np.zeros(64, np.uint8))
             with pytest.raises(self.lost, match=text):
                 connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
-            assert (connection.bytes_read, connection.bytes_written) == (128 if mapped else 64, 64)
+            assert connection.usage()[:2] == (128 if mapped else 64, 64)
 
 
 class ServedConformance(ProcessConformance):

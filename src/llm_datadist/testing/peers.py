@@ -24,7 +24,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._transport import inproc
+from llm_datadist._transport import inproc, instances
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 
@@ -97,7 +97,7 @@ class LocalPeer(Peer):
         self.exports = new_exports(writable=writable)
         sizes = {PRIVATE: PRIVATE_BYTES} | (REGION_BYTES if private else {})
         self._private = {region: np.zeros(nbytes, np.uint8) for region, nbytes in sizes.items()}
-        inproc.register(self.exports)
+        instances.register(self.exports)
 
     def connect(self) -> Connection:
         return inproc.connect(self.exports)
@@ -124,7 +124,7 @@ class LocalPeer(Peer):
 
     def close(self) -> None:
         """Take the peer out of the process-wide table and free its memory. Idempotent."""
-        inproc.unregister(self.exports.incarnation)
+        instances.unregister(self.exports.incarnation)
         close_exports(self.exports)
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:

@@ -1,0 +1,52 @@
+"""Requests of transports over the control channel of a link, and what a peer says of sockets beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llm_datadist._links.messages import SocketsDropped, TransportAsk, TransportSaid
+from llm_datadist.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from llm_datadist._deadline import Deadline
+    from llm_datadist._links.link import Link
+
+
+class LinkWire:
+    """Carries requests of transports to peers. Implements :class:`llm_datadist._transport.transport.Wire`."""
+
+    def ask(self, link: Link, data: bytes, deadline: Deadline) -> bytes:
+        what = f"a transfer over {link.choice.name}"
+        answer = link.request(lambda number: TransportAsk(number, data), deadline, what, "copy")
+        if not isinstance(answer, TransportSaid):
+            raise ProtocolError(f"{link.peer} answered a TransportAsk with {type(answer).__name__}")
+        return answer.data
+
+    def tell(self, link: Link, data: bytes) -> None:
+        link.tell(TransportAsk(0, data))  # no request has this number: its answer is a late one
+
+
+def on_ask(link: Link, message: TransportAsk) -> None:
+    """Hand a request of the peer to the connection that serves it. Threads: control."""
+    server = link.connection.server
+    if server is None:
+        raise ProtocolError("the peer asks for a transfer on a link whose transports serve no requests")
+    server.on_request(message.data, lambda answer: link.tell(TransportSaid(message.id, answer)))
+
+
+def on_late_answer(link: Link, message: TransportSaid) -> None:
+    """Give back what the owner holds for a request whose caller has given up. Threads: control."""
+    server = link.connection.server
+    if server is not None and (request := server.on_late_answer(message.data)) is not None:
+        link.tell(TransportAsk(0, request))
+
+
+def on_sockets_dropped(link: Link, _: SocketsDropped) -> None:
+    """Drop the sockets of now: the peer finds them silent, or has given up what they carry. Threads: control.
+
+    The peer's next ``Ping`` is answered when this has returned, and no memory is touched for them any more.
+    """
+    for each in link.connection.connections:
+        if each.recovery is not None:
+            each.recovery.drop()
+            each.recovery.redial_soon()

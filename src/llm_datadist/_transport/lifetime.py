@@ -1,0 +1,81 @@
+"""The lifetime of an object that any thread uses and any thread closes."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from typing import Self
+
+from llm_datadist._checks import HERE
+from llm_datadist._native import UseGate
+from llm_datadist._native.signals import hold_signals
+from llm_datadist.errors import LinkError, StateError
+
+
+class Lifetime(AbstractContextManager["Lifetime"]):
+    """Counts the calls that use the object; the last one after :meth:`close` releases what it owns.
+
+    So a lost link never unmaps memory under a copy. ``_aborted``: the calls in progress are to fail.
+
+    Threads: any.
+    Errors: in a forked child every call raises StateError, and ``close`` drops only the child's references.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = HERE["pid"]
+        self._users = UseGate()  # counts the calls in progress; shut once this is closed
+        self._aborted = False
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what the object owns. Called once, without any lock, when no call uses it any more."""
+
+    @property
+    def closed(self) -> bool:
+        return not self._users.is_open
+
+    def close(self) -> None:
+        """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
+        if self._pid != HERE["pid"] and self._users.is_open:
+            # A thread that only the parent has may be inside, and will never leave here.
+            self._users = UseGate()
+        if self._users.shut() == 0:
+            self._release()
+
+    def abort(self) -> None:
+        """Like :meth:`close`, but the calls in progress fail with ``TransferAborted``. Idempotent, never waits."""
+        self._aborted = True
+        self.close()
+
+    def _enter(self, call: str) -> None:
+        if self._pid != HERE["pid"] or not self._users.try_enter():
+            raise unusable(self, call)
+
+    def _leave(self) -> None:
+        if not self._users.try_leave() and self._users.leave() == 0:
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @hold_signals
+    def __del__(self) -> None:
+        # Whatever the count says: this is the last reference. A constructor may have failed half way.
+        if not hasattr(self, "_users") or self.closed:
+            return
+        self._users.shut()
+        if self._pid == HERE["pid"]:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        self._release()
+
+
+def unusable(what: Lifetime, call: str) -> StateError | LinkError:
+    """Return why a call cannot use an object."""
+    if what._pid != HERE["pid"]:
+        return StateError(f"{call}: this {what._what} belongs to process {what._pid}, not us")
+    return LinkError(f"{call}: the {what._what} is closed; link again", phase="copy")

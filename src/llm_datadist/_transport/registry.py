@@ -1,0 +1,77 @@
+"""The registry: all transports, best first. A new one is one module and one line in :data:`ORDER`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._transport import instances
+from llm_datadist._transport.cma import CmaTransport
+from llm_datadist._transport.inproc import InprocTransport
+from llm_datadist._transport.nixl import NixlTransport
+from llm_datadist._transport.shm import ShmTransport
+from llm_datadist._transport.tcp import TcpTransport
+from llm_datadist._transport.transport import Context, Meeting, Transport
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+ORDER: Final[list[type[Transport]]] = [InprocTransport, ShmTransport, CmaTransport, NixlTransport, TcpTransport]
+"""The order of preference."""
+
+
+class Transports:
+    """The transports of one LLMDataDist; ``asked`` is the one that all its links must use, None for the best.
+
+    Owns: one :class:`Transport` of each kind, until :meth:`close`.
+    Threads: :meth:`start` and :meth:`stop` on the control thread, the others any.
+    Errors: a transport that cannot be made raises LLMException, and those before it are closed.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.exports = context.exports
+        self.asked = None if context.options.transport == "auto" else context.options.transport
+        self._authenticated = context.options.credentials is not None
+        self.by_name: dict[str, Transport] = {}
+        with ExitStack() as undo:
+            for kind in ORDER:
+                self.by_name[kind.name] = transport = kind(context)
+                undo.callback(transport.close)
+            undo.pop_all()
+
+    def meet(self, token: bytes, *, dialled: bool) -> Meeting:
+        """Begin the part of a handshake that is about transports; its owner closes it."""
+        return Meeting(self.by_name, self.exports, self.asked, self._authenticated, token, dialled)
+
+    def of_preamble(self, preamble: bytes) -> Transport | None:
+        """Return the transport whose own connections to the listener begin so."""
+        return next((each for each in self.by_name.values() if each.preamble == preamble), None)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let peers find this instance, and serve them. On the control thread."""
+        instances.register(self.exports)
+        for each in self.by_name.values():
+            each.start(loop)
+
+    def stop(self) -> None:
+        """Serve no peer any more. On the control thread."""
+        instances.unregister(self.exports.incarnation)
+        for each in self.by_name.values():
+            each.stop()
+
+    def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
+        """Stop all use of memory granted under ``tag``, see :meth:`Transport.quiesce`."""
+        for each in self.by_name.values():
+            each.quiesce(tag, private)
+
+    def close(self) -> None:
+        """Close all. Idempotent."""
+        for each in self.by_name.values():
+            each.close()
+
+    def abandon(self) -> None:
+        for each in self.by_name.values():
+            each.abandon()

@@ -1,0 +1,70 @@
+"""The seam of the transports: none is named outside its places, and a connection has what every transport has."""
+
+import ast
+import inspect
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import llm_datadist
+from llm_datadist import config
+from llm_datadist._transport.connection import Connection
+from llm_datadist._transport.registry import ORDER
+
+ROOT = Path(llm_datadist.__file__).parent
+#: Where transports may be named: their package, the options, the tools. Docstrings are documentation.
+PLACES = {"_transport", "config.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
+NAMES = {kind.name for kind in ORDER}
+LANES = {"lane", "lanes"}  # what tcp has, and the native engine that is its own
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        place = path.relative_to(ROOT)
+        if place.parts[0] not in PLACES:
+            yield str(place), ast.parse(path.read_text())
+
+
+def words(text: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text)}
+
+
+def said(tree: ast.Module) -> Iterator[str]:
+    """Yield every identifier and every string that is no docstring."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+        for field in ("id", "attr", "arg", "name", "module", "asname"):
+            if isinstance(value := getattr(node, field, None), str) and not hasattr(socket, value):
+                yield value
+
+
+def test_no_transport_is_named_outside_its_places() -> None:
+    found = {}
+    for place, tree in modules():
+        forbidden = NAMES if place.startswith("_native") else NAMES | LANES
+        named = sorted({text for text in said(tree) if words(text) & forbidden})
+        if named:
+            found[place] = named
+    assert found == {}
+
+
+def test_nobody_outside_asks_of_which_transport_a_connection_is() -> None:
+    for place, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                asked = ast.unparse(node.args[1])
+                assert not re.search(r"(Connection|Transport)\b", asked), f"{place}: isinstance(..., {asked})"
+
+
+def test_a_connection_has_what_every_transport_has() -> None:
+    own = [name for name, value in inspect.getmembers(Connection, callable) if not name.startswith("__")]
+    own += [name for name, value in inspect.getmembers(Connection) if isinstance(value, property)]
+    own = [name for name in own if name != "_abc_impl"]
+    assert len(own) <= 18, own
+
+
+def test_the_option_has_the_transports_in_the_order_of_preference() -> None:
+    assert ("auto", *(kind.name for kind in ORDER)) == config.TRANSPORTS
