@@ -99,7 +99,7 @@ class LlmDataDist:
         Source: interface §9, §3.1.
         """
         given = check_dict("options", options, str, str)
-        with _StatusCall(self, "Initialize") as call:
+        with _Call(self, "Initialize") as call:
             with self._making:
                 # Made at the first call: bad arguments of the constructor are a status.
                 if self._dist is None:
@@ -125,7 +125,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.2.
         """
-        with _StatusCall(self, "Finalize") as call:
+        with _Call(self, "Finalize") as call:
             if self._dist is not None:
                 self._dist._finalize()
         return call.status
@@ -167,7 +167,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _StatusCall(self, "LinkLlmClusters") as call:
+        with _Call(self, "LinkLlmClusters") as call:
             options, dist = call.engine.options, self.datadist
             check_timeout(timeout)
             local_ip = options.local_comm_res is None and options.listen is None
@@ -185,7 +185,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _StatusCall(self, "UnlinkLlmClusters") as call:
+        with _Call(self, "UnlinkLlmClusters") as call:
             _, dist = call.engine, self.datadist
             check_timeout(timeout)
             check_type("force", force, bool)
@@ -205,7 +205,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.6.
         """
-        with _StatusCall(self, "SetRole") as call:
+        with _Call(self, "SetRole") as call:
             _, dist, taken = call.engine, self.datadist, arguments.role("role", role)
             given = check_dict("options", options, str, str)
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
@@ -226,7 +226,7 @@ class LlmDataDist:
         Source: interface §9, §6.6.
         """
         cache_id: int | None = None
-        with _StatusCall(self, "RegisterKvCache") as call:
+        with _Call(self, "RegisterKvCache") as call:
             engine = call.engine
             geometry, addresses, _ = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cfg=cfg)
             check_addresses(addresses, geometry)
@@ -243,7 +243,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.7.
         """
-        with _StatusCall(self, "UnregisterKvCache") as call:
+        with _Call(self, "UnregisterKvCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
@@ -261,7 +261,7 @@ class LlmDataDist:
         Source: interface §9, §6.1.
         """
         cache: Cache | None = None
-        with _StatusCall(self, "AllocateCache") as call:
+        with _Call(self, "AllocateCache") as call:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
@@ -279,7 +279,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.2.
         """
-        with _StatusCall(self, "DeallocateCache") as call:
+        with _Call(self, "DeallocateCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
@@ -300,7 +300,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.10.
         """
-        with _StatusCall(self, "PullKvCache") as call:
+        with _Call(self, "PullKvCache") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=True)
             cache_id, row, nbytes, layers = check(
@@ -325,7 +325,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.11.
         """
-        with _StatusCall(self, "PullKvBlocks") as call:
+        with _Call(self, "PullKvBlocks") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=False)
             cache_id = arguments.cache_id("dst_cache", dst_cache)
@@ -350,7 +350,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.12.
         """
-        with _StatusCall(self, "PushKvCache") as call:
+        with _Call(self, "PushKvCache") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
@@ -377,7 +377,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.13.
         """
-        with _StatusCall(self, "PushKvBlocks") as call:
+        with _Call(self, "PushKvBlocks") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
@@ -407,7 +407,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.5.
         """
-        with _StatusCall(self, "CopyKvCache") as call:
+        with _Call(self, "CopyKvCache") as call:
             engine = call.engine
             src, dst, src_row, dst_row, start, nbytes = check(
                 ARGUMENTS,
@@ -447,7 +447,7 @@ class LlmDataDist:
 
         Source: interface §9.
         """
-        with _StatusCall(self, "CopyKvBlocks") as call:
+        with _Call(self, "CopyKvBlocks") as call:
             engine = call.engine
             src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
             sources, lists = arguments.block_lists(src_blocks, dst_blocks_list)
@@ -458,7 +458,7 @@ class LlmDataDist:
         return call.status
 
 
-class _StatusCall(AbstractContextManager["_StatusCall"]):
+class _Call(AbstractContextManager["_Call"]):
     """Context of one call, which turns exceptions except TypeError into its ``status``.
 
     Threads: one.
