@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import llm_datadist
-from llm_datadist import config
+from llm_datadist import _option_kinds
 from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.registry import ORDER
 
 ROOT = Path(llm_datadist.__file__).parent
 #: Where transports may be named: their package, the options, the tools. Docstrings are documentation.
-PLACES = {"_transport", "config.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
+PLACES = {"_transport", "config.py", "_option_kinds.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
 NAMES = {kind.name for kind in ORDER}
 LANES = {"lane", "lanes"}  # what tcp has, and the native engine that is its own
 
@@ -67,4 +67,4 @@ def test_a_connection_has_what_every_transport_has() -> None:
 
 
 def test_the_option_has_the_transports_in_the_order_of_preference() -> None:
-    assert ("auto", *(kind.name for kind in ORDER)) == config.TRANSPORTS
+    assert ("auto", *(kind.name for kind in ORDER)) == _option_kinds.TRANSPORTS
