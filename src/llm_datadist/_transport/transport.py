@@ -169,9 +169,9 @@ class Meeting:
     def offers(self) -> dict[str, bytes]:
         """Return what this side's greeting says of each transport."""
         for name, each in self.transports.items():
-            if data := each.offer(self):
-                self.mine[name] = data
-        return self.mine
+            self.mine[name] = b""  # what fails in the middle is given back too
+            self.mine[name] = each.offer(self)
+        return {name: data for name, data in self.mine.items() if data}
 
     def bring(self, memory: PeerMemory | LinkError) -> None:
         """Take the outcome of a rendezvous; memory that comes too late is closed."""
