@@ -376,7 +376,7 @@ def liar(answer: Callable[[socket.socket], object]) -> Iterator[str]:
 
 def test_lying_listeners(stage: Stage) -> None:
     lies: list[tuple[str, Callable[[socket.socket], object]]] = [
-        ("without a word", lambda sock: None),
+        ("before sending data", lambda sock: None),
         ("nonsense", lambda sock: socket.send_fds(sock, [b"\xc1"], [0, 1])),
         ("refused: not today", lambda sock: send(sock, Refusal("not\ntoday"), [0])),
         ("another token", lambda sock: send(sock, stage.hello(token=OTHER_TOKEN), stage.fds)),
@@ -469,7 +469,7 @@ def chosen_of(judged: dict[str, Verdict], forced: str | None) -> Choice:
 
 
 CANDIDATES = [object.__new__(kind) for kind in ORDER]
-TOLD_NOTHING = "the peer lets this end into none of its memory"
+TOLD_NOTHING = "the peer lets this side into none of its memory"
 
 
 def test_choose() -> None:

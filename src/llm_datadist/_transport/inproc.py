@@ -1,6 +1,6 @@
 """The transport inproc: both instances share this process. Read :mod:`.connection` first.
 
-That a peer lives here is proven by :mod:`.instances`. One that leaves that table is lost to its connections.
+:mod:`.instances` proves that a peer lives here. A peer that leaves its table is lost to its connections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CAPABILITIES = Capabilities(
 
 
 class InprocTransport(Transport):
-    """The transport; it offers nothing, the token of the handshake is enough."""
+    """The transport; it offers nothing, because the handshake's token is enough."""
 
     name = "inproc"
     capabilities = _CAPABILITIES
@@ -38,17 +38,17 @@ class InprocTransport(Transport):
 
 
 def connect(exports: Exports) -> InprocConnection:
-    """Return a connection to a peer of this process; ``LinkError`` when it is not here (any more)."""
+    """Return a connection to a peer of this process. Raises LinkError unless the peer lives here."""
     if not instances.is_here(exports):
         raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
     return InprocConnection(exports)
 
 
 class InprocConnection(Connection):
-    """A connection to a peer of this process.
+    """Connection to a peer of this process.
 
-    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does. Reads are
-    announced like writes: private memory that its user frees under a read would end the process.
+    Owns: views of the peer's segments, which keep them mapped until it is closed.
+    Reads are announced as writes are: non-pool memory that its user frees during a read would end the process.
     """
 
     capabilities = _CAPABILITIES
