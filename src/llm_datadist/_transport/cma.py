@@ -13,7 +13,7 @@ from typing import Final
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
@@ -54,13 +54,13 @@ class CmaConnection(SameHostConnection):
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
-        self._private = Window(0, ADDRESS_SPACE, writable)
+        self._private = AddressRange(0, ADDRESS_SPACE, writable)
         # The pidfd reports the end of the process too late for a running call, so each call proves the address space: a
         # read compares the cookie along with the bytes, a write touches the canaries before its first byte.
         self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie, peer.canaries)
         super().__init__(peer)
 
-    def _window(self, region: int) -> Window | None:
+    def _range(self, region: int) -> AddressRange | None:
         if region != PRIVATE:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
         return self._private

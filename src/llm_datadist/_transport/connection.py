@@ -47,7 +47,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AddressRange:
     """Address range of a peer's memory, in bytes; ``writable`` by this process or not."""
 
     base: int
@@ -194,11 +194,11 @@ class Connection(Lifetime):
         self._read, self._written = Meter(), Meter()
 
     @abstractmethod
-    def _window(self, region: int) -> Window | None:
+    def _range(self, region: int) -> AddressRange | None:
         """Return the range of a region; None if the peer exports no such region."""
 
     @abstractmethod
-    def _guards(self) -> Window:
+    def _guards(self) -> AddressRange:
         """Return the range of the peer's guard table here."""
 
     @abstractmethod
@@ -249,12 +249,12 @@ class Connection(Lifetime):
             if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
                 raise ProtocolError(f"map: private memory and exported regions {named[1:]} in one cache")
             for region in named:
-                window = _checked_window(self, region, writable and not (located and region == PRIVATE))
+                found = _checked_range(self, region, writable and not (located and region == PRIVATE))
                 if bases is offsets:  # usually all are in one region
-                    bases = window.addresses(region, offsets, extent)
+                    bases = found.addresses(region, offsets, extent)
                 else:
                     chosen = regions == region
-                    bases[chosen] = window.addresses(region, offsets[chosen], extent)
+                    bases[chosen] = found.addresses(region, offsets[chosen], extent)
             return RemoteTensors(bases, extent, self, writable, named[:1] == [PRIVATE])
         finally:
             self._leave()
@@ -320,27 +320,27 @@ class ServedConnection(Connection):
     """Connection to an owner that takes part in every transfer and checks its guards."""
 
     def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
-        self._windows = {each.region: Window(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._windows[PRIVATE] = Window(_ELSEWHERE, ADDRESS_SPACE, writable)
+        self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
+        self._ranges[PRIVATE] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
 
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
+    def _range(self, region: int) -> AddressRange | None:
+        return self._ranges.get(region)
 
-    def _guards(self) -> Window:
+    def _guards(self) -> AddressRange:
         raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them by itself (remote_guards)")
 
 
-def _checked_window(connection: Connection, region: int, writable: bool) -> Window:
+def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
     capabilities = connection.capabilities
     if region == PRIVATE and not capabilities.private_memory:
         raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's private memory")
-    window = connection._window(region)
-    if window is None:
+    found = connection._range(region)
+    if found is None:
         raise ProtocolError(f"map: the peer exports no region {region}")
-    if writable and not window.writable:
+    if writable and not found.writable:
         raise LinkError(f"map: the peer exports region {region} read-only: it has no remote cache access (RCA)")
-    return window
+    return found
 
 
 def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, Exports
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Watch, Window, move_mapped
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
 from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, PeerLost
 
@@ -57,7 +57,9 @@ class InprocConnection(Connection):
         self._exports = exports
         self._views = {region: segment.view() for region, segment in exports.regions.items()}
         guards = exports.guards.segment.view()
-        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
+        self._guard_range: AddressRange | None = AddressRange(
+            guards.ctypes.data, guards.nbytes, writable=False, memory=guards
+        )
         self._page = exports.writers.open_here()
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()
@@ -66,19 +68,19 @@ class InprocConnection(Connection):
         incarnation = self._exports.incarnation
         return Watch(lambda: not instances.lives_here(incarnation), lambda: None)
 
-    def _window(self, region: int) -> Window | None:
+    def _range(self, region: int) -> AddressRange | None:
         self._check_peer()
         if region == PRIVATE:
-            return Window(0, ADDRESS_SPACE, self._exports.writable)
+            return AddressRange(0, ADDRESS_SPACE, self._exports.writable)
         view = self._views.get(region)
-        return None if view is None else Window(view.ctypes.data, view.nbytes, self._exports.writable)
+        return None if view is None else AddressRange(view.ctypes.data, view.nbytes, self._exports.writable)
 
-    def _guards(self) -> Window:
+    def _guards(self) -> AddressRange:
         self._check_peer()
-        window = self._guard_window
-        if window is None:
+        found = self._guard_range
+        if found is None:
             raise LinkError("inproc: the connection is closed; link again", phase="copy")
-        return window
+        return found
 
     def _move(self, transfer: Transfer) -> None:
         self._check_peer()
@@ -92,4 +94,4 @@ class InprocConnection(Connection):
         self.intent_writer.close()
         self._page.retire()
         del self._views
-        self._guard_window = None
+        self._guard_range = None

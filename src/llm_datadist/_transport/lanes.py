@@ -148,7 +148,7 @@ class LaneGroup:
         secret: Encrypts the lanes; empty if the link is not encrypted. Set before the peer gets the token.
         doubted: Newest lane with a write that ended without the owner's answer; 0 for none (lanes count from 1).
         told: Newest lane when the owner was last told to drop all, and the number of the ``Ping`` after that.
-        settled: Newest lane that the owner is known to have dropped.
+        given_up: Newest lane that the owner is known to have dropped.
     """
 
     def __init__(self, token: bytes = b"") -> None:
@@ -157,7 +157,7 @@ class LaneGroup:
         self.grants = StandingGrants()
         self.on_lost: Callable[[int, str], None] | None = None
         self.secret = b""
-        self.doubted, self.told, self.settled = 0, (0, 0), 0
+        self.doubted, self.told, self.given_up = 0, (0, 0), 0
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self.loads: dict[int, int] = {}  # lane -> bytes of this side's jobs on it
         self._waiting: list[LaneSocket] = []

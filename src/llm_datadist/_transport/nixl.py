@@ -7,8 +7,8 @@ When the link begins, one side tells the other its receiver (Meet), before the f
 owner answers:
 
     pull over TCP          Ask(receiver of the initiator)  ->  Moved, once the owner has written
-    push; pull over RDMA   Ask  ->  Granted(receiver of the owner); once the initiator has moved, Done  ->  Moved
-    any                    Refused, with a status
+    push; pull over RDMA   Ask  ->  Ready(receiver of the owner); once the initiator has moved, Done  ->  Moved
+    any                    NixlRefused, with a status
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 from weakref import WeakSet
 
 import msgspec
@@ -39,8 +39,8 @@ from llm_datadist._transport.nixl_agent import (
     NOT_INSTALLED,
     Address,
     Agent,
+    BytesDone,
     NixlFailed,
-    Progress,
     fabric,
     keep_for_ever,
     spans_of,
@@ -88,7 +88,7 @@ _Known = Annotated[str, msgspec.Meta(max_length=64)]
 class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """Initiator -> owner: move this; ``meta`` is a request as over a data lane.
 
-    If ``direct``, the initiator moves the bytes once it has a Granted. Else ``receiver`` is its own, with tensors at
+    If ``direct``, the initiator moves the bytes once it has a Ready. Else ``receiver`` is its own, with tensors at
     ``bases`` and runs at ``offsets`` (uint64, little-endian). ``loaded``: the owner's receiver that its sender knows.
     """
 
@@ -116,7 +116,7 @@ class Meet(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     receiver: Address
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+class Ready(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """Owner -> initiator: the memory; ``bases`` and ``offsets`` as in :class:`Ask`."""
 
     move: _Number
@@ -131,7 +131,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     loaded: _Known
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+class NixlRefused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
     """Owner -> initiator: no, with a status; ``touched``: bytes may have moved."""
 
     code: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -139,9 +139,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     touched: bool
 
 
+_Answer: TypeAlias = Ready | Moved | NixlRefused
 _encode: Final = msgspec.msgpack.Encoder().encode
 _ask_decoder: Final = msgspec.msgpack.Decoder(Ask | Done | Meet)
-_decode_answer: Callable[[bytes], Granted | Moved | Refused] = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
+_decode_answer: Callable[[bytes], _Answer] = msgspec.msgpack.Decoder(_Answer).decode
 
 
 _NOT_ASKED: Final = (
@@ -268,7 +269,7 @@ class Nixl:
             each.server.join()
 
 
-class _End:
+class AgentSlot:
     """Place of one agent of a link, made at first use, and again after it has ended.
 
     ``users`` counts transfers in progress into a receiver.
@@ -314,7 +315,7 @@ class _End:
             self.users += 1
         return address, bases.astype("<u8").tobytes(), offsets.astype("<u8").tobytes()
 
-    def move(self, turn: Callable[[], float], end: PlanEnd, there: Ask | Granted, progress: Progress) -> str:
+    def move(self, turn: Callable[[], float], end: PlanEnd, there: Ask | Ready, progress: BytesDone) -> str:
         """Write a source of this side to the peer's receiver, or read a destination from it.
 
         Return how the agent knows that receiver now; empty, and nothing moved, if it needs the metadata. After an error
@@ -413,10 +414,12 @@ class NixlConnection(ServedConnection):
         self._dialled = dialled
         # This side reads what it pulls. UCX only emulates READ over tcp, and readable memory is writable too.
         self.reads = fabric == "rdma" and writable
-        self.sender = _End(nixl, fabric, progress=False)
-        self.receiver = _End(nixl, fabric, progress=True)  # of pulls
-        self.pushed = _End(nixl, fabric, progress=False)  # the receiver of pushes
-        self.server: Server = Server(nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable)
+        self.sender = AgentSlot(nixl, fabric, progress=False)
+        self.receiver = AgentSlot(nixl, fabric, progress=True)  # of pulls
+        self.pushed = AgentSlot(nixl, fabric, progress=False)  # the receiver of pushes
+        self.server: NixlWorker = NixlWorker(
+            nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable
+        )
         self._known = ""  # receiver here that the peer's sender knows
         self._pushed_to = ""  # name of the peer's receiver of pushes
         self._failed = ""  # reason of the fallback
@@ -483,7 +486,7 @@ class _NixlTransfer:
     def __init__(self, connection: NixlConnection, transfer: Transfer) -> None:
         self._connection = connection
         self._transfer = transfer
-        self._progress = Progress()
+        self._progress = BytesDone()
 
     def run(self) -> None:
         """Move every part. Once this returns or raises, nothing touches local memory."""
@@ -502,12 +505,12 @@ class _NixlTransfer:
         connection, receiver = self._connection, self._connection.receiver
         where = receiver.expose(self._turn, PlanEnd(part, self._transfer.local, True), connection._known)
         address = where[0]
-        answer: Granted | Moved | Refused | None = None
+        answer: _Answer | None = None
         try:
             answer = self._ask(self._request(part, *where))
         finally:
             ended = not receiver.is_agent(address.name)  # by another transfer
-            if not (isinstance(answer, Moved) or (isinstance(answer, Refused) and not answer.touched)):
+            if not (isinstance(answer, Moved) or (isinstance(answer, NixlRefused) and not answer.touched)):
                 receiver.end(address.name)  # bytes may still come
             receiver.leave()
         connection._known = answer.loaded if isinstance(answer, Moved) else ""
@@ -516,30 +519,30 @@ class _NixlTransfer:
         return self._refuse(answer, {LOST: ended, _UNKNOWN_RECEIVER: not address.metadata})
 
     def _move_directly(self, part: Plan) -> bool:
-        """Move a part by this side's sender, once the owner has granted it.
+        """Move a part by this side's sender, once the owner is ready.
 
         Return False to ask again, because another transfer has ended an agent of either side.
         """
         connection = self._connection
-        granted = self._ask(self._request(part))
-        if not isinstance(granted, Granted):
-            return self._refuse(granted, {})
-        connection._pushed_to = granted.receiver.name
+        ready = self._ask(self._request(part))
+        if not isinstance(ready, Ready):
+            return self._refuse(ready, {})
+        connection._pushed_to = ready.receiver.name
         moved = ""
         failed: NixlFailed | None = None
         try:
             try:
                 end = PlanEnd(part, self._transfer.local, not self._transfer.write)
-                moved = connection.sender.move(self._turn, end, granted, self._progress)
+                moved = connection.sender.move(self._turn, end, ready, self._progress)
             except NixlFailed as error:
                 failed = error  # the owner knows whether its receiver has ended
-            done = self._ask(Done(granted.move, good=bool(moved)))
+            done = self._ask(Done(ready.move, good=bool(moved)))
         except BaseException:
-            connection.nixl.wire.tell(connection.server.link, _encode(Done(granted.move, good=False)))
+            connection.nixl.wire.tell(connection.server.link, _encode(Done(ready.move, good=False)))
             raise
         if isinstance(done, Moved) and moved:
             return True
-        if failed is not None and isinstance(done, Refused) and done.code == LOST:
+        if failed is not None and isinstance(done, NixlRefused) and done.code == LOST:
             raise failed
         return self._refuse(done, {_AGAIN: True, LOST: not moved})
 
@@ -564,7 +567,7 @@ class _NixlTransfer:
             self._transfer.deadline.remaining_ms(),
         )
 
-    def _ask(self, request: Ask | Done) -> Granted | Moved | Refused:
+    def _ask(self, request: Ask | Done) -> _Answer:
         connection = self._connection
         self._turn()
         try:
@@ -573,9 +576,9 @@ class _NixlTransfer:
             raise self._transfer.timeout(self._progress.done) from error
         return _answer_of(answer)
 
-    def _refuse(self, answer: Granted | Moved | Refused, again: dict[int, bool]) -> Literal[False]:
+    def _refuse(self, answer: _Answer, again: dict[int, bool]) -> Literal[False]:
         """Raise the exception for a part that did not move; return False for a status marked in ``again``."""
-        if not isinstance(answer, Refused):
+        if not isinstance(answer, NixlRefused):
             raise ProtocolError(f"{self.what()}: the peer answered with {type(answer).__name__}")
         if again.get(answer.code):
             return False
@@ -612,7 +615,7 @@ def _numbers(data: bytes, count: int, what: str) -> NDArray[np.uint64]:
     return np.frombuffer(data, "<u8").astype(np.uint64)
 
 
-def _answer_of(data: bytes) -> Granted | Moved | Refused:
+def _answer_of(data: bytes) -> _Answer:
     try:
         return _decode_answer(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -622,7 +625,7 @@ def _answer_of(data: bytes) -> Granted | Moved | Refused:
 @dataclass(slots=True, eq=False)
 class _Served:
     plan: Plan
-    grant: MoveReply
+    memory: MoveReply
     ask: Ask
     reply: Callable[[bytes], None]
     until: float  # monotonic
@@ -632,7 +635,7 @@ class _Served:
     nbytes: int = 0  # of waiting_bytes until it is forgotten
 
 
-class Server:
+class NixlWorker:
     """Server of one connection's peer: the control thread checks requests, its own thread serves them in order.
 
     While that thread waits, it drops ended requests and lets pushed bytes in. The memory of a request in ``served``
@@ -641,7 +644,14 @@ class Server:
     """
 
     def __init__(
-        self, nixl: Nixl, sender: _End, receiver: _End, pushed: _End, *, reads: bool = False, writable: bool = False
+        self,
+        nixl: Nixl,
+        sender: AgentSlot,
+        receiver: AgentSlot,
+        pushed: AgentSlot,
+        *,
+        reads: bool = False,
+        writable: bool = False,
     ) -> None:
         self.link: object = None
         self.ends = (sender, receiver, pushed)
@@ -651,7 +661,7 @@ class Server:
         self._nixl = nixl
         self._sender = sender
         self._queue: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()  # jobs, bytes until they begin
-        self._held: dict[int, _Served] = {}  # granted to the peer; for the thread only
+        self._held: dict[int, _Served] = {}  # in use by the peer; for the thread only
         self._overdue: deque[int] = deque(maxlen=64)  # last moves dropped at their time limit; for the thread only
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self.served: dict[int, _Served] = {}
@@ -659,7 +669,7 @@ class Server:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def begin(self, link: object, first: _End | None) -> None:
+    def begin(self, link: object, first: AgentSlot | None) -> None:
         """Tell the peer, in the thread, the receiver to be used ``first``; None if it is the peer's."""
         self.link = link
         if first is not None:
@@ -684,20 +694,20 @@ class Server:
             if full:
                 text = f"{_MAX_WAITING_BYTES >> 20} MiB of requests over this link wait already"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            served = self.grant(request, reply)
+            served = self.accept(request, reply)
         except ProtocolError:
             raise
         except LLMException as error:
-            reply(_encode(Refused(*status_of(error), touched=False)))
+            reply(_encode(NixlRefused(*status_of(error), touched=False)))
             return
         served.nbytes = nbytes
         self._put(partial(self._serve, served), served=served)
 
     def on_late_answer(self, data: bytes) -> bytes | None:
-        granted = _answer_of(data)
-        return _encode(Done(granted.move, good=False)) if isinstance(granted, Granted) else None
+        ready = _answer_of(data)
+        return _encode(Done(ready.move, good=False)) if isinstance(ready, Ready) else None
 
-    def grant(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
+    def accept(self, ask: Ask, reply: Callable[[bytes], None]) -> _Served:
         """Return a request with the memory that it may use. Raises LLMException to refuse it."""
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
@@ -733,7 +743,7 @@ class Server:
         Only requests that have begun are waited for; the thread ends them at its next wait.
         """
         with self._changed:
-            found = [each for each in self.served.values() if each.grant.tag == tag]
+            found = [each for each in self.served.values() if each.memory.tag == tag]
             for each in found:
                 each.cancelled = True
         if self._thread is threading.current_thread():  # a finalizer, between two jobs
@@ -798,7 +808,7 @@ class Server:
             for _ in range(_POLLS):
                 agent.receive()
 
-    def _meet(self, item: Meet | _End) -> None:
+    def _meet(self, item: Meet | AgentSlot) -> None:
         """Tell the peer a receiver here, or load its receiver. The first transfer tries again after a failure."""
         try:
             if isinstance(item, Meet):
@@ -833,8 +843,8 @@ class Server:
             raise
 
     def _write(self, served: _Served) -> None:
-        end = PlanEnd(served.plan, served.grant.tensors, False)
-        loaded = self._sender.move(partial(self._turn, served), end, served.ask, Progress())
+        end = PlanEnd(served.plan, served.memory.tensors, False)
+        loaded = self._sender.move(partial(self._turn, served), end, served.ask, BytesDone())
         if not loaded:
             self._refuse(served, _UNKNOWN_RECEIVER, "the metadata of the receiver are not known", touched=False)
         elif _unchanged(served):
@@ -844,18 +854,18 @@ class Server:
 
     def _hold(self, served: _Served) -> None:
         """Grant the memory to the peer, and hold it until the peer is done."""
-        ask, end = served.ask, PlanEnd(served.plan, served.grant.tensors, served.ask.write)
+        ask, end = served.ask, PlanEnd(served.plan, served.memory.tensors, served.ask.write)
         where = self._pushed.expose(partial(self._turn, served), end, ask.loaded)
         served.receiver = where[0].name
         self._held[ask.move] = served
-        served.reply(_encode(Granted(ask.move, *where)))
+        served.reply(_encode(Ready(ask.move, *where)))
 
     def _finish(self, done: Done, reply: Callable[[bytes], None]) -> None:
         served = self._held.pop(done.move, None)
         if served is None:
             late = done.move in self._overdue
             code, text = (_OVERDUE, "its time was over") if late else (TORN, "the memory was taken back")
-            reply(_encode(Refused(code, text, touched=True)))
+            reply(_encode(NixlRefused(code, text, touched=True)))
             return
         served.reply = reply
         # A dropped move ends its receiver, and so all moves into that.
@@ -894,12 +904,12 @@ class Server:
     def _gone(self, served: _Served) -> bool:
         return served.cancelled or self._stopped or time.monotonic() >= served.until
 
-    def _answer(self, served: _Served, answer: Moved | Refused) -> None:
+    def _answer(self, served: _Served, answer: Moved | NixlRefused) -> None:
         self._forget(served)  # first: with the answer, the peer may unregister
         served.reply(_encode(answer))
 
     def _refuse(self, served: _Served, code: int, text: str, *, touched: bool) -> None:
-        self._answer(served, Refused(code, text, touched))
+        self._answer(served, NixlRefused(code, text, touched))
 
     def _forget(self, served: _Served) -> None:
         with self._changed:
@@ -919,4 +929,4 @@ class Server:
 
 
 def _unchanged(served: _Served) -> bool:
-    return not served.cancelled and all(load_generation(at) == generation for at, generation in served.grant.guards)
+    return not served.cancelled and all(load_generation(at) == generation for at, generation in served.memory.guards)

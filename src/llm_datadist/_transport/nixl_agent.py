@@ -140,7 +140,7 @@ def spans_of(bases: NDArray[np.uint64], offsets: NDArray[np.uint64], nbytes: NDA
 
 
 @dataclass(slots=True)
-class Progress:
+class BytesDone:
     """Bytes of a transfer's parts that have ended."""
 
     done: int = 0
@@ -231,7 +231,7 @@ class Agent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: Progress,
+        progress: BytesDone,
     ) -> None:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 

@@ -18,7 +18,7 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
-from llm_datadist._transport.connection import Connection, Watch, Window
+from llm_datadist._transport.connection import AddressRange, Connection, Watch
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     def introduce(self, who: str, cluster_id: int) -> None:
         self._page.introduce(who, cluster_id)
 
-    def settle(self) -> None:
+    def close_page_fd(self) -> None:
         """Close the page's descriptor: the peer has its own."""
         if self._page.segment is not None:
             self._page.segment.close_descriptor()
@@ -267,7 +267,9 @@ class SameHostConnection(Connection):
         self._peer = peer
         self.intent_writer: IntentWriter = peer.intent_writer
         guards = peer.guards.view()
-        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
+        self._guard_range: AddressRange | None = AddressRange(
+            guards.ctypes.data, guards.nbytes, writable=False, memory=guards
+        )
         super().__init__()
 
     def peer_ended(self) -> bool:
@@ -285,12 +287,12 @@ class SameHostConnection(Connection):
                 self._leave()
         return None
 
-    def _guards(self) -> Window:
-        window = self._guard_window
-        if window is None:
+    def _guards(self) -> AddressRange:
+        found = self._guard_range
+        if found is None:
             raise LinkError("the connection is closed; link again", phase="copy")
-        return window
+        return found
 
     def _release(self) -> None:
-        self._guard_window = None
+        self._guard_range = None
         self._peer.close()

@@ -192,7 +192,7 @@ class SameHostListener:
             try:
                 told = peer.cookie_address
                 offer.send(sock, shut_out=told != 0 and probe(peer, told, peer.cookie) is not None)
-                peer.settle()
+                peer.close_page_fd()
             except OSError as error:
                 peer.close()
                 raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
@@ -255,7 +255,7 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
             pass_rights(sock, allowed=True)
             with _ask(sock, name, offer, deadline) as packet:
                 peer = map_peer(_check_answer(packet, name, token), packet, process, offer)
-            peer.settle()
+            peer.close_page_fd()
             return peer
     finally:
         close_elsewhere([sock.detach()])

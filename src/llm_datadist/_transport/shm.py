@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window, move_mapped
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, move_mapped
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist._transport.transport import Context, Meeting, Transport
@@ -103,14 +103,14 @@ class ShmConnection(SameHostConnection):
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory) -> None:
-        self._windows = {
-            region: Window(segment.address, segment.nbytes, segment.writable)
+        self._ranges = {
+            region: AddressRange(segment.address, segment.nbytes, segment.writable)
             for region, segment in peer.regions.items()
         }
         super().__init__(peer)
 
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
+    def _range(self, region: int) -> AddressRange | None:
+        return self._ranges.get(region)
 
     def _move(self, transfer: Transfer) -> None:
         move_mapped(transfer)

@@ -247,7 +247,7 @@ class LaneRecovery:
 
     @property
     def doubts_writes(self) -> bool:
-        return self._group.doubted > self._group.settled
+        return self._group.doubted > self._group.given_up
 
     def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
         group, told = self._group, self._group.told  # read once: other threads replace it
@@ -259,7 +259,7 @@ class LaneRecovery:
     def writes_given_up(self, newest: int) -> None:
         group = self._group
         self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
-        group.settled = max(group.settled, newest)
+        group.given_up = max(group.given_up, newest)
 
     # Findings of a transfer about its lane
 
