@@ -1,8 +1,7 @@
 """Options of an instance: one row each, their parser, and LLMConfig, where users set them (interface §2, §7).
 
-A row stands at its field of :class:`Options`, or in ``_OTHER_ROWS`` if no field is its value alone. Parser, properties
-of LLMConfig, help of commands and docs/options.md come from the rows. ``Options.parse`` parses each text by its kind,
-then applies the rules between options.
+A row stands at its field of :class:`Options`, or in ``_OTHER_ROWS`` if no field is its value alone. Properties of
+LLMConfig, help of commands and docs/options.md come from the rows.
 """
 
 from __future__ import annotations
@@ -378,8 +377,8 @@ def _check_credentials(options: Options, texts: Mapping[str, str]) -> None:
 class _Setting(Attribute[V]):
     """Property of LLMConfig for option ``key``, whose row documents it.
 
-    ``emit`` returns the option's text, or None to leave it out. ``resets``: None means "not assigned"; else it is a
-    NoneArgument. ``always``: emitted even if not assigned.
+    ``emit`` returns the text, or None to leave it out. ``resets``: None means "not assigned", else a NoneArgument.
+    ``always``: emitted even if not assigned.
     """
 
     def __init__(

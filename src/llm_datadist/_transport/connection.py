@@ -1,7 +1,4 @@
-"""Connections, which map the memory of one peer and move plans between it and local memory.
-
-:class:`Connection` checks and counts; a transport's subclass maps and moves. A link owns a :class:`DataPath`.
-"""
+"""Connections: :class:`Connection` checks and counts, a transport's subclass maps memory and moves plans."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from llm_datadist.errors import DeadlineExceeded
 
 
-#: Base address of all regions of a served peer: no process has such addresses, so none passes for a local one.
+#: Base address of a served peer's regions; no process has such addresses, so none passes for a local one.
 _ELSEWHERE: Final = 1 << 62
 
 
@@ -39,9 +36,7 @@ class Capabilities:
     name: str  # as in ``llm.Transport``
     shared_regions: bool  # reaches exported regions (ids from 1)
     private_memory: bool  # reaches non-pool memory (:data:`PRIVATE`)
-    #: The owner checks its guards, before the first byte and after the last; a change is ``TransferFailed``.
-    #: :meth:`Connection.guards_unchanged` raises LinkError then.
-    remote_guards: bool = False
+    remote_guards: bool = False  # the owner checks its guards, before the first byte and after the last
     same_addresses: bool = False  # an address of the peer means the same memory here
     announces_reads: bool = False  # :meth:`Connection.announce` serves reads as well as writes
 
@@ -70,9 +65,9 @@ class RemoteTensors(Tensors):
     """Tensors of a peer as :meth:`Connection.map` returns them."""
 
     connection: Connection  # mapped them; another one must not use their addresses
-    writable: bool  # if False, the mapping is read-only and a write would be a segmentation fault
+    writable: bool  # if False, a write would be a segmentation fault
     private: bool  # in the peer's non-pool memory
-    handle: bytes = b""  # by which the owner finds the memory again; transports with ``remote_guards`` send it
+    handle: bytes = b""  # names the memory to the owner, with ``remote_guards``
 
     @property
     def remote_guards(self) -> bool:
@@ -80,7 +75,7 @@ class RemoteTensors(Tensors):
 
 
 class Transfer(msgspec.Struct, frozen=True, eq=False):
-    """The bytes of one call, for a transport to move."""
+    """Work of one call, for a transport."""
 
     plan: Plan  # from ``local`` to ``remote`` if ``write``, else back
     local: Tensors
@@ -101,7 +96,7 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
 
 
 def move_mapped(transfer: Transfer) -> None:
-    """Move bytes between two sides that both have addresses in this process. Raises DeadlineExceeded."""
+    """Move bytes between sides that both have addresses here. Raises DeadlineExceeded."""
     plan, deadline = transfer.plan, transfer.deadline
     destination: Tensors = transfer.local
     source: Tensors = transfer.remote
@@ -113,55 +108,51 @@ def move_mapped(transfer: Transfer) -> None:
 
 
 class MemoryChanged(TransferFailed):
-    """The owner refused before the first byte, because the memory has changed since it was resolved."""
+    """Refusal before the first byte: the memory has changed since it was resolved."""
 
 
 class Recovery(Protocol):
-    """Sockets of a connection beside the control channel, which may break while the link goes on. Threads: any."""
+    """Sockets beside the control channel, which may break while the link goes on. Threads: any."""
 
     @property
     def suspects(self) -> bool:
-        """True while sockets are suspected to be dead; :meth:`drop_suspects` decides."""
+        """True while sockets are suspected to be dead."""
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
-        """Drop the suspects if the peer lives, because then the network dropped them; return how many were dropped.
-
-        Sockets that have moved bytes since are kept.
-        """
+        """Drop the suspects without a byte since if the peer lives: the network dropped them. Return how many."""
 
     def drop(self) -> None:
         """Drop all sockets: the peer asks for new ones."""
 
     @property
     def doubts_writes(self) -> bool:
-        """True if a write ended without the owner's answer: its bytes may still arrive."""
+        """True if a write ended without the owner's answer, so that its bytes may still arrive."""
 
     def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
-        """``tell`` the owner to stop doubted writes, unless it has been told.
+        """``tell`` the owner to stop doubted writes, unless it has been told; return (newest socket then, ``Ping``).
 
-        Return the newest socket at that time, and the number of a ``Ping``. Its answer says that the owner has dropped
-        that socket and all older ones; then call :meth:`writes_given_up`.
+        The answer to that Ping says that the owner has dropped that socket and all older ones.
         """
 
     def writes_given_up(self, newest: int) -> None:
-        """Note that the owner has dropped the socket ``newest`` and all older ones."""
+        """Note that the owner has dropped ``newest`` and all older sockets."""
 
     def redial_soon(self) -> None:
-        """Have lost sockets dialled again if this side dials them. Returns at once."""
+        """Have lost sockets dialled again if this side dials. Never waits."""
 
 
 class PeerServer(Protocol):
-    """Handler of the peer's requests over the control channel of their link."""
+    """Handler of the peer's requests over the control channel."""
 
     def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
         """Take a request; any thread calls ``reply`` once. Raises ProtocolError. Threads: control, briefly."""
 
     def on_late_answer(self, data: bytes) -> bytes | None:
-        """Return the request that gives back what an answer gave to a caller which has given up; None for nothing."""
+        """Return the request that gives back a late answer's memory, if it has any."""
 
 
 class Watch(NamedTuple):
-    """Check whether a peer's process has ended, even after its connection; its owner calls ``close`` once."""
+    """Check for the end of a peer's process, which outlives the connection; its owner closes it once."""
 
     ended: Callable[[], bool]  # True once that is certain
     close: Callable[[], None]
@@ -173,14 +164,14 @@ class Usage(NamedTuple):
     read_bytes: int
     written_bytes: int
     progress_seconds: float = 0.0  # CPU time of another library's threads
-    remark: str = ""  # follows the reason of the choice if the connection has changed since
+    remark: str = ""  # follows the reason of the choice
 
 
 class Connection(Lifetime):
     """Access to one peer's memory over one transport, for reads and writes.
 
     Owns: mappings and descriptors; after :meth:`close` the last running call frees them.
-    Threads: any number may map, read and write at once; any thread may close or abort.
+    Threads: any, concurrently.
     Errors: in a forked child calls raise StateError; close drops only its references.
     """
 
@@ -203,7 +194,7 @@ class Connection(Lifetime):
 
     @abstractmethod
     def _move(self, transfer: Transfer) -> None:
-        """Move every byte. The tensors are this connection's, and the deadline has not passed."""
+        """Move every byte; the arguments are checked."""
 
     def begin(self, link: object) -> None:
         """Serve the peer of ``link`` from now on. Raises LinkRefused during finalize."""
@@ -212,11 +203,11 @@ class Connection(Lifetime):
         return Usage(self._read.nbytes, self._written.nbytes)
 
     def peer_ended(self) -> bool:
-        """Return True once the peer's process has certainly ended, or this is closed."""
+        """Return True once the peer's process has certainly ended or this is closed."""
         return self.closed
 
     def watch(self) -> Watch | None:
-        """Return a watch of the peer's process; None if this transport cannot know."""
+        """Return a watch of the peer's process, if the transport has one."""
         return None
 
     def map(
@@ -231,13 +222,13 @@ class Connection(Lifetime):
         """Return the peer's tensors, each checked against its region.
 
         Args:
-            regions: Region id of each tensor, shape (T,).
-            offsets: Byte offset in the region, or absolute address for :data:`PRIVATE`, shape (T,).
+            regions: Region ids, shape (T,).
+            offsets: Byte offsets, or absolute addresses for :data:`PRIVATE`, shape (T,).
             extent: Bytes of each tensor.
-            located: The peer found them by address: its non-pool memory may be written without RCA.
+            located: Found by address: the peer's non-pool memory may be written without RCA.
 
         Raises:
-            ProtocolError: No such region, a tensor ends outside it, or pools and non-pool memory in one cache.
+            ProtocolError: No such region, a tensor outside it, or pools and non-pool memory in one cache.
             LinkError: The connection is closed, cannot reach the region, or may not write it.
         """
         if regions.ndim != 1 or regions.shape != offsets.shape:
@@ -266,18 +257,17 @@ class Connection(Lifetime):
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
             raise unusable(self, "guards_unchanged")
-        guards = self._guards()  # keeps the table mapped if another thread closes the connection
+        guards = self._guards()  # keeps the table mapped after a close
         try:
             return guard_set.unchanged(guards.base, guards.nbytes)
         except ParamError as error:
             raise ProtocolError(str(error)) from error
 
     def announce(self, slot: int, deadline: Deadline, *, write: bool) -> WriteIntent | None:
-        """Announce a transfer in memory under guard ``slot`` to its owner; None if the owner needs no announcement.
+        """Announce a transfer in memory under guard ``slot``; None if its owner needs no announcement.
 
-        Until the caller ends the announcement the owner does not use that memory again. The transfer may begin if the
-        generations, compared after this call, are unchanged. Raises LinkError if either side is closed, ProtocolError
-        for no such slot, DeadlineExceeded while all announcements of the page are in use.
+        Until the caller ends it, the owner does not reuse that memory. Compare the generations after this call. Raises
+        LinkError if a side is closed, ProtocolError for no such slot, DeadlineExceeded while the intent page is full.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
             raise unusable(self, "announce")
@@ -317,7 +307,7 @@ class Connection(Lifetime):
 
 
 class ServedConnection(Connection):
-    """Connection to an owner that takes part in every transfer and checks its guards."""
+    """Connection to an owner that takes part in every transfer (``remote_guards``)."""
 
     def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
         self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
@@ -361,10 +351,9 @@ def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:
 
 
 class DataPath:
-    """The one or two connections of a link, which it owns.
+    """Owner of a link's connections: ``shared`` reaches pools and guards, ``private`` non-pool memory.
 
-    ``shared`` reaches the peer's pools and guards. ``private`` reaches its non-pool memory; None if ``shared`` does, or
-    no transport.
+    ``private`` is None if ``shared`` reaches non-pool memory, or nothing does.
     """
 
     def __init__(self, shared: Connection, private: Connection | None = None) -> None:

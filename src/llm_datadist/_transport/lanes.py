@@ -1,7 +1,6 @@
 """Data lanes of one instance: TCP sockets over which the owner of memory sends or receives it.
 
-The native engine's threads move the bytes; the control thread answers requests of peers. A lane that breaks fails the
-transfers on it, nothing else.
+The native engine's threads move the bytes; the control thread answers requests. A broken lane fails its own transfers.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 MAX_LANES: Final = 10
-"""Lanes that a peer may have on one link: twice what it dials, as this side may not have noticed the loss of some."""
+"""Lanes of a peer on one link: twice what it dials, as losses may be unnoticed here."""
 
 LANE_PREAMBLE: Final = preamble(1)
 TOKEN_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
 _REFUSED: Final = "the peer rejected the lane token, or has lanes enough"
-# Limit on a lane's unsent bytes in the kernel. Without it, a hundred stuck readers hold gigabytes of the memory that
-# the host's TCP connections share, and all of them lose packets.
+# Limit on a lane's unsent bytes in the kernel. Without it, a hundred stuck readers hold gigabytes of the host's memory
+# for TCP, and all connections lose packets.
 _UNSENT_BYTES: Final = 512 << 10
 
 _KEEPALIVE_SECONDS: Final = 5
@@ -45,7 +44,7 @@ _REDIAL_MS: Final = 1000
 
 
 class LaneSocket(NamedTuple):
-    """A connected socket, soon a lane, with the keys of this side and the peer; None unless the link is encrypted."""
+    """Connected socket of a future lane; keys of this side and the peer if the link is encrypted."""
 
     socket: socket.socket
     keys: tuple[bytes, bytes] | None = None
@@ -64,9 +63,9 @@ def _expand(secret: bytes, dialer: bytes, listener: bytes) -> list[bytes]:
 def dial_lanes(
     address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, secret: bytes = b""
 ) -> list[LaneSocket]:
-    """Connect ``count`` lanes to the listener at ``address``, under its ``token``; after an error none is left open.
+    """Connect ``count`` lanes to a listener under its ``token``; after an error none is left open. Blocks.
 
-    With the link's ``secret`` the lanes are encrypted, and this side proves that it has the secret. Blocks.
+    With the link's ``secret`` lanes are encrypted, and this side proves that it has the secret.
     """
     what = f"data lanes to {show_address(address)}"
     lanes: list[tuple[DialledSocket, bytes]] = []
@@ -87,7 +86,7 @@ def dial_lanes(
 
 
 def _prove(lane: DialledSocket, secret: bytes, nonce: bytes) -> LaneSocket:
-    """Answer the listener's nonce with the proof, if there is a secret; return the lane, not accepted yet."""
+    """Answer the listener's nonce with the proof, if there is a secret."""
     if not secret:
         return LaneSocket(lane.socket)
     theirs = b""
@@ -117,9 +116,9 @@ async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socke
 
 
 async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes) -> LaneSocket | None:
-    """Return the lane, or None if its dialer fails to prove that it has the link's secret, if there is one.
+    """Return the lane; None if its dialer does not prove that it has the link's secret.
 
-    This side's nonce makes proof and keys unique, so a recording of another lane proves nothing.
+    This side's nonce makes proof and keys unique: recordings of other lanes prove nothing.
     """
     if not secret:
         return LaneSocket(sock)
@@ -136,7 +135,7 @@ async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> N
 
 
 class LaneGroup:
-    """The lanes of one link and their loads. :class:`Lanes` makes, begins and ends it. Threads: any.
+    """The lanes of one link and their loads. Threads: any.
 
     Until it begins, lanes wait as sockets, and requests in the kernel: none precedes its link.
 
@@ -144,10 +143,10 @@ class LaneGroup:
         link: The link, opaque here; None until the group begins.
         token: Admits lanes of the peer; empty if this side dials.
         grants: Memory that the peer may use without asking the owner again.
-        on_lost: Called with the number of lanes left and the reason when a lane breaks; None: not called.
-        secret: Encrypts the lanes; empty if the link is not encrypted. Set before the peer gets the token.
+        on_lost: Called with the number of lanes left and the reason when a lane breaks.
+        secret: Encrypts the lanes, unless empty. Set before the peer gets the token.
         doubted: Newest lane with a write that ended without the owner's answer; 0 for none (lanes count from 1).
-        told: Newest lane when the owner was last told to drop all, and the number of the ``Ping`` after that.
+        told: Newest lane when the owner was last told to drop all, and the ``Ping`` after that.
         given_up: Newest lane that the owner is known to have dropped.
     """
 
@@ -183,10 +182,10 @@ class LaneGroup:
             return waiting
 
     def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
-        """Return the lane with the smallest load, and add ``nbytes`` to it.
+        """Return the lane with the smallest load, and add ``nbytes`` to it. Raises PeerLost if there is none.
 
-        If there are several, the oldest is kept for transfers that are not ``large``; both sides have the same order.
-        Without a lane, wait until the ``deadline`` for one that the peer dials. Raises PeerLost.
+        ``large`` transfers leave out the oldest of several lanes; both sides have the same order. With a ``deadline``
+        the call waits for a lane that the peer dials.
         """
         if deadline is not None and not self.loads:
             deadline.wait_for(self._changed, lambda: self._closed or bool(self.loads))
@@ -199,7 +198,7 @@ class LaneGroup:
             return lane
 
     def put(self, lane: int, nbytes: int, *, doubtful: bool = False) -> None:
-        """Subtract ``nbytes`` from a lane's load; ``doubtful``: a write ended without the owner's answer."""
+        """Subtract ``nbytes`` from a lane's load; ``doubtful``: a write without the owner's answer."""
         with self._changed:
             if lane in self.loads:
                 self.loads[lane] -= nbytes
@@ -303,7 +302,7 @@ class Lanes:
         self._by_token.clear()
 
     def open(self, socks: Iterable[LaneSocket] = (), token: bytes = b"") -> LaneGroup:
-        """Return the group of a future link, which takes over the sockets; :meth:`find` finds it by its token."""
+        """Return the group of a future link, which takes over the sockets."""
         group = LaneGroup(token)
         for sock in socks:
             group.wait(sock)
@@ -381,14 +380,14 @@ class Lanes:
             try:
                 redial(Deadline(_REDIAL_MS))
             except LLMException as error:
-                # Either the link is ending, or the next transfer dials again.
+                # The link is ending, or the next transfer dials again.
                 logger.info("data lanes to %s were not brought back: %s", group.link, error)
 
         with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
             self._redialling.submit(attempt)
 
     def quiesce(self, tag: int) -> None:
-        """Stop the use of memory, as :meth:`.Transport.quiesce`; advanced guards stop requests that come later."""
+        """As :meth:`.Transport.quiesce`."""
         if self._engine is not None:
             self._engine.quiesce(tag)
 

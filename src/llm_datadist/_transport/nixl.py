@@ -3,11 +3,10 @@
 The owner of the memory checks its guards before the first byte and after the last, as with tcp. Each side of a link has
 agents of its own (:mod:`.nixl_agent`): a transfer that is given up ends its agent, and so every late byte.
 
-When the link begins, one side tells the other its receiver (Meet), before the first transfer. The initiator asks, the
-owner answers:
+When the link begins, one side tells the other its receiver (Meet). Then the initiator asks, the owner answers:
 
-    pull over TCP          Ask(receiver of the initiator)  ->  Moved, once the owner has written
-    push; pull over RDMA   Ask  ->  Ready(receiver of the owner); once the initiator has moved, Done  ->  Moved
+    pull over TCP          Ask(receiver of the initiator)  ->  Moved
+    push; pull over RDMA   Ask  ->  Ready(receiver of the owner), then Done  ->  Moved
     any                    NixlRefused, with a status
 """
 
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 
 #: Bytes of one request; the owner serves requests in order.
 _PART_BYTES: Final = 128 << 20
-#: After the last request a thread that receives pushes polls without sleep for so long, then sleeps so long at a time.
+#: After the last request a receiver of pushes polls without sleep for so long, then sleeps so long at a time.
 _BUSY_SECONDS: Final = 0.5
 _LAZY_SECONDS: Final = 0.001
 _POLLS: Final = 16  # between two checks for a request
@@ -88,8 +87,8 @@ _Known = Annotated[str, msgspec.Meta(max_length=64)]
 class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """Initiator -> owner: move this; ``meta`` is a request as over a data lane.
 
-    If ``direct``, the initiator moves the bytes once it has a Ready. Else ``receiver`` is its own, with tensors at
-    ``bases`` and runs at ``offsets`` (uint64, little-endian). ``loaded``: the owner's receiver that its sender knows.
+    If ``direct``, the initiator moves the bytes after Ready. Else ``receiver`` is its own, with tensors at ``bases``
+    and runs at ``offsets`` (uint64, little-endian). ``loaded``: the owner's receiver that its sender knows.
     """
 
     move: _Number
@@ -153,10 +152,10 @@ _CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, private_memory=
 
 
 class NixlTransport(Transport):
-    """The transport; each side offers the fabric that its NIXL can use, unless ``why_not`` forbids it.
+    """The transport; each side offers the fabric of its NIXL, unless ``why_not`` forbids it.
 
-    ``asked``: this side's option names nixl. Else only an authenticated peer gets it, and only over RDMA: a peer that
-    UCX has connected over TCP can write any memory of this process, and its metadata can end the process.
+    Unless this side's option asks for nixl, only authenticated peers get it, and only over RDMA: a peer connected over
+    TCP can write any memory of this process, and its metadata can end the process.
     """
 
     name = "nixl"
@@ -233,10 +232,10 @@ def _why_not(options: Options) -> str:
 
 @dataclass(eq=False)
 class Nixl:
-    """Parts that an instance's links over NIXL share, and a list of their connections.
+    """Parts that an instance's links over NIXL share, and their connections.
 
-    ``pools``: spans (address, bytes) that every agent registers when it is made. ``fallback``: links that this side
-    dials have lanes too, for use once NIXL has failed.
+    ``pools``: spans (address, bytes) that every agent registers. ``fallback``: dialled links have lanes too, for use
+    once NIXL has failed.
     """
 
     wire: Wire
@@ -251,7 +250,7 @@ class Nixl:
             self._connections.add(connection)
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
-        """Stop the use of memory, as :meth:`.Transport.quiesce`; agents forget the ``private`` tensors."""
+        """As :meth:`.Transport.quiesce`; agents forget the ``private`` tensors."""
         with self._lock:
             connections = list(self._connections)
         for each in connections:
@@ -270,9 +269,8 @@ class Nixl:
 
 
 class AgentSlot:
-    """Place of one agent of a link, made at first use, and again after it has ended.
+    """Holder of one agent of a link, made at first use, and again after its end; ``users``: transfers into a receiver.
 
-    ``users`` counts transfers in progress into a receiver.
     Threads: any; one at a time is inside :meth:`using`.
     """
 
@@ -286,9 +284,9 @@ class AgentSlot:
 
     @contextmanager
     def using(self, turn: Callable[[], float]) -> Iterator[Agent]:
-        """Lend the agent. Raises NixlFailed if the link has ended.
+        """Lend the agent. While another thread has it, ``turn`` returns the seconds to wait next, or raises.
 
-        While another thread uses it, ``turn`` returns the seconds to wait next, or raises.
+        Raises NixlFailed if the link has ended.
         """
         while not self._lock.acquire(timeout=turn()):
             pass
@@ -318,8 +316,8 @@ class AgentSlot:
     def move(self, turn: Callable[[], float], end: PlanEnd, there: Ask | Ready, progress: BytesDone) -> str:
         """Write a source of this side to the peer's receiver, or read a destination from it.
 
-        Return how the agent knows that receiver now; empty, and nothing moved, if it needs the metadata. After an error
-        nothing touches the memory: an error during the move ends the agent.
+        Return how the agent knows that receiver now; empty, and nothing moved, if it needs the metadata. An error
+        during the move ends the agent, so that nothing touches the memory.
         """
         (bases, offsets), nbytes = _runs_of(end), end.plan.runs[:, 2]
         theirs = (_numbers(there.bases, len(bases), "bases"), _numbers(there.offsets, len(offsets), "offsets"))
@@ -338,7 +336,7 @@ class AgentSlot:
         return there.receiver.known_as
 
     def leave(self) -> None:
-        """Count one user less: no more bytes of its transfer come."""
+        """Count one user less."""
         with self._lock:
             self.users -= 1
             self._end_retired()
@@ -412,7 +410,7 @@ class NixlConnection(ServedConnection):
         self.fallback = fallback
         self.recovery = None if fallback is None else fallback.recovery
         self._dialled = dialled
-        # This side reads what it pulls. UCX only emulates READ over tcp, and readable memory is writable too.
+        # Pulls are READs. UCX only emulates READ over tcp, and readable memory is writable too.
         self.reads = fabric == "rdma" and writable
         self.sender = AgentSlot(nixl, fabric, progress=False)
         self.receiver = AgentSlot(nixl, fabric, progress=True)  # of pulls
@@ -428,7 +426,7 @@ class NixlConnection(ServedConnection):
         nixl.add(self)
 
     def begin(self, link: object) -> None:
-        # The dialer usually pulls. Agents of the other direction are made at first use.
+        # The dialer usually pulls.
         first = self.pushed if self.reads else self.receiver
         self.server.begin(link, first if self._dialled != self.reads else None)
 
@@ -519,9 +517,9 @@ class _NixlTransfer:
         return self._refuse(answer, {LOST: ended, _UNKNOWN_RECEIVER: not address.metadata})
 
     def _move_directly(self, part: Plan) -> bool:
-        """Move a part by this side's sender, once the owner is ready.
+        """Move a part by this side's sender, once the owner is ready; return False to ask again.
 
-        Return False to ask again, because another transfer has ended an agent of either side.
+        That is after another transfer has ended an agent of either side.
         """
         connection = self._connection
         ready = self._ask(self._request(part))
@@ -595,7 +593,7 @@ class _NixlTransfer:
 
 
 def _runs_of(end: PlanEnd) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return the addresses of the tensors at one side of a plan, and the offsets of the runs in each."""
+    """Return tensor addresses and run offsets of one side of a plan."""
     first, column = (end.plan.dst_first, 0) if end.is_dst else (end.plan.src_first, 1)
     return end.tensors.bases[first : first + end.plan.count], end.plan.runs[:, column]
 
@@ -670,7 +668,7 @@ class NixlWorker:
         self._stopped = False
 
     def begin(self, link: object, first: AgentSlot | None) -> None:
-        """Tell the peer, in the thread, the receiver to be used ``first``; None if it is the peer's."""
+        """Have the thread tell the peer the receiver to be used ``first``, unless that is the peer's."""
         self.link = link
         if first is not None:
             self._put(partial(self._meet, first))
@@ -738,10 +736,7 @@ class NixlWorker:
     # On any thread
 
     def quiesce(self, tag: int) -> None:
-        """Cancel requests for memory under ``tag``, and wait until none touches it.
-
-        Only requests that have begun are waited for; the thread ends them at its next wait.
-        """
+        """Cancel requests for memory under ``tag``; wait for those begun, which end at the thread's next wait."""
         with self._changed:
             found = [each for each in self.served.values() if each.memory.tag == tag]
             for each in found:
@@ -756,7 +751,7 @@ class NixlWorker:
                 )
 
     def stop(self) -> None:
-        """Have the thread end all agents and itself; without a thread, end the agents here. Never waits for it."""
+        """Have the thread end all agents and itself; without a thread, end them here. Never waits."""
         with self._changed:
             self._stopped = True
             thread = self._thread
@@ -778,8 +773,7 @@ class NixlWorker:
             while not self._stopped:
                 timeout = None
                 if self._held:
-                    # Pushes come in without sleep at first, as in other NIXL programs: with a thread of UCX that sleeps
-                    # between two messages, they take a third longer.
+                    # With a thread of UCX that sleeps between messages, pushes would take a third longer.
                     self._let_in()
                     timeout = _LAZY_SECONDS if time.monotonic() > asked + _BUSY_SECONDS else 0
                 item = None

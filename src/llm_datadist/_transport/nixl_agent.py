@@ -36,7 +36,7 @@ NOT_INSTALLED: Final = (
     "NIXL is not installed: pip install 'open-datadist[nixl]', or without the torch that its wheel declares and never "
     "imports: pip install --no-deps nixl nixl-cu12"
 )
-#: Transports of UCX. Without shared memory: the end of an agent does not stop a writer that has mapped the memory.
+#: Transports of UCX, without shared memory: an agent's end does not stop a writer that has mapped it.
 _TLS: Final = {"rdma": "ib,efa,srd", "tcp": "tcp"}
 _SHARED_MEMORY: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self"})
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
@@ -52,7 +52,7 @@ _making: Final = threading.Lock()  # tells the threads of a new agent from those
 
 
 class NixlFailed(Exception):
-    """NIXL failed to move bytes or to make an agent; bytes may have moved, and may still."""
+    """Failure inside NIXL; bytes may have moved, and may still."""
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(text.split()))  # a part may be a peer's text
@@ -61,7 +61,7 @@ class NixlFailed(Exception):
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Address of a receiver; ``metadata`` is empty if the peer knows this ``version`` of it.
 
-    ``package``: version of NIXL, for messages, because metadata of another version may be unreadable.
+    ``package``: version of NIXL, for errors: metadata of another version may be unreadable.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=32)]
@@ -71,7 +71,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @property
     def known_as(self) -> str:
-        """Name by which a sender says that it has loaded this address."""
+        """Name of a loaded address."""
         return f"{self.name}/{self.version}"
 
 
@@ -119,7 +119,7 @@ def fabric() -> str:
 
 
 def ucx_transports(fabric: str) -> str:
-    """Return the transports of UCX for a fabric; over tcp ``UCX_TLS`` of the environment counts. Raises LinkRefused."""
+    """Return UCX's transports for a fabric; over tcp, ``UCX_TLS`` if set. Raises LinkRefused."""
     chosen = os.environ.get("UCX_TLS", "")
     if fabric == "rdma" or not chosen:
         return _TLS[fabric]
@@ -149,7 +149,7 @@ class BytesDone:
 class Agent:
     """One NIXL agent, over NIXL's bindings: NIXL's Python class gives a progress thread a whole core.
 
-    ``pools``: spans (address, bytes) registered at once; :meth:`cover` registers other memory.
+    ``pools``: spans (address, bytes), registered at once.
     Threads: one at a time, :meth:`end` included.
     Errors: NixlFailed for every error of NIXL.
     """
@@ -235,8 +235,8 @@ class Agent:
     ) -> None:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 
-        ``peer`` names a loaded receiver. ``turn`` is called between steps and may raise. After an exception, bytes may
-        move until :meth:`end`.
+        ``peer`` is loaded. ``turn`` runs between steps and may raise. After an exception bytes may move until
+        :meth:`end`.
         """
         operation = getattr(self._api, f"NIXL_{verb}")
         ends = np.cumsum(here[:, 1])
@@ -326,7 +326,7 @@ def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
 
 
 def keep_for_ever(owner: object) -> None:
-    """Never destroy an owner of agents: in a forked child their destructors would wait for threads of the parent."""
+    """Never destroy an owner of agents: in a forked child they would wait for threads of the parent."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 

@@ -39,8 +39,8 @@ _ESTABLISHED: Final = "01"
 class PeerProcess(AbstractContextManager["PeerProcess"]):
     """Living process of an admitted user across a socket. Owns: its pidfd, until that is taken.
 
-    Made before the last packet that the peer waits for or sends: as the process is alive after that, the pidfd is not
-    that of a recycled pid.
+    Make it before the last packet that the peer waits for or sends: so it lives after pidfd_open, and its pid was not
+    recycled.
     """
 
     def __init__(self, sock: socket.socket, users: frozenset[int]) -> None:
@@ -139,10 +139,10 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         pid: The peer's process in this pid namespace; 0 if not visible.
         pidfd: Readable once the process has ended; -1 when closed.
         cookie: 16 bytes of the mapped guard table's header.
-        cookie_address: Address of that header in the peer's process, as the peer says; so are the next three.
+        cookie_address: Its address in the peer's process, as the peer says; so are the next three.
         canaries: Addresses of its canaries.
         shut_out: The kernel does not let the peer into this process.
-        incarnation: To be compared with the control channel's.
+        incarnation: For comparison with the control channel's.
     """
 
     def __init__(
@@ -166,8 +166,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         self.pid = process.pid
         self.uid = process.uid
         self._owner = HERE["pid"]
-        # One item for every holder but one. Each use is one atomic list operation: a fork, or a connection's __del__,
-        # could meet a lock that is held.
+        # One item for every holder but one. List operations are atomic: forks and __del__ could meet a held lock.
         self._others: list[None] = []
         self.pidfd = process.take_pidfd()
         page.belongs_to(self.pid, self.pidfd)
@@ -273,7 +272,7 @@ class SameHostConnection(Connection):
         super().__init__()
 
     def peer_ended(self) -> bool:
-        """Return True once the pidfd says so, although a forked child of the peer may keep its sockets open."""
+        """Return True by the pidfd: a forked child of the peer may keep its sockets open."""
         return self.closed or not self._peer.alive()
 
     def watch(self) -> Watch | None:

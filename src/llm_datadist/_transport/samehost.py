@@ -1,8 +1,8 @@
 """The same-host rendezvous: two processes prove that they share a host, and exchange the memfds of their exports.
 
-The listener has an abstract unix socket, or a socket file in a directory that containers with separate network
-namespaces share. Both sides check the other's user (SO_PEERCRED). The dialer sends its descriptors and a one-time token
-from the control channel; the listener answers alike.
+The listener has an abstract unix socket, or a socket file in a directory that containers share. Both sides check the
+other's user (SO_PEERCRED). The dialer sends descriptors and a one-time token from the control channel; the listener
+answers alike.
 
 Connecting, mapping and the cookie in the peer's guard table prove the same host. If a rendezvous fails (LinkRefused),
 the link takes another transport.

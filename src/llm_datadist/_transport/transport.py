@@ -1,7 +1,7 @@
 """The seam between transports and the rest of the library.
 
-A transport is one module: its :class:`Transport`, and the :class:`~.connection.Connection` that it makes.
-:mod:`.registry` has the list of all, best first. Nothing outside this package, the options and the tools names one.
+A transport is one module: a :class:`Transport`, and the :class:`~.connection.Connection` that it makes. Only this
+package, the options and the tools name transports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Wire(Protocol):
-    """Carrier of a transport's requests to the peer of a link. Threads: any."""
+    """Carrier of a transport's requests to a link's peer. Threads: any."""
 
     def ask(self, link: Any, data: bytes, deadline: Deadline) -> bytes:  # noqa: ANN401 (a link, opaque here)
         """Send a request and return its answer. Raises DeadlineExceeded, or LinkError if the link is lost."""
@@ -41,7 +41,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Parts from which the transports of one LLMDataDist are made."""
+    """Parts of one LLMDataDist for its transports."""
 
     options: Options
     exports: Exports
@@ -64,14 +64,14 @@ class Transport:
     preamble: bytes = b""  # begins connections to the listener for :meth:`admit`
 
     def __init__(self, context: Context) -> None:
-        """Make what connections share. Raises LLMException, also if ``llm.Transport`` names one that cannot be used."""
+        """Make what connections share. Raises LLMException if ``llm.Transport`` names it and it cannot be used."""
 
     def offer(self, meeting: Meeting) -> bytes:
-        """Return the offer in this side's greeting; empty for none. The listener has the dialer's offer already."""
+        """Return the offer in this side's greeting, if any. The listener has the dialer's already."""
         return b""
 
     def exchange(self, meeting: Meeting, deadline: Deadline) -> None:
-        """At the dialer: do what blocks, after both greetings and before :meth:`judge`."""
+        """At the dialer: do what blocks, between greetings and :meth:`judge`."""
 
     def judge(self, meeting: Meeting) -> Verdict:
         """Judge both offers. Both sides must come to the same choice."""
@@ -89,11 +89,11 @@ class Transport:
         """Give back what :meth:`offer` prepared, as no connection uses it. Idempotent."""
 
     async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
-        """Check a socket that began with :attr:`preamble`; return the function that takes it. LLMException refuses."""
+        """Check a socket that began with :attr:`preamble`; return its taker. LLMException refuses."""
         raise NotImplementedError
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve peers from now on. Threads: control, before the listener starts."""
+        """Serve peers from now on. Threads: control, before the listener."""
 
     def stop(self) -> None:
         """Cease to serve peers. Threads: control."""
@@ -187,11 +187,11 @@ class Meeting:
         return self.choice
 
     def yield_to(self, theirs: str | None) -> None:
-        """Follow a dialer that cannot use the better transport for non-pool memory."""
+        """Follow a dialer without the better transport for non-pool memory."""
         self.choice = yield_to(self.choice, [*self.transports.values()], theirs)
 
     def connect(self, name: str) -> Connection:
-        """Return a connection of one transport, which then owns what its offer prepared."""
+        """Return a connection, which then owns what the offer prepared."""
         connection = self.transports[name].connect(self)
         self._used.add(name)
         return connection
