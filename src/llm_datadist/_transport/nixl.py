@@ -429,17 +429,13 @@ class NixlConnection(ServedConnection):
         # The dialer usually pulls.
         first = self.pushed if self.reads else self.receiver
         self.server.begin(link, first if self._dialled != self.reads else None)
-
         if self.fallback is not None:
             self.fallback.begin(link)
 
     def usage(self) -> Usage:
         remark = f"; by tcp, because NIXL failed: {self._failed}" if self._failed else ""
-        return (
-            super()
-            .usage()
-            ._replace(progress_seconds=self.sender.cpu_seconds() + self.receiver.cpu_seconds(), remark=remark)
-        )
+        seconds = self.sender.cpu_seconds() + self.receiver.cpu_seconds()
+        return super().usage()._replace(progress_seconds=seconds, remark=remark)
 
     def abort(self) -> None:
         super().abort()

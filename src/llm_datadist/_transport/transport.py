@@ -59,8 +59,8 @@ class Transport:
 
     name: str  # as in ``llm.Transport``
     capabilities: Capabilities  # of its connections
-    beside: bool = False  # as in :class:`~.choose.Candidate`; so is the next
-    peer_cannot: str = "the peer cannot use it"
+    beside: bool = False  # may carry non-pool memory beside a transport that does not reach it
+    peer_cannot: str = "the peer cannot use it"  # reason if only the peer cannot
     preamble: bytes = b""  # begins connections to the listener for :meth:`admit`
 
     def __init__(self, context: Context) -> None:
