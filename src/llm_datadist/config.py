@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMConfig", "LlmConfig", "parse_listen_ip_info"]
 
-# Options that other modules, or rules between options, name. Rows alone name the others.
+# Options named beyond their rows.
 DEVICE_ID: Final = "ge.exec.deviceId"
 GRAPH_MEMORY: Final = "ge.flowGraphMemMaxSize"
 MEM_UTILIZATION: Final = "llm.MemoryUtilization"

@@ -41,7 +41,7 @@ from llm_datadist._transport.nixl import (
     _common,
 )
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist._transport.peer_memory import why_stranger
+from llm_datadist._transport.peer_memory import why_other_user
 from llm_datadist._transport.transport import Meeting
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
@@ -83,7 +83,7 @@ def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
         assert meeting.choose().name == "nixl"
         assert _common(mine, theirs) == used
     else:
-        with pytest.raises(LinkRefused, match=r"not nixl: (this end does not ask for it|not here)"):
+        with pytest.raises(LinkRefused, match=r"not nixl: (this side does not ask for it|not here)"):
             meeting.choose()
     meeting.close()
 
@@ -104,13 +104,13 @@ def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end(listen: str,
         with subprocess.Popen([sys.executable, "-c", script, *arguments]) as other:
             stranger, _ = listener.accept()
             with stranger:
-                assert why_stranger(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
-                assert why_stranger(stranger, frozenset({54321})) == ""
+                assert why_other_user(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
+                assert why_other_user(stranger, frozenset({54321})) == ""
             assert other.wait(60) == 0
         with socket.create_connection((dial, port)) as near, listener.accept()[0] as far:
-            assert (why_stranger(near, frozenset()), why_stranger(far, frozenset())) == ("", "")
+            assert (why_other_user(near, frozenset()), why_other_user(far, frozenset())) == ("", "")
             near.close()  # then the kernel shows root
-            assert why_stranger(far, frozenset()).startswith("the user of the peer is unknown")
+            assert why_other_user(far, frozenset()).startswith("the user of the peer is unknown")
 
 
 MOVING = threading.Event()

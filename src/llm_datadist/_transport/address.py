@@ -1,4 +1,4 @@
-"""Sockets for addresses of listeners: (host, port), the host being IPv4, IPv6 or a name."""
+"""Sockets for addresses of listeners: (host, port), IPv4, IPv6 or a name."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def new_socket(address: tuple[str, int]) -> socket.socket:
 
 
 def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tuple[str, int]]:
-    """Return the addresses of a host in the order to try them; an IP address as it is.
+    """Return the addresses of a host in the order to try them. Raises LinkRefused or DeadlineExceeded.
 
-    Raises LinkRefused for an unknown name, DeadlineExceeded. The C library's resolver takes no deadline, so it runs in
-    a daemon thread, which may outlive the call.
+    The C library's resolver takes no deadline, so it runs in a daemon thread, which may outlive the call.
     """
     host, port = address
     if is_ip(host):
@@ -61,7 +60,7 @@ def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tup
 
 
 async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, what: str) -> bytes:
-    """Read ``count`` bytes and no more: another reader takes the rest. Raises ProtocolError if the stream ends."""
+    """Read ``count`` bytes: another reader takes the rest. Raises ProtocolError if the stream ends."""
     data = b""
     while len(data) < count:
         more = await loop.sock_recv(sock, count - len(data))

@@ -33,7 +33,7 @@ class Choice:
 
 
 def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | None:
-    """Return the transport that either side asks for, which binds both; None if neither does. Raises LinkRefused."""
+    """Return the transport that either side asks for, if any; it binds both. Raises LinkRefused."""
     if theirs is not None and theirs not in known:
         raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(known)}")
     if mine is not None and theirs is not None and mine != theirs:
@@ -42,7 +42,7 @@ def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | N
 
 
 def choose(candidates: Sequence[Transport], judge: Callable[[Transport], Verdict], forced: str | None) -> Choice:
-    """Return the first usable of the candidates (best first), or the forced one for all memory. Raises LinkRefused."""
+    """Return the first usable candidate (best first), or the forced one. Raises LinkRefused."""
     known = {each.name: each for each in candidates}
     if forced is not None and forced not in known:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(known)}")
@@ -68,7 +68,7 @@ def _with_private(choice: Choice, beside: Sequence[Transport], judge: Callable[[
         verdict = judge(each)
         if verdict.possible:
             but = "".join(f", not by {text}" for text in against)
-            return replace(choice, private=each.name, reason=f"{choice.reason}; private memory by {each.name}{but}")
+            return replace(choice, private=each.name, reason=f"{choice.reason}; non-pool memory by {each.name}{but}")
         if verdict.final:
             return _without_private(choice, verdict.reason)
         against.append(f"{each.name}: {verdict.reason}")
@@ -76,7 +76,7 @@ def _with_private(choice: Choice, beside: Sequence[Transport], judge: Callable[[
 
 
 def _without_private(choice: Choice, reason: str) -> Choice:
-    return replace(choice, private=None, reason=f"{choice.reason}; private memory by nothing: {reason}")
+    return replace(choice, private=None, reason=f"{choice.reason}; non-pool memory by nothing: {reason}")
 
 
 def yield_to(choice: Choice, candidates: Sequence[Transport], theirs: str | None) -> Choice:

@@ -62,7 +62,7 @@ class CmaConnection(SameHostConnection):
 
     def _range(self, region: int) -> AddressRange | None:
         if region != PRIVATE:
-            raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
+            raise LinkError(f"map: cma does not reach the peer's exported region {region} but its non-pool memory only")
         return self._private
 
     def _move(self, transfer: Transfer) -> None:

@@ -238,7 +238,7 @@ class Connection(Lifetime):
             named = sorted(set(regions.tolist()))
             bases = offsets if len(named) == 1 else offsets.copy()
             if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
-                raise ProtocolError(f"map: private memory and exported regions {named[1:]} in one cache")
+                raise ProtocolError(f"map: non-pool memory and exported regions {named[1:]} in one cache")
             for region in named:
                 found = _checked_range(self, region, writable and not (located and region == PRIVATE))
                 if bases is offsets:  # usually all are in one region
@@ -318,13 +318,13 @@ class ServedConnection(Connection):
         return self._ranges.get(region)
 
     def _guards(self) -> AddressRange:
-        raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them by itself (remote_guards)")
+        raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")
 
 
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
     capabilities = connection.capabilities
     if region == PRIVATE and not capabilities.private_memory:
-        raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's private memory")
+        raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's non-pool memory")
     found = connection._range(region)
     if found is None:
         raise ProtocolError(f"map: the peer exports no region {region}")

@@ -1,7 +1,6 @@
 """Instances of this process by incarnation, and the proof that a peer is one of them.
 
-The proof is a table that only this process can use. Under a one-time token the dialer of a link leaves its exports
-there, and the listener that finds them leaves its own.
+The proof is a table of this process, where dialer and listener of a link leave their exports under a one-time token.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def offer(token: bytes, exports: Exports) -> None:
 
 
 def accept(token: bytes, exports: Exports) -> Exports | None:
-    """Return the exports of the dialer with this token, and leave it ``exports``; None if it is in another process."""
+    """Return the exports of the dialer, and leave it ``exports``; None if it is in another process."""
     offered = _offers.get(token)
     if offered is None or _answers.setdefault(token, exports) is not exports:
         return None
@@ -57,7 +56,7 @@ def accept(token: bytes, exports: Exports) -> Exports | None:
 
 
 def answer(token: bytes) -> Exports | None:
-    """Return the exports of the listener that found the token; None if it is in another process."""
+    """Return the exports of the listener; None if it is in another process."""
     return _answers.get(token)
 
 

@@ -51,7 +51,7 @@ class LaneSocket(NamedTuple):
 
     def __repr__(self) -> str:
         """Leave the keys out."""
-        return f"<LaneSocket {self.socket!r}{', sealed' if self.keys else ''}>"
+        return f"<LaneSocket {self.socket!r}{', encrypted' if self.keys else ''}>"
 
 
 def _expand(secret: bytes, dialer: bytes, listener: bytes) -> list[bytes]:

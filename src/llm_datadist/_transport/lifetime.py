@@ -1,4 +1,4 @@
-"""Lifetime of an object that any thread uses and any thread closes."""
+"""Lifetime of objects that any thread uses and closes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class Lifetime(AbstractContextManager["Lifetime"]):
 
 
 def unusable(what: Lifetime, call: str) -> StateError | LinkError:
-    """Return the exception for a call that cannot use the object."""
     if what._pid != HERE["pid"]:
         return StateError(f"{call}: this {what._what} belongs to process {what._pid}, not us")
     return LinkError(f"{call}: the {what._what} is closed; link again", phase="copy")

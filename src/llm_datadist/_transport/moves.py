@@ -1,4 +1,4 @@
-"""Requests of a peer to move bytes of this side's memory; replies and refusals, on both sides."""
+"""Requests of a peer to move bytes of this side's memory, replies and refusals."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ONE_REQUEST_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """A well-formed request of a peer for memory of this process; its numbers are not checked yet."""
+    """Well-formed request of a peer; its numbers are not checked yet."""
 
-    handle: bytes  # names the memory; the peer got it with a resolution
+    handle: bytes  # names the memory
     extent: int  # bytes of each tensor, as the peer believes
     plan: Plan  # destination and source have the same offsets
     write: bool
@@ -53,7 +53,7 @@ class MoveOwner(Protocol):
     """Owner of the memory that peers ask for. Threads: control, briefly."""
 
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
-        """Return the memory that the peer of ``link`` may use; an LLMException refuses, with its status and text."""
+        """Return the memory that the peer may use; an LLMException refuses, with its status and text."""
 
 
 class Move(NamedTuple):
@@ -85,12 +85,12 @@ def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:
 
 
 def status_of(error: LLMException) -> tuple[int, str]:
-    """Return a refusal in its wire form: the status as u32, never success, and one line."""
+    """Return a refusal for the wire: a u32 status, never success, and one line."""
     return int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED), " ".join(str(error).split())[:4000]
 
 
 def is_one_request(plan: Plan) -> bool:
-    """Return True if a plan travels as one request, with any number of sockets."""
+    """Return True if a plan travels as one request."""
     return 0 < plan.nbytes <= ONE_REQUEST_BYTES and len(plan.runs) <= MAX_REQUEST_RUNS
 
 

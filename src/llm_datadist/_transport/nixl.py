@@ -46,7 +46,7 @@ from llm_datadist._transport.nixl_agent import (
     ucx_transports,
     usable,
 )
-from llm_datadist._transport.peer_memory import why_stranger
+from llm_datadist._transport.peer_memory import why_other_user
 from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import (
@@ -145,8 +145,8 @@ _decode_answer: Callable[[bytes], _Answer] = msgspec.msgpack.Decoder(_Answer).de
 
 
 _NOT_ASKED: Final = (
-    "this end does not ask for it, and over TCP, or without credentials, no peer may choose it for this end: set "
-    "llm.Transport=nixl at both ends"
+    "this side does not ask for it, and over TCP, or without credentials, no peer may choose it: set "
+    "llm.Transport=nixl on both sides"
 )
 _CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
 
@@ -179,17 +179,17 @@ class NixlTransport(Transport):
         mine, why_not = self.fabric, self.why_not
         # Another user would reach all memory of this process. Unforced, only authenticated peers get NIXL.
         if forced and not meeting.authenticated and meeting.sock is not None:
-            why_not = why_stranger(meeting.sock, meeting.exports.users) or why_not
+            why_not = why_other_user(meeting.sock, meeting.exports.users) or why_not
             mine = "" if why_not else mine
         if not mine:
-            return Verdict(False, why_not if theirs else "neither end has NIXL", silent=not theirs)
+            return Verdict(False, why_not if theirs else "neither side has NIXL", silent=not theirs)
         if not theirs:
             return Verdict(False, "the peer has no NIXL, or does not allow it (llm.NixlPlaintext, llm.PeerPolicy)")
         over = _common(mine, theirs)
         if not (self.asked or (meeting.authenticated and over == "rdma")):
             return Verdict(False, _NOT_ASKED)
         if over == "tcp":
-            return Verdict(forced, f"UCX has no RDMA at both ends, it uses {ucx_transports('tcp')}")
+            return Verdict(forced, f"UCX has no RDMA on both sides, it uses {ucx_transports('tcp')}")
         return Verdict(True, f"UCX uses RDMA ({ucx_transports('rdma')})")
 
     def _theirs(self, meeting: Meeting) -> str:
@@ -222,7 +222,7 @@ def _why_not(options: Options) -> str:
     """Return why this side may not use NIXL; empty if it may."""
     if options.credentials is not None and not options.nixl_plaintext:
         return (
-            f"it sends KV bytes unencrypted, and this end has credentials ({AUTH_SECRET}, {TLS_CERT}): set "
+            f"it sends KV bytes unencrypted, and this side has credentials ({AUTH_SECRET}, {TLS_CERT}): set "
             f"{NIXL_PLAINTEXT}='1' to allow that"
         )
     if options.peer_policy is not None:
@@ -706,7 +706,7 @@ class NixlWorker:
         if ask.direct is (ask.receiver is not None) or (ask.write and not ask.direct):
             raise ProtocolError("nixl: a request that names a receiver has it written to, one that pushes is direct")
         if ask.direct and not ask.write and not self.reads:
-            raise ProtocolError("nixl: a peer reads by itself over RDMA only, and with remote cache access only")
+            raise ProtocolError("nixl: a peer reads over RDMA only, and with remote cache access only")
         if ask.write and not self._writable:
             raise LLMException(
                 "pushes over nixl need remote cache access at the owner (LLMConfig.enable_remote_cache_accessible)",
@@ -809,7 +809,7 @@ class NixlWorker:
                 receiver = agent.address("")
             self._nixl.wire.tell(self.link, _encode(Meet(receiver)))
         except (NixlFailed, LLMException) as error:
-            logger.info("nixl: the ends of %s are not connected yet: %s", self.link, error)
+            logger.info("nixl: the agents of %s are not connected yet: %s", self.link, error)
 
     def _serve(self, served: _Served) -> None:
         with self._changed:
@@ -840,7 +840,7 @@ class NixlWorker:
         elif _unchanged(served):
             self._answer(served, Moved(loaded))
         else:
-            self._refuse(served, CHANGED, "a guard changed meanwhile", touched=True)
+            self._refuse(served, CHANGED, "a guard changed during the transfer", touched=True)
 
     def _hold(self, served: _Served) -> None:
         """Grant the memory to the peer, and hold it until the peer is done."""
@@ -870,7 +870,7 @@ class NixlWorker:
         elif _unchanged(served):
             self._answer(served, Moved(""))
         else:
-            self._refuse(served, TORN, "a guard changed meanwhile", touched=True)
+            self._refuse(served, TORN, "a guard changed during the transfer", touched=True)
 
     def _drop_ended(self) -> None:
         """Stop the peer's use of memory whose time is over, or which was taken back."""

@@ -45,7 +45,7 @@ _PART_BYTES: Final = 16 << 20
 _PARTS_ON_THEIR_WAY: Final = 2  # one moves while the next is posted
 _PAUSE_SECONDS: Final = 50e-6
 _KNOWN_RECEIVERS: Final = 4  # a peer uses two at a time; older ones have ended
-#: Longest sleep of a receiver's thread; arriving bytes wake it. Without sleep, NIXL's default, it takes a whole core.
+#: Longest sleep of a receiver's thread; bytes wake it. NIXL's default, no sleep, takes a whole core.
 _SLEEP_MICROSECONDS: Final = 100_000
 _QUICK_POLLS: Final = 50  # polls without a pause, enough for a small transfer
 _making: Final = threading.Lock()  # tells the threads of a new agent from those of another one
@@ -95,7 +95,7 @@ def package_version() -> str:
 
 @cache
 def usable(fabric: str) -> str:
-    """Return why UCX cannot use a fabric; empty if it can. The first agent of a process takes half a second."""
+    """Return why UCX cannot use a fabric, if so. The first agent of a process takes half a second."""
     try:
         Agent(fabric, progress=False).end()
     except (NixlFailed, LinkRefused) as error:
@@ -105,9 +105,9 @@ def usable(fabric: str) -> str:
 
 @cache
 def fabric() -> str:
-    """Return the fabric that UCX can use on this host: ``rdma``, ``tcp``, or "" if NIXL is not installed.
+    """Return the fabric that UCX can use here: ``rdma``, ``tcp``, or "" if NIXL is not installed.
 
-    On a host with RDMA devices, a trial agent that may use nothing else proves that UCX can use them.
+    A trial agent that may use nothing else proves that UCX can use RDMA devices.
     """
     if not installed():
         return ""

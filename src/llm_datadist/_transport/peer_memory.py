@@ -1,4 +1,4 @@
-"""Memory of another process of this host, checked and mapped here; its user, and whether it lives."""
+"""Memory of another process of this host, checked and mapped here."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def peer_credentials(sock: socket.socket, users: frozenset[int] = frozenset()) -
     return pid, uid
 
 
-def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
+def why_other_user(sock: socket.socket, users: frozenset[int]) -> str:
     """Return why the TCP peer is not of this user or ``users``; empty if it is, or is on another host.
 
     A closed connection has no owner: the kernel shows root as the user of its socket.
@@ -130,8 +130,8 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int:
 class PeerMemory(AbstractContextManager["PeerMemory"]):
     """Exported memory of a peer on this host, mapped here.
 
-    Owns: the mappings, the pidfd, and the page in which the peer announces its writes here; the last holder's
-        :meth:`close` frees them. Made with one holder; :meth:`share` adds one.
+    Owns: the mappings, the pidfd, and the page of the peer's write intents; the last holder's :meth:`close` frees them.
+        :meth:`share` adds a holder to the first.
     Threads: any; each holder calls ``close`` once.
 
     Attributes:
@@ -260,7 +260,7 @@ def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool, sparse: b
 
 
 class SameHostConnection(Connection):
-    """Connection to another process of this host, over shm or cma; one holder of the peer's memory."""
+    """Connection over shm or cma; one holder of the peer's memory."""
 
     def __init__(self, peer: PeerMemory) -> None:
         self._peer = peer

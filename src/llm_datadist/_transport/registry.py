@@ -24,9 +24,8 @@ ORDER: Final[list[type[Transport]]] = [InprocTransport, ShmTransport, CmaTranspo
 
 
 class Transports:
-    """The transports of one LLMDataDist; all its links must use ``asked``, unless that is None.
+    """The transports of one LLMDataDist, which owns them; all links must use ``asked``, unless that is None.
 
-    Owns: one :class:`Transport` of each kind, until :meth:`close`.
     Threads: control for :meth:`start` and :meth:`stop`, else any.
     Errors: a transport that cannot be made raises LLMException; those before it are closed.
     """

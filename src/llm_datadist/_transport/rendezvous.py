@@ -38,10 +38,9 @@ _Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
 class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
     """Offer of one side, with descriptors: the guard table, the page for the receiver's write intents, the ``regions``.
 
-    ``token`` comes over the control channel, for one use; the answer repeats it. The mapped guard table's header must
-    have the ``cookie``; ``cookie_address`` is its address in the sender's process, for cma, not trusted, 0 if not told.
-    ``canaries`` are addresses there at which cma overwrites a byte before any other. ``shut_out``: the kernel has
-    refused cma from the sender to the receiver.
+    ``token`` comes over the control channel, for one use; the answer repeats it. The guard table's header must have the
+    ``cookie``; ``cookie_address`` is its address in the sender's process, for cma, not trusted, 0 if not told. At the
+    ``canaries`` there, cma overwrites a byte before any other. ``shut_out``: the kernel has refused cma to the sender.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""The same-host rendezvous: two processes prove that they share a host, and exchange the memfds of their exports.
+"""Same-host rendezvous: two processes prove that they share a host, and exchange the memfds of their exports.
 
 The listener has an abstract unix socket, or a socket file in a directory that containers share. Both sides check the
 other's user (SO_PEERCRED). The dialer sends descriptors and a one-time token from the control channel; the listener
@@ -68,8 +68,7 @@ class SameHostListener:
     ``name`` is for :func:`exchange_memory`: ``@...`` if abstract, else the path of a file in ``socket_dir``.
     Owns: its socket, the socket file and accepted sockets.
     Threads: :meth:`start`, events and callbacks on the control thread, which they never block; others any.
-    Errors: in a forked child call only :meth:`close`: it closes the child's descriptors, and leaves the parent's loop
-        and socket file alone.
+    Errors: in a forked child call only :meth:`close`; it spares the parent's loop and socket file.
     """
 
     def __init__(self, exports: Exports, socket_dir: str | None, *, idle_timeout: float = 5.0) -> None:
@@ -242,9 +241,9 @@ class SameHostListener:
 
 
 def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerMemory:
-    """Dial a peer's :class:`SameHostListener`, exchange memory and return the peer's, for the caller to own.
+    """Exchange memory with a peer's :class:`SameHostListener`; return the peer's, for the caller to own.
 
-    Blocks within the deadline. Raises LinkRefused if this host has no listener of that ``name``, or a side refused.
+    Raises LinkRefused if this host has no listener of that ``name``, or a side refused.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     pass_rights(sock, allowed=False)

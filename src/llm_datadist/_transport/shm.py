@@ -23,8 +23,7 @@ _CAPABILITIES = Capabilities("shm", shared_regions=True, private_memory=False)
 class ShmTransport(Transport):
     """The transport, with the same-host rendezvous for shm and cma.
 
-    It offers the cookie that the mapped guard table must show and, at the listener, the name of the rendezvous.
-    Owns: the listener of the rendezvous.
+    It offers the cookie of the guard table and, at the listener, the name of the rendezvous, whose listener it owns.
     """
 
     name = "shm"

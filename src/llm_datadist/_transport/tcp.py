@@ -285,8 +285,8 @@ class _Part(NamedTuple):
 class _LaneTransfer:
     """One transfer, in parts, each on the lane with the smallest load. Threads: the caller's.
 
-    A lane serves its parts in order. So that other transfers need not wait for all of a large one, few parts of it are
-    in progress at a time, and none on the oldest of several lanes.
+    A lane serves its parts in order. So that other transfers wait less for a large one, few parts of it are in progress
+    at a time, and none on the oldest of several lanes.
     """
 
     def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
