@@ -189,7 +189,7 @@ class NixlTransport(Transport):
         if not (self.asked or (meeting.authenticated and over == "rdma")):
             return Verdict(False, _NOT_ASKED)
         if over == "tcp":
-            return Verdict(forced, f"UCX has no RDMA on both sides, it uses {ucx_transports('tcp')}")
+            return Verdict(forced, f"not both sides have RDMA, so UCX uses {ucx_transports('tcp')}")
         return Verdict(True, f"UCX uses RDMA ({ucx_transports('rdma')})")
 
     def _theirs(self, meeting: Meeting) -> str:
@@ -391,7 +391,7 @@ class AgentSlot:
 class NixlConnection(ServedConnection):
     """Connection whose bytes NIXL moves over ``fabric``, see :func:`.nixl_agent.fabric`.
 
-    Owns: ``fallback``, which moves every transfer from the one on in which NIXL failed.
+    Owns: its agents, and ``fallback``, which moves every transfer from the one on in which NIXL failed.
     """
 
     capabilities = _CAPABILITIES
@@ -410,7 +410,7 @@ class NixlConnection(ServedConnection):
         self.fallback = fallback
         self.recovery = None if fallback is None else fallback.recovery
         self._dialled = dialled
-        # Pulls are READs. UCX only emulates READ over tcp, and readable memory is writable too.
+        # Pulls as READs: UCX only emulates READ over tcp, and readable memory is writable too.
         self.reads = fabric == "rdma" and writable
         self.sender = AgentSlot(nixl, fabric, progress=False)
         self.receiver = AgentSlot(nixl, fabric, progress=True)  # of pulls
@@ -624,7 +624,7 @@ class _Served:
     reply: Callable[[bytes], None]
     until: float  # monotonic
     begun: bool = False  # until it is forgotten, its memory may be touched
-    cancelled: bool = False
+    cancelled: bool = False  # by any thread
     receiver: str = ""  # name of the agent that the peer uses
     nbytes: int = 0  # of waiting_bytes until it is forgotten
 
