@@ -20,7 +20,7 @@ from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport.nixl import Nixl, NixlConnection, Server
+from llm_datadist._transport.nixl import Nixl, NixlConnection, NixlWorker
 from llm_datadist._transport.nixl_agent import fabric, usable
 from llm_datadist.errors import LinkError, PeerLost
 from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main
@@ -104,7 +104,7 @@ class SocketConnection(Handles, NixlConnection):
 
 def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, writable: bool) -> SocketConnection:
     """Return one end of a connection; what the other end asks is granted by ``handler``."""
-    server: list[Server] = []  # not the connection, which may be forgotten
+    server: list[NixlWorker] = []  # not the connection, which may be forgotten
     wire = SocketWire(sock, lambda data, reply: server[0].on_request(data, reply))  # noqa: PLW0108 (made later)
     pools = [(segment.address, segment.nbytes) for segment in peer.exports.regions.values()]
     regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]

@@ -17,8 +17,8 @@ from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.moves import MoveReply, MoveRequest
-from llm_datadist._transport.nixl import Ask, Done, Granted, Meet, Moved, Nixl, NixlConnection, Refused
-from llm_datadist._transport.nixl_agent import Address, NixlFailed, Progress
+from llm_datadist._transport.nixl import Ask, Done, Meet, Moved, Nixl, NixlConnection, NixlRefused, Ready
+from llm_datadist._transport.nixl_agent import Address, BytesDone, NixlFailed
 from llm_datadist.errors import CacheNotFound, ProtocolError
 from tests.support.twin import tensors_of
 
@@ -29,7 +29,7 @@ _MOVES: Final = 8  # so that a Done finds a move that was granted
 _PATIENCE_SECONDS: Final = 10.0
 _MEMORY: Final = np.zeros((4, EXTENT), np.uint8)
 _TENSORS: Final = tensors_of(list(_MEMORY))
-_decode: Final = msgspec.msgpack.Decoder(Granted | Moved | Refused).decode
+_decode: Final = msgspec.msgpack.Decoder(Ready | Moved | NixlRefused).decode
 _requests: Final = msgspec.msgpack.Decoder(Ask | Done | Meet).decode
 
 
@@ -62,7 +62,7 @@ class StillAgent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: Progress,
+        progress: BytesDone,
     ) -> None:
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes
         if len(here) and (int(here[:, 0].min()) < first or int((here[:, 0] + here[:, 1]).max()) > last):
@@ -118,8 +118,8 @@ def ask(move: int = 1, *, write: bool = False, budget_ms: int = 60_000, nbytes: 
     return Ask(move, write, False, meta, receiver, bytes(32), bytes(8), "", budget_ms)
 
 
-def answer_of(data: bytes) -> Granted | Moved | Refused:
-    answer: Granted | Moved | Refused = _decode(data)
+def answer_of(data: bytes) -> Ready | Moved | NixlRefused:
+    answer: Ready | Moved | NixlRefused = _decode(data)
     return answer
 
 
@@ -148,7 +148,7 @@ def _judge(connection: NixlConnection, data: bytes, verdicts: Verdicts) -> None:
         answer = answer_of(answers.get(timeout=_PATIENCE_SECONDS))
     except Empty:
         raise Finding(f"{request} has no answer") from None
-    if isinstance(answer, Refused):
+    if isinstance(answer, NixlRefused):
         verdicts.refuse("Refused")
     else:
         verdicts.take(answer)

@@ -54,7 +54,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "rendezvous": {},
     "lane handles": {"MoveReply": 0.001},
     "lane greetings": {"greeting": 0.1},
-    "nixl requests": {"Moved": 0.05, "Granted": 0.01, "Meet": 0.01},
+    "nixl requests": {"Moved": 0.05, "Ready": 0.01, "Meet": 0.01},
 }
 TAGS: Final = {kind.__name__: str(kind.__struct_config__.tag) for kind in get_args(messages.AnyMessage)}
 #: Targets that are fed with messages, and those of which each kind must have been taken.

@@ -1,6 +1,6 @@
-"""Kinds of option texts: in words for docs/options.md, and how a text becomes a value.
+"""Kinds of option texts: words for docs/options.md, and a parser.
 
-A :data:`Kind` is both. Its function takes the option's name and text, and raises ParamError that names them.
+The parser takes the option's name and text, and raises ParamError that names them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def whole(low: int, high: int) -> Kind[int]:
 
 
 def _number(low: float, high: float, rule: str) -> Kind[float]:
-    """``rule`` is the error outside of the bounds; its fields are the number, its text, and the bounds."""
+    """Return the kind of a number; ``rule`` is the error out of bounds, with fields for number, text, bounds."""
 
     def parse(name: str, text: str) -> float:
         try:
@@ -96,7 +96,7 @@ def _parse_users(name: str, text: str) -> frozenset[int]:
 
 
 def parse_json(name: str, text: str) -> object:
-    """Return the value of the JSON ``text``. Raises ParamError naming ``name`` and where it is malformed."""
+    """Return the value of a JSON text. Raises ParamError with ``name`` and the place of the error."""
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def parse_json(name: str, text: str) -> object:
 
 
 def _integer(name: str, fields: dict[str, Any], field: str) -> int:
-    """Return a field that must be a JSON integer; ``true`` and ``1.0`` are none."""
+    """Return a field that must be a JSON integer; ``true`` and ``1.0`` are not."""
     check_rule(field in fields, f"{name}: {field} is missing")
     value = fields[field]
     if type(value) is not int:
@@ -115,9 +115,9 @@ def _integer(name: str, fields: dict[str, Any], field: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How many bytes a memory pool has, and what it rounds allocations up to: ``1 << page_shift`` bytes.
+    """Bytes of a memory pool, in pages of ``1 << page_shift`` bytes to which allocations are rounded up.
 
-    With ``huge_pages`` (extension) its memory consists of huge pages.
+    With ``huge_pages`` (extension) the memory consists of huge pages.
     """
 
     memory_size: int
@@ -133,7 +133,7 @@ class PoolOptions:
     def parse(cls, name: str, text: str, limit: int | None = None) -> PoolOptions:
         """Parse the JSON object ``text`` of option ``name``; an unknown field logs a warning.
 
-        Raises ParamError naming the field that breaks a rule, or a size above ``limit`` bytes.
+        Raises ParamError with the field that breaks a rule, or a size above ``limit`` bytes.
         """
         fields = parse_json(name, check_type(name, text, str))
         if not isinstance(fields, dict):
@@ -148,7 +148,7 @@ class PoolOptions:
         return pool
 
     def check(self, name: str, limit: int | None = None) -> None:
-        """Raise ParamError, naming option ``name`` and the field, if the sizes break a rule."""
+        """Raise ParamError with option and field if the sizes break a rule."""
         size, shift, broken = self.memory_size, self.page_shift, ""
         if size <= 0:
             broken = f"memory_size is {size}, it must be above 0"
@@ -165,7 +165,7 @@ class PoolOptions:
 
 
 def check_buf_pool(name: str, text: str) -> None:
-    """Check the size classes of the older pool (interface §7.3). Raises ParamError naming the field."""
+    """Check the size classes of the older pool (interface §7.3). Raises ParamError with the field."""
     value = parse_json(name, text)
     classes = value.get("buf_cfg") if isinstance(value, dict) else None
     if not isinstance(classes, list) or not all(isinstance(entry, dict) for entry in classes):
@@ -191,11 +191,11 @@ def _or_empty(parse: Callable[[str, str], object]) -> Kind[object]:
 
 
 TEXT: Final[Kind[str]] = "any text", lambda _, text: text
-HIXL: Final[Kind[str]] = "hixl", TEXT[1]  # checked with the options that it needs
+HIXL: Final[Kind[str]] = "hixl", TEXT[1]  # checked with the options that it needs, later
 FLAG: Final[Kind[bool]] = "0 or 1", _parse_flag
 BYTES: Final[Kind[int]] = "bytes", _parse_bytes
 SHARE: Final = _number(0.0, 1.0, "{0} is outside [{2}, {3}]")
-# Below, both sides of a link would do little else than send heartbeats, or handshakes of some milliseconds.
+# Below the bounds, links would mostly send heartbeats, or renew handshakes, which take some milliseconds.
 SILENCE: Final = _number(0.1, math.inf, "{0} s, it must be above 0: {2} s at least")
 LINK_AGE: Final = _number(1.0, math.inf, "{1!r} seconds, {2} s at least are needed")
 FILE: Final = _path("a file", "names no file, leave it out")

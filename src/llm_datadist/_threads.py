@@ -1,7 +1,7 @@
-"""Executors that promise: work that was refused is never done.
+"""Executor that never does refused work.
 
-That of the standard library queues the work first. Where no thread can be started then, ``submit`` raises, and the next
-thread that can be started does the work: a copy into memory that its caller has long used for something else.
+The standard library's queues work first. If no thread can be started then, ``submit`` raises, and a later thread does
+the work: a copy into memory that its caller has reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Threads(AbstractContextManager["Threads"]):
-    """Threads ``<name>_<n>``, at most ``limit``, each from the work that needs it to :meth:`shutdown`."""
+    """Threads ``<name>_<n>``, at most ``limit``, each from the first work that needs it until :meth:`shutdown`."""
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit = limit
@@ -31,14 +31,14 @@ class Threads(AbstractContextManager["Threads"]):
         self._queue: SimpleQueue[_Work[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()  # protects the rest
         self._threads: list[threading.Thread] = []
-        self._free = 0  # threads, less what they have to do
+        self._free = 0  # threads, less their work
         self._stopped = False
 
     def submit(self, function: Callable[..., T], /, *args: Any) -> Future[T]:  # noqa: ANN401
         """Have a thread do the work.
 
         Raises:
-            LLMException: ``LLM_FAILED``: no thread can be started.
+            LLMException: No thread can be started (``LLM_FAILED``); the work is not done.
             RuntimeError: After :meth:`shutdown`.
         """
         work = _Work(partial(function, *args))
@@ -52,7 +52,7 @@ class Threads(AbstractContextManager["Threads"]):
         return work.future
 
     def share(self, function: Callable[..., T], /, *args: Any) -> Future[T]:  # noqa: ANN401
-        """:meth:`submit` work; where no thread can be started do it here and now."""
+        """:meth:`submit` work; if no thread can be started, do it in this call."""
         try:
             return self.submit(function, *args)
         except LLMException:
@@ -61,7 +61,7 @@ class Threads(AbstractContextManager["Threads"]):
             return work.future
 
     def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
-        """Take no more work, cancel what has not begun if asked to, join the threads unless told not to."""
+        """Refuse new work, cancel work that has not begun if asked to, and join the threads if ``wait``."""
         with self._lock:
             self._stopped = True
             with suppress(Empty):
@@ -69,12 +69,12 @@ class Threads(AbstractContextManager["Threads"]):
                     work = self._queue.get_nowait()
                     if work is not None:
                         work.future.cancel()
-                        work.run()  # which tells those that wait for it
+                        work.run()  # tells those that wait for it
             for _ in self._threads:
                 self._queue.put(None)
         if wait:
             for thread in self._threads:
-                if thread is not threading.current_thread():  # a finalizer may have come here
+                if thread is not threading.current_thread():  # a finalizer
                     thread.join()
 
     def _start(self) -> None:
@@ -91,7 +91,7 @@ class Threads(AbstractContextManager["Threads"]):
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             self._do(work)
-            del work  # it may hold what its caller wants to be rid of
+            del work  # it may hold memory that its caller wants to free
 
     @hold_signals
     def _do(self, work: _Work[Any]) -> None:
@@ -104,7 +104,7 @@ class Threads(AbstractContextManager["Threads"]):
 
 
 class _Work(Generic[T]):
-    """A function to call once, unless its future was cancelled before."""
+    """A function to call once, unless its future is cancelled before."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -115,7 +115,7 @@ class _Work(Generic[T]):
             return
         try:
             result = self._function()
-        except BaseException as error:  # noqa: BLE001 (carried to the one that asks)
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
             self.future.set_exception(error)
         else:
             self.future.set_result(result)

@@ -1,11 +1,7 @@
 """Options of an instance: one row each, their parser, and LLMConfig, where users set them (interface §2, §7).
 
-An option is a text in the dict that ``init`` takes. Its row says name, values, default, and meaning in one sentence. A
-row stands at its field of :class:`Options`, or in ``_OTHER_ROWS`` if no field is its value alone. The parser, the
-documentation of LLMConfig's properties, help of commands and docs/options.md come from the rows; tests/test_docs.py
-compares the page. ``Options.parse`` parses each text by its kind, then applies the rules that connect options.
-
-Threads: the caller's. Errors: TypeError and ParamError, before anything has happened.
+A row stands at its field of :class:`Options`, or in ``_OTHER_ROWS`` if no field is its value alone. Properties of
+LLMConfig, help of commands and docs/options.md come from the rows.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMConfig", "LlmConfig", "parse_listen_ip_info"]
 
-# Options that other modules, or rules between options, name. The names of all others stand in their rows only.
+# Options named beyond their rows.
 DEVICE_ID: Final = "ge.exec.deviceId"
 GRAPH_MEMORY: Final = "ge.flowGraphMemMaxSize"
 MEM_UTILIZATION: Final = "llm.MemoryUtilization"
@@ -72,9 +68,9 @@ PEER_POLICY: Final = "llm.PeerPolicy"
 NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
-"""``1`` in it is as ``llm.Insecure`` for clients that do not know that option."""
+"""With the value 1 as ``llm.Insecure``, for clients that do not know that option."""
 
-# The C++ interface spells two keys in its own way.
+# The C++ interface has its own spelling of two keys.
 CPP_NAMES: Final = {"llm.DeviceId": DEVICE_ID, "llm.ListenIpInfo": LISTEN}
 _CREDENTIALS: Final = f"{AUTH_SECRET} (or {TLS_CERT}, {TLS_KEY}, {TLS_CA})"
 _LINK_SECONDS: Final = 120
@@ -89,11 +85,11 @@ if TYPE_CHECKING:
 
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
-    """Split "ip:port" into its two parts; an IPv6 address stands in brackets, "[::1]:26051" (extension).
+    """Split "ip:port"; an IPv6 address stands in brackets, "[::1]:26051" (extension). Port 0 picks a free one.
 
     Raises:
-        ParamError: Another form, no IPv6 address in brackets, or a port outside 0..65535 (0 picks a free one).
-        TypeError: It is not a str.
+        ParamError: Another form, brackets without an IPv6 address, or a port outside 0..65535.
+        TypeError: Not a str.
 
     Source: interface §2.
     """
@@ -108,7 +104,7 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class CredentialFiles:
-    """Where the credentials are: the file of secrets, or certificate, key and CA in PEM."""
+    """Files of the credentials: the secrets, or certificate, key and CA in PEM."""
 
     secrets: Path | None = None
     certificate: Path | None = None
@@ -116,16 +112,16 @@ class CredentialFiles:
     authority: Path | None = None
 
     def stamp(self) -> tuple[object, ...]:
-        """Return what differs once a file was changed or replaced. Raises OSError."""
+        """Return a value that changes with the files. Raises OSError."""
         found = [path.stat() for path in (self.secrets, self.certificate, self.key, self.authority) if path is not None]
         return tuple((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for at in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Row of one option: its key, its values in words and their parser, its default in words, its meaning.
+    """Row of one option; ``values`` and ``default`` are words.
 
-    ``field`` of :class:`Options` is its value, if any is. Without ``effect`` it is accepted, and checked by its parser.
+    ``field``: that of :class:`Options` with its value, if any. Without ``effect`` it is only parsed.
     """
 
     name: str
@@ -138,7 +134,7 @@ class Option:
 
 
 def _row(name: str, kind: Kind[V], default: V, meaning: str, shown: str = "") -> V:
-    """Return a field of Options with its row; ``shown`` is a default that depends on the process, in words."""
+    """Return a field of Options with its row; ``shown``: words for a default that depends on the process."""
     words = "none" if default is None else f"{default:g}" if isinstance(default, int | float) else str(default)
     made: V = field(default=default, metadata={"row": Option(name, *kind, shown or words, meaning)})
     return made
@@ -149,10 +145,10 @@ _ADDRESS: Final[Kind[tuple[str, int]]] = "ip:port or [ipv6]:port", lambda _, tex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The options of one ``init``, as :meth:`parse` returns them. The rows say what a field means.
+    """The options of one ``init``; the rows define the fields.
 
-    In v1 mode ``remote_accessible`` is False and ``host_mem_pool`` None whatever the options say; ``mem_pool`` may also
-    be made of ``ge.flowGraphMemMaxSize`` (interface R12). Without ``credentials`` links are not authenticated.
+    In v1 mode ``remote_accessible`` is always False and ``host_mem_pool`` None; ``mem_pool`` may come from
+    ``ge.flowGraphMemMaxSize`` (interface R12). Without ``credentials`` links are not authenticated.
     """
 
     # fmt: off
@@ -224,7 +220,7 @@ class Options:
     # fmt: on
 
     def check_reach(self, name: str, host: str) -> None:
-        """Refuse to leave this host without authentication. Raises ParamError that names ``name``."""
+        """Raise ParamError with ``name`` if ``host`` is beyond this host, unless links there are allowed."""
         if self.credentials is None and not self.insecure and not is_loopback(host):
             raise ParamError(
                 f"{name}: {host} is beyond this host, where links need authentication: set {_CREDENTIALS}, or "
@@ -233,9 +229,9 @@ class Options:
 
     @classmethod
     def parse(cls, options: dict[str, str], role: LLMRole) -> Options:
-        """Parse and check the option dict, which is not changed; unknown ``llm.*`` options only log a warning.
+        """Parse and check the option dict; unknown ``llm.*`` options only log a warning.
 
-        Raises TypeError, and ParamError that names an option whose value breaks a rule.
+        Raises TypeError, or ParamError with the option that breaks a rule.
         """
         check_type("role", role, LLMRole)
         texts = _texts(options)
@@ -295,12 +291,12 @@ _OTHER_ROWS: Final = [
 # fmt: on
 _FIELD_ROWS: Final = [replace(each.metadata["row"], field=each.name) for each in fields(Options) if each.metadata]
 OPTIONS: Final[dict[str, Option]] = {row.name: row for row in [*_FIELD_ROWS, *_OTHER_ROWS]}
-"""All rows by name; ``llm.RefInput*`` stands for every name that begins so."""
+"""All rows by name; ``llm.RefInput*`` stands for all names with that prefix."""
 
 
 # --- rules between options --------------------------------------------------------------------------------------------
 def _texts(options: object) -> dict[str, str]:
-    """Return a copy of the option dict, under the names of Python. Raises TypeError or ParamError."""
+    """Return a copy of the option dict with Python's keys. Raises TypeError or ParamError."""
     for key, value in check_dict("options", options, str, object).items():
         check_text(check_text("options", key), check_type(f"options[{key!r}]", value, str))
     texts = check_dict("options", options, str, str).copy()
@@ -311,7 +307,7 @@ def _texts(options: object) -> dict[str, str]:
 
 
 def _check_one_device(texts: Mapping[str, str]) -> None:
-    """Refuse, in their own words, lists that are for several devices."""
+    """Raise ParamError for lists of several devices."""
     ids, listen = texts.get(DEVICE_ID), texts.get(LISTEN, "")
     check_rule(ids is not None, f"{DEVICE_ID} is missing: set LLMConfig.device_id, 0 where there is only the host")
     check_rule(";" not in str(ids), f"{DEVICE_ID}: {ids!r} lists several devices, one instance serves one device")
@@ -358,14 +354,13 @@ def _credentials(given: Mapping[str, Any]) -> CredentialFiles | None:
 
 
 def _default_max_links() -> int:
-    """Return a number of links that leaves this process most of the descriptors that it may open."""
+    """Return a number of links that leaves most descriptors for other use."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = descriptors == resource.RLIM_INFINITY
     return _MAX_LINKS if unlimited else max(1, min(_MAX_LINKS, descriptors // _DESCRIPTORS_PER_LINK))
 
 
 def _check_credentials(options: Options, texts: Mapping[str, str]) -> None:
-    """Refuse without credentials what needs them."""
     if options.credentials is None and options.max_link_age is not None:
         given = texts[MAX_LINK_AGE]
         raise ParamError(f"{MAX_LINK_AGE}: {given!r}, but links without {_CREDENTIALS} are not authenticated")
@@ -380,10 +375,10 @@ def _check_credentials(options: Options, texts: Mapping[str, str]) -> None:
 
 # --- LLMConfig --------------------------------------------------------------------------------------------------------
 class _Setting(Attribute[V]):
-    """A property of LLMConfig: ``key`` names its option, and the row of that option documents it.
+    """Property of LLMConfig for option ``key``, whose row documents it.
 
-    ``emit`` returns the option's text, or None to leave the option out. ``resets``: None means "not assigned", else
-    it is a NoneArgument. ``always``: emitted also when it is not assigned.
+    ``emit`` returns the text, or None to leave it out. ``resets``: None means "not assigned", else a NoneArgument.
+    ``always``: emitted even if not assigned.
     """
 
     def __init__(
@@ -396,7 +391,7 @@ class _Setting(Attribute[V]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         super().__set_name__(owner, name)
-        type.__setattr__(owner, self._field, self._default)  # what an instance has until it is assigned
+        type.__setattr__(owner, self._field, self._default)  # until it is assigned
 
     def __set__(self, instance: object, value: V | None) -> None:
         if value is not None:
@@ -407,7 +402,7 @@ class _Setting(Attribute[V]):
             raise NoneArgument(f"{self._name} is None, a value is needed")
 
     def text(self, config: LLMConfig) -> str | None:
-        """Return the option's text, or None where the option is left out."""
+        """Return the option's text; None to leave it out."""
         return self._emit(getattr(config, self._field)) if self._always or self._field in vars(config) else None
 
 
@@ -463,7 +458,7 @@ def _cluster_info(name: str, value: object) -> str:
 
 
 def _packed_cluster_info(text: str) -> str | None:
-    """Return the JSON with the addresses of ``listen_ip_info`` as ints, which is the option's form."""
+    """Return the JSON in the option's form: addresses of ``listen_ip_info`` as ints."""
     if not text:
         return None
     info = kinds.parse_json("cluster_info", text)
@@ -482,9 +477,9 @@ _flag_setting = partial(_Setting[bool], check=_flag, default=False, emit=lambda 
 class LLMConfig:
     """Settings of one LLMDataDist, made into the option dict that ``init`` takes.
 
-    An assignment checks the value: a wrong type is a TypeError (NoneArgument for None where a value is needed), a value
-    outside its range a ParamError. ``init`` checks JSON texts. Where None is accepted it means "not assigned". A name
-    that is no property is an AttributeError, which says the nearest one.
+    Assignments check values: a wrong type is a TypeError (NoneArgument for None, unless None means "not assigned"), a
+    value outside its range a ParamError. ``init`` checks JSON texts. An unknown name is an AttributeError with the
+    nearest name.
 
     Flags are bools. ``device_id`` is an int, or a list or tuple of ints; ``sync_kv_timeout`` an int or digits.
 
@@ -521,7 +516,7 @@ class LLMConfig:
         self._options: dict[str, str] = {}
 
     def generate_options(self) -> dict[str, str]:
-        """Return the option dict, always the same one: what the caller adds, and what was once set, stays in it.
+        """Return the option dict, always the same object: entries of the caller and former settings stay in it.
 
         Source: interface §2.
         """

@@ -522,7 +522,7 @@ def test_clusters_that_are_not_named_or_may_not_link_are_not_linked(pair: Pair, 
     [
         ("shm", rules("push"), "llm.PeerPolicy allows cluster {} to push only"),
         ("cma", rules("pull", models=[0]), "llm.PeerPolicy allows cluster {} some models only"),
-        ("cma", rules(), "the peer lets this end into none of its memory"),
+        ("cma", rules(), "the peer lets this side into none of its memory"),
     ],
 )
 def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(

@@ -386,6 +386,6 @@ def test_private_memory_of_another_process_moves_by_cma(apart: Pair, rca: bool) 
         assert (there.transport, there.reason) == ("cma", "the kernel lets us into the peer's memory")
     else:
         assert there.transport == "shm"
-        assert there.reason.endswith("private memory by cma")
+        assert there.reason.endswith("non-pool memory by cma")
     for memory in ("private", "half", "pool"):
         exchange(apart, Spec(stride=4160, memory=memory), Spec(stride=4160, memory="private"), push=rca)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
-from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, Refused, _encode
-from llm_datadist._transport.nixl_agent import Address, Agent, NixlFailed, Progress
+from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, NixlRefused, _encode
+from llm_datadist._transport.nixl_agent import Address, Agent, BytesDone, NixlFailed
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
 from llm_datadist.testing import Peer
 from llm_datadist.testing.conformance import ServedConformance, one_row
@@ -77,7 +77,7 @@ class TestNixl(ServedConformance):
             asked.append(data)
             if len(asked) > 1:
                 return ask(link, data, deadline)
-            answer = _encode(Refused(_UNKNOWN_RECEIVER, "", False)) if verb == "read" else ask(link, data, deadline)
+            answer = _encode(NixlRefused(_UNKNOWN_RECEIVER, "", False)) if verb == "read" else ask(link, data, deadline)
             end.end()
             return answer
 
@@ -124,7 +124,7 @@ def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
     def write(index: int) -> None:
         assert sender.load(receivers[index].address(""))
         here, there = (np.array([[each.ctypes.data, 64, 0]], np.uint64) for each in (source, target[index]))
-        sender.move("WRITE", receivers[index].name, here, there, lambda: None, Progress())
+        sender.move("WRITE", receivers[index].name, here, there, lambda: None, BytesDone())
 
     for index in range(6):
         write(index)

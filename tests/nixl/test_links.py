@@ -14,7 +14,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport import nixl_agent
-from llm_datadist._transport.nixl import NixlConnection, Server
+from llm_datadist._transport.nixl import NixlConnection, NixlWorker
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
 from tests.support.ends import ChildEnd, End
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
@@ -99,15 +99,15 @@ def fail_transfers(world: World) -> None:
 
 def hurry_owner(world: World) -> None:
     """Let the time of each request be over at the owner first, while its bytes move."""
-    grant = Server.grant
+    accept = NixlWorker.accept
 
-    def hurried(self: Server, ask: Any, reply: Any) -> Any:
-        return grant(self, msgspec.structs.replace(ask, budget_ms=50), reply)
+    def hurried(self: NixlWorker, ask: Any, reply: Any) -> Any:
+        return accept(self, msgspec.structs.replace(ask, budget_ms=50), reply)
 
     def waiting(self: nixl_agent.Agent, *arguments: Any) -> None:
         wait_until(lambda: not arguments[4]())  # which raises once it is to stop
 
-    patch(world).setattr(Server, "grant", hurried)
+    patch(world).setattr(NixlWorker, "accept", hurried)
     patch(world).setattr(nixl_agent.Agent, "move", waiting)
 
 

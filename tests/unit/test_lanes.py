@@ -228,7 +228,7 @@ def test_a_listener_that_goes_away_or_refuses_after_its_nonce_is_a_refusal(answe
         sock.sendall(answer)
         sock.shutdown(socket.SHUT_WR)
 
-    with listener(behave) as port, pytest.raises(LinkRefused, match="does not know this session"):
+    with listener(behave) as port, pytest.raises(LinkRefused, match="rejected the lane token"):
         dial_lanes(("127.0.0.1", port), bytes(16), 1, Deadline(20_000), secret=bytes(32))
 
 

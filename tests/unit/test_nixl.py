@@ -32,16 +32,16 @@ from llm_datadist._transport.nixl import (
     _OVERDUE,
     Ask,
     Done,
-    Granted,
     Moved,
     Nixl,
     NixlConnection,
+    NixlRefused,
     NixlTransport,
-    Refused,
+    Ready,
     _common,
 )
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist._transport.peer_memory import why_stranger
+from llm_datadist._transport.peer_memory import why_other_user
 from llm_datadist._transport.transport import Meeting
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
@@ -83,7 +83,7 @@ def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
         assert meeting.choose().name == "nixl"
         assert _common(mine, theirs) == used
     else:
-        with pytest.raises(LinkRefused, match=r"not nixl: (this end does not ask for it|not here)"):
+        with pytest.raises(LinkRefused, match=r"not nixl: (this side does not ask for it|not here)"):
             meeting.choose()
     meeting.close()
 
@@ -104,13 +104,13 @@ def test_nobody_but_the_users_that_are_admitted_is_at_the_other_end(listen: str,
         with subprocess.Popen([sys.executable, "-c", script, *arguments]) as other:
             stranger, _ = listener.accept()
             with stranger:
-                assert why_stranger(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
-                assert why_stranger(stranger, frozenset({54321})) == ""
+                assert why_other_user(stranger, frozenset()).startswith("the peer runs as uid 54321, this process as")
+                assert why_other_user(stranger, frozenset({54321})) == ""
             assert other.wait(60) == 0
         with socket.create_connection((dial, port)) as near, listener.accept()[0] as far:
-            assert (why_stranger(near, frozenset()), why_stranger(far, frozenset())) == ("", "")
+            assert (why_other_user(near, frozenset()), why_other_user(far, frozenset())) == ("", "")
             near.close()  # then the kernel shows root
-            assert why_stranger(far, frozenset()).startswith("the user of the peer is unknown")
+            assert why_other_user(far, frozenset()).startswith("the user of the peer is unknown")
 
 
 MOVING = threading.Event()
@@ -151,7 +151,7 @@ class Owner:
         for request in requests:
             self.server.on_request(encode(request), self.answers.append)
 
-    def said(self, count: int = 1) -> list[Granted | Moved | Refused]:
+    def said(self, count: int = 1) -> list[Ready | Moved | NixlRefused]:
         """Wait for so many answers; return all."""
         wait_until(lambda: len(self.answers) >= count)
         return [answer_of(each) for each in self.answers]
@@ -174,14 +174,14 @@ def test_a_peer_that_asks_faster_than_it_is_served_is_refused_and_then_served_ag
         end.hear(*(msgspec.structs.replace(ask(move), receiver=large) for move in range(1, 100)))
         refused = end.said(0)
         assert 30 < len(refused) < 40  # 64 MiB are kept
-        assert all(isinstance(each, Refused) and each.code == BUSY for each in refused)
+        assert all(isinstance(each, NixlRefused) and each.code == BUSY for each in refused)
         with pytest.raises(ProtocolError, match="64 MiB of requests wait already"):
             end.hear(*[PUSHED] * 1000)
         end.server.quiesce(TAG)
         asked = len(end.said(99))
         wait_until(lambda: not end.server.waiting_bytes)
         end.hear(ask(1000, write=True))
-        assert isinstance(end.said(asked + 1)[-1], Granted)
+        assert isinstance(end.said(asked + 1)[-1], Ready)
 
 
 def test_a_move_is_granted_once_and_done_once() -> None:
@@ -190,7 +190,7 @@ def test_a_move_is_granted_once_and_done_once() -> None:
         with pytest.raises(ProtocolError, match="move 1 is asked for twice"):
             end.hear(PUSH)
         end.hear(*[PUSHED] * 3)
-        assert [type(each) for each in end.said(4)] == [Granted, Moved, Refused, Refused]
+        assert [type(each) for each in end.said(4)] == [Ready, Moved, NixlRefused, NixlRefused]
 
 
 def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_written_to() -> None:
@@ -204,7 +204,7 @@ def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_wr
             assert (end.pushed.users, after is before) == (0, False)
         end.hear(PUSHED)
         refused = end.said(2)[1]
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, NixlRefused)
         assert refused.touched
 
 
@@ -227,18 +227,18 @@ def test_the_owner_says_whether_time_memory_or_nixl_ended_a_transfer(
             wait_until(lambda: bool(end.answers) or MOVING.is_set())
             end.server.quiesce(TAG)
         refused = end.said()[0]
-        if isinstance(refused, Granted):  # a push, whose time was not over before
+        if isinstance(refused, Ready):  # a push, whose time was not over before
             wait_until(lambda: not end.server.served)
             end.hear(PUSHED)
             refused = end.said(2)[1]
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, NixlRefused)
     assert refused.code == code
 
 
 def test_a_push_whose_receiver_ended_for_the_sake_of_another_is_asked_for_again() -> None:
     with owner(NamedAgent) as end:
         end.hear(PUSH, ask(2, write=True), Done(1, good=False), Done(2, good=True))
-        codes = [each.code for each in end.said(4)[2:] if isinstance(each, Refused)]
+        codes = [each.code for each in end.said(4)[2:] if isinstance(each, NixlRefused)]
     assert codes == [LOST, _AGAIN]
 
 
@@ -252,7 +252,7 @@ def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_
         end.server._writable = False
         end.hear(PUSH)
         (refused,) = end.said()
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, NixlRefused)
         assert (refused.code, refused.touched) == (int(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) & 0xFFFFFFFF, False)
         end.server._writable = True
         end.server.stop()
@@ -309,7 +309,7 @@ def test_a_finalizer_in_the_thread_that_serves_takes_memory_back_and_ends_the_li
     with owner(CountingAgent) as end:
         end.hear(PUSH)
         (granted,) = end.said()
-        assert isinstance(granted, Granted)
+        assert isinstance(granted, Ready)
 
         def give_back() -> None:
             end.server.quiesce(TAG)
@@ -380,13 +380,13 @@ def test_memory_that_a_transfer_uses_is_forgotten_once_it_is_over() -> None:
 class Peer:
     """Grants every push and answers what is done by one answer; takes a push that goes on beyond it for given up."""
 
-    def __init__(self, answer: Moved | Refused) -> None:
+    def __init__(self, answer: Moved | NixlRefused) -> None:
         self._answer = answer
         self.told: list[object] = []
 
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
         if isinstance(request := nixl._ask_decoder.decode(data), Ask):
-            return encode(Granted(request.move, Address("theirs", 1, b"metadata", "1"), bytes(8), bytes(8)))
+            return encode(Ready(request.move, Address("theirs", 1, b"metadata", "1"), bytes(8), bytes(8)))
         return encode(self._answer)
 
     def tell(self, link: object, data: bytes) -> None:
@@ -420,5 +420,5 @@ def test_what_did_not_move_is_no_success_whatever_the_peer_says() -> None:
 def test_what_a_peer_says_of_nixl_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
     forged = pytest.raises(PeerLost, match="at the peer: it failed forged")
     with forged, mock.patch.object(StillAgent, "move"):
-        push(StillAgent, Peer(Refused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
+        push(StillAgent, Peer(NixlRefused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
     assert "it failed forged" in caplog.text

@@ -376,7 +376,7 @@ def liar(answer: Callable[[socket.socket], object]) -> Iterator[str]:
 
 def test_lying_listeners(stage: Stage) -> None:
     lies: list[tuple[str, Callable[[socket.socket], object]]] = [
-        ("without a word", lambda sock: None),
+        ("before sending data", lambda sock: None),
         ("nonsense", lambda sock: socket.send_fds(sock, [b"\xc1"], [0, 1])),
         ("refused: not today", lambda sock: send(sock, Refusal("not\ntoday"), [0])),
         ("another token", lambda sock: send(sock, stage.hello(token=OTHER_TOKEN), stage.fds)),
@@ -459,7 +459,7 @@ def verdicts(memory: PeerMemory | LinkError | None, *, here: bool, cma: str | No
         "inproc": Verdict(here, f"the peer is in {'this' if here else 'another'} process"),
         "shm": Verdict(mapped, "the peer (pid 7) is on this host, 0 regions mapped" if mapped else told),
         "cma": Verdict(cma is None, cma or "the kernel lets us in", final=cma == TOLD_NOTHING),
-        "nixl": Verdict(False, "neither end has NIXL", silent=True),
+        "nixl": Verdict(False, "neither side has NIXL", silent=True),
         "tcp": Verdict(True, "data lanes reach every peer"),
     }
 
@@ -469,20 +469,20 @@ def chosen_of(judged: dict[str, Verdict], forced: str | None) -> Choice:
 
 
 CANDIDATES = [object.__new__(kind) for kind in ORDER]
-TOLD_NOTHING = "the peer lets this end into none of its memory"
+TOLD_NOTHING = "the peer lets this side into none of its memory"
 
 
 def test_choose() -> None:
     peer = object.__new__(PeerMemory)
     peer.pid, peer.regions, peer.pidfd = 7, {}, -1
     told, tried = LinkRefused("no such socket"), "nobody tried"
-    mapped = "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; private "
+    mapped = "the peer (pid 7) is on this host, 0 regions mapped; not inproc: the peer is in another process; non-pool "
     chosen: list[tuple[bool, PeerMemory | LinkError | None, str | None, str | None, tuple[str, str | None], str]] = [
         (True, None, None, tried, ("inproc", "inproc"), "the peer is in this process"),
         (False, peer, None, tried, ("shm", "tcp"), mapped + "memory by tcp, not by cma: nobody tried"),
         (False, peer, None, None, ("shm", "cma"), mapped + "memory by cma"),
         (False, peer, None, TOLD_NOTHING, ("shm", None), f"{mapped}memory by nothing: {TOLD_NOTHING}"),
-        (True, peer, "shm", tried, ("shm", None), "private memory by nothing: llm.Transport is shm"),
+        (True, peer, "shm", tried, ("shm", None), "non-pool memory by nothing: llm.Transport is shm"),
         (False, None, None, tried, ("tcp", "tcp"), "not shm: no same-host rendezvous was made"),
         (False, told, None, tried, ("tcp", "tcp"), "not shm: no such socket"),
         (True, peer, "tcp", tried, ("tcp", "tcp"), "data lanes reach every peer"),
@@ -496,7 +496,7 @@ def test_choose() -> None:
         ("inproc", None, LinkRefused, "'inproc' cannot reach the peer: not inproc: the peer is in another process"),
         ("shm", None, LinkRefused, "not shm: no such socket"),
         ("cma", "it runs as uid 5", LinkRefused, "'cma' cannot reach the peer: not cma: it runs as uid 5"),
-        ("nixl", None, LinkRefused, "'nixl' cannot reach the peer: not nixl: neither end has NIXL"),
+        ("nixl", None, LinkRefused, "'nixl' cannot reach the peer: not nixl: neither side has NIXL"),
         ("rdma", None, ParamError, "known are inproc, shm, cma, nixl, tcp"),
     ):
         with pytest.raises(kind, match=text):

@@ -1,4 +1,4 @@
-"""Sockets for addresses of listeners, (host, port): IPv4, IPv6, or the name of a host."""
+"""Sockets for addresses of listeners: (host, port), IPv4, IPv6 or a name."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ PROTOCOL_VERSION: Final = 10
 
 
 def preamble(purpose: int) -> bytes:
-    """Return what begins a connection to a listener: magic, protocol version, and what the connection is for."""
+    """Return the first bytes of a connection to a listener: magic, protocol version, purpose."""
     return b"ODATDIST" + struct.pack(">HH", PROTOCOL_VERSION, purpose)
 
 
 def new_socket(address: tuple[str, int]) -> socket.socket:
-    """Return a stream socket that can listen at an address, or connect to it. Raises OSError."""
+    """Return a stream socket of an address's family. Raises OSError."""
     return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
 
 
 def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tuple[str, int]]:
-    """Return the addresses of a named host, in the order in which they are to be tried; of any other its own.
+    """Return the addresses of a host in the order to try them. Raises LinkRefused or DeadlineExceeded.
 
-    Raises LinkRefused for a name that is not known, DeadlineExceeded. The resolver of the C library cannot be told to
-    hurry: a thread, which nothing waits for at exit, is left behind with it.
+    The C library's resolver takes no deadline, so it runs in a daemon thread, which may outlive the call.
     """
     host, port = address
     if is_ip(host):
@@ -61,7 +60,7 @@ def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tup
 
 
 async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, what: str) -> bytes:
-    """Read so many bytes, and not one more: what follows has another reader. Raises ProtocolError."""
+    """Read ``count`` bytes: another reader takes the rest. Raises ProtocolError if the stream ends."""
     data = b""
     while len(data) < count:
         more = await loop.sock_recv(sock, count - len(data))
@@ -72,9 +71,9 @@ async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, cou
 
 
 class DialledSocket:
-    """A connection whose calls wait within one deadline. Whatever fails leaves as DeadlineExceeded or LinkRefused.
+    """Connection whose calls share one deadline; ``addresses``, of one host, are tried until one accepts.
 
-    ``addresses`` are those of one host: each of them is tried until one accepts.
+    Errors: DeadlineExceeded or LinkRefused.
     """
 
     def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str) -> None:
@@ -112,11 +111,11 @@ class DialledSocket:
             data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
 
     def read(self, most: int) -> bytes:
-        self._deadline.ready(self.socket, select.POLLIN)  # first: what is read here is the answer to what was just sent
+        self._deadline.ready(self.socket, select.POLLIN)  # first: the answer is not there yet
         return self._call("handshake", select.POLLIN, lambda: self.socket.recv(most))
 
     def _call(self, phase: str, event: int, operation: Callable[[], R]) -> R:
-        """Do one socket call, repeated when the socket is ready for ``event``, within what is left of the deadline."""
+        """Repeat a socket call until it does not block; between the tries, wait for ``event`` within the deadline."""
         while True:
             self._deadline.check(self.what, phase)
             try:

@@ -1,4 +1,4 @@
-"""The choice of a link's transports: a pure decision that both sides make alike."""
+"""Choice of a link's transports: a decision without I/O, which both sides make alike."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A transport's judgement of one peer; ``reason`` is one line, for :meth:`LLMDataDist.explain`."""
+    """Judgement of one peer by a transport; ``reason`` is one line, for :meth:`LLMDataDist.explain`."""
 
     possible: bool
     reason: str
-    silent: bool = False  # impossible, and not worth a word unless the transport is asked for
+    silent: bool = False  # impossible, and mentioned only if the transport is asked for
     final: bool = False  # impossible, and no other transport reaches that memory either
 
 
 class Candidate(Protocol):
-    """One transport, as far as the choice needs it."""
+    """A transport, as far as the choice needs it."""
 
     name: str
     capabilities: Capabilities
-    beside: bool  # it may carry non-pool memory beside a transport that does not reach that
-    peer_cannot: str  # why the peer alone may be unable to use it
+    beside: bool  # may carry non-pool memory beside a transport that does not reach it
+    peer_cannot: str  # reason if only the peer cannot use it
 
 
 C = TypeVar("C", bound=Candidate)
@@ -37,15 +37,15 @@ C = TypeVar("C", bound=Candidate)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transports of a link, and why those."""
+    """The transports of a link."""
 
-    name: str  # for what the peer exports
-    private: str | None  # for the peer's non-pool memory; None: nothing reaches it
-    reason: str  # one line: why they can be used, and why each better one cannot
+    name: str  # for the peer's pools
+    private: str | None  # for the peer's non-pool memory; None if no transport reaches it
+    reason: str  # one line: why these, and why none of the better ones
 
 
 def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | None:
-    """Return the transport that one of the sides asks for, None if neither does. The other side takes it too."""
+    """Return the transport that either side asks for, if any; it binds both. Raises LinkRefused."""
     if theirs is not None and theirs not in known:
         raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(known)}")
     if mine is not None and theirs is not None and mine != theirs:
@@ -54,7 +54,7 @@ def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | N
 
 
 def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str | None) -> Choice:
-    """Return the first candidate that can be used, or the forced one for everything. The best come first."""
+    """Return the first usable candidate (best first), or the forced one. Raises LinkRefused."""
     known = {each.name: each for each in candidates}
     if forced is not None and forced not in known:
         raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(known)}")
@@ -75,13 +75,12 @@ def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str |
 
 
 def _with_private(choice: Choice, beside: Sequence[C], judge: Callable[[C], Verdict]) -> Choice:
-    """Add the first transport that reaches non-pool memory beside the chosen one."""
     against: list[str] = []
     for each in beside:
         verdict = judge(each)
         if verdict.possible:
             but = "".join(f", not by {text}" for text in against)
-            return replace(choice, private=each.name, reason=f"{choice.reason}; private memory by {each.name}{but}")
+            return replace(choice, private=each.name, reason=f"{choice.reason}; non-pool memory by {each.name}{but}")
         if verdict.final:
             return _without_private(choice, verdict.reason)
         against.append(f"{each.name}: {verdict.reason}")
@@ -89,11 +88,11 @@ def _with_private(choice: Choice, beside: Sequence[C], judge: Callable[[C], Verd
 
 
 def _without_private(choice: Choice, reason: str) -> Choice:
-    return replace(choice, private=None, reason=f"{choice.reason}; private memory by nothing: {reason}")
+    return replace(choice, private=None, reason=f"{choice.reason}; non-pool memory by nothing: {reason}")
 
 
 def yield_to(choice: Choice, candidates: Sequence[Candidate], theirs: str | None) -> Choice:
-    """Return the choice with the peer's transport for non-pool memory, if the peer cannot use the better one."""
+    """Return the choice with the peer's transport for non-pool memory if that is the less preferred one."""
     beside = {each.name: each for each in candidates if each.beside}
     order = [*beside]
     mine = choice.private

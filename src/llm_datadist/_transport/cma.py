@@ -1,7 +1,6 @@
-"""Cross-memory attach: private memory of another process of this host, by process_vm_readv and process_vm_writev.
+"""The transport cma: non-pool memory of another process of this host, by process_vm_readv and process_vm_writev.
 
-The kernel copies between the two processes. Only the peer's guard table is mapped, as over shm. :func:`probe` finds out
-once per link whether the kernel lets this process do so.
+The kernel copies between the processes. Only the peer's guard table is mapped, as over shm.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Final
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
 from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
@@ -25,12 +24,12 @@ _CAPABILITIES = Capabilities("cma", shared_regions=False, private_memory=True)
 
 
 class CmaTransport(Transport):
-    """The transport; it needs the rendezvous of shm and offers nothing of its own."""
+    """The transport; it uses the rendezvous of shm and offers nothing."""
 
     name = "cma"
     capabilities = _CAPABILITIES
     beside = True
-    # Only the dialer can make data lanes: also where the peer alone is shut out. Both sides use them then.
+    # Only the dialer can make lanes. So both sides use lanes, although only the peer is shut out.
     peer_cannot = "the kernel does not let the peer into this process"
 
     def judge(self, meeting: Meeting) -> Verdict:
@@ -38,8 +37,7 @@ class CmaTransport(Transport):
         if not isinstance(memory, PeerMemory):
             return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
         if not memory.cookie_address:
-            # No other transport would get anything either.
-            return Verdict(False, "the peer lets this end into none of its memory", final=True)
+            return Verdict(False, "the peer lets this side into none of its memory", final=True)
         reason = probe(memory, memory.cookie_address, memory.cookie)
         if reason is None and memory.shut_out:
             reason = self.peer_cannot
@@ -51,20 +49,20 @@ class CmaTransport(Transport):
 
 
 class CmaConnection(SameHostConnection):
-    """A connection to private memory of another process; ``writable`` (RCA) is a rule that the kernel does not know."""
+    """Connection to non-pool memory of another process; ``writable`` (RCA) is a rule that the kernel does not know."""
 
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
-        self._private = Window(0, ADDRESS_SPACE, writable)
-        # The pidfd tells that the process has ended, too late for a call that has begun. Each call proves the address
-        # space by itself: a read compares the cookie with the bytes, a write needs the canaries before the first byte.
+        self._private = AddressRange(0, ADDRESS_SPACE, writable)
+        # The pidfd reports the end of the process too late for a running call, so each call proves the address space: a
+        # read compares the cookie along with the bytes, a write touches the canaries before its first byte.
         self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie, peer.canaries)
         super().__init__(peer)
 
-    def _window(self, region: int) -> Window | None:
+    def _range(self, region: int) -> AddressRange | None:
         if region != PRIVATE:
-            raise LinkError(f"map: cma does not reach the peer's exported region {region} but its private memory only")
+            raise LinkError(f"map: cma does not reach the peer's exported region {region} but its non-pool memory only")
         return self._private
 
     def _move(self, transfer: Transfer) -> None:
@@ -79,7 +77,6 @@ class CmaConnection(SameHostConnection):
             raise transfer.timeout(done)
 
     def _failure(self, what: str, error: OSError) -> LLMException:
-        """Return what to raise for a refusal of the kernel."""
         reason = probe(self._peer, self._peer.cookie_address, self._peer.cookie)
         if reason is None and error.errno != errno.ESRCH:
             return TransferFailed(f"{what}: {error.strerror}; the bytes addressed are undefined", phase="copy")
@@ -88,9 +85,9 @@ class CmaConnection(SameHostConnection):
 
 
 def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
-    """Return None when cma can be used, else the reason why not, in one line.
+    """Return None if cma can be used, else the reason in one line.
 
-    Try to read the cookie of the peer's guard table where the peer says that it is in its own address space.
+    Reads the guard table's cookie at the address that the peer told.
     """
     if peer.pid == 0:
         return "the peer's process is not visible from our pid namespace"

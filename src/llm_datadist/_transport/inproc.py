@@ -1,6 +1,6 @@
 """The transport inproc: both instances share this process. Read :mod:`.connection` first.
 
-That a peer lives here is proven by :mod:`.instances`. One that leaves that table is lost to its connections.
+:mod:`.instances` proves that a peer lives here. A peer that leaves its table is lost to its connections.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, Exports
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Watch, Window, move_mapped
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
 from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, PeerLost
 
@@ -23,7 +23,7 @@ _CAPABILITIES = Capabilities(
 
 
 class InprocTransport(Transport):
-    """The transport; it offers nothing, the token of the handshake is enough."""
+    """The transport; it offers nothing, because the handshake's token is enough."""
 
     name = "inproc"
     capabilities = _CAPABILITIES
@@ -38,17 +38,17 @@ class InprocTransport(Transport):
 
 
 def connect(exports: Exports) -> InprocConnection:
-    """Return a connection to a peer of this process; ``LinkError`` when it is not here (any more)."""
+    """Return a connection to a peer of this process. Raises LinkError unless the peer lives here."""
     if not instances.is_here(exports):
         raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
     return InprocConnection(exports)
 
 
 class InprocConnection(Connection):
-    """A connection to a peer of this process.
+    """Connection to a peer of this process.
 
-    Owns views of the peer's segments, so that they stay mapped until it is closed, whatever the peer does. Reads are
-    announced like writes: private memory that its user frees under a read would end the process.
+    Owns: views of the peer's segments, which keep them mapped until it is closed.
+    Reads are announced as writes are: non-pool memory that its user frees during a read would end the process.
     """
 
     capabilities = _CAPABILITIES
@@ -57,7 +57,9 @@ class InprocConnection(Connection):
         self._exports = exports
         self._views = {region: segment.view() for region, segment in exports.regions.items()}
         guards = exports.guards.segment.view()
-        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
+        self._guard_range: AddressRange | None = AddressRange(
+            guards.ctypes.data, guards.nbytes, writable=False, memory=guards
+        )
         self._page = exports.writers.open_here()
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()
@@ -66,19 +68,19 @@ class InprocConnection(Connection):
         incarnation = self._exports.incarnation
         return Watch(lambda: not instances.lives_here(incarnation), lambda: None)
 
-    def _window(self, region: int) -> Window | None:
+    def _range(self, region: int) -> AddressRange | None:
         self._check_peer()
         if region == PRIVATE:
-            return Window(0, ADDRESS_SPACE, self._exports.writable)
+            return AddressRange(0, ADDRESS_SPACE, self._exports.writable)
         view = self._views.get(region)
-        return None if view is None else Window(view.ctypes.data, view.nbytes, self._exports.writable)
+        return None if view is None else AddressRange(view.ctypes.data, view.nbytes, self._exports.writable)
 
-    def _guards(self) -> Window:
+    def _guards(self) -> AddressRange:
         self._check_peer()
-        window = self._guard_window
-        if window is None:
+        found = self._guard_range
+        if found is None:
             raise LinkError("inproc: the connection is closed; link again", phase="copy")
-        return window
+        return found
 
     def _move(self, transfer: Transfer) -> None:
         self._check_peer()
@@ -92,4 +94,4 @@ class InprocConnection(Connection):
         self.intent_writer.close()
         self._page.retire()
         del self._views
-        self._guard_window = None
+        self._guard_range = None

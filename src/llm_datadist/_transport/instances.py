@@ -1,7 +1,6 @@
-"""The instances of this process by their incarnations, and the proof that a peer is one of them.
+"""Instances of this process by incarnation, and the proof that a peer is one of them.
 
-A second table, which only this process can read and write, holds the proof: the dialer of a link leaves what it
-exports under a one-time token, and the listener that finds it leaves its own. What a peer says is no proof.
+The proof is a table of this process, where dialer and listener of a link leave their exports under a one-time token.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from llm_datadist.errors import ParamError
 if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
 
-# Any thread; each use is one atomic dict operation. Cleared in a forked child: the parent's instances are not in it.
+# Threads: any; each use is one atomic dict operation. A forked child holds none of the parent's instances.
 _instances: dict[bytes, Exports] = {}
 os.register_at_fork(after_in_child=_instances.clear)
 
-# By the token of a handshake: what its dialer exports, and what its listener does. As above.
+# By the token of a handshake: exports of its dialer and of its listener. As above.
 _offers: dict[bytes, Exports] = {}
 _answers: dict[bytes, Exports] = {}
 os.register_at_fork(after_in_child=_offers.clear)
@@ -26,13 +25,12 @@ os.register_at_fork(after_in_child=_answers.clear)
 
 
 def register(exports: Exports) -> None:
-    """Announce that ``exports.incarnation`` lives in this process; ``ParamError`` if it already does."""
+    """Add an instance to the table. Raises ParamError if another one has its incarnation."""
     if _instances.setdefault(exports.incarnation, exports) is not exports:
         raise ParamError(f"register: incarnation {exports.incarnation.hex()} is already registered in this process")
 
 
 def unregister(incarnation: bytes) -> None:
-    """Take an instance out of the table. Unknown ones are ignored."""
     _instances.pop(incarnation, None)
 
 
@@ -41,17 +39,16 @@ def lives_here(incarnation: bytes) -> bool:
 
 
 def is_here(exports: Exports) -> bool:
-    """Return True while this very instance is registered."""
     return _instances.get(exports.incarnation) is exports
 
 
 def offer(token: bytes, exports: Exports) -> None:
-    """Let a listener in this process find the dialer by its token, until :func:`withdraw`."""
+    """Let a listener of this process find the dialer by its token, until :func:`withdraw`."""
     _offers[token] = exports
 
 
 def accept(token: bytes, exports: Exports) -> Exports | None:
-    """Return what the dialer with this token exports, and show it ``exports``; None if it is in another process."""
+    """Return the exports of the dialer, and leave it ``exports``; None if it is in another process."""
     offered = _offers.get(token)
     if offered is None or _answers.setdefault(token, exports) is not exports:
         return None
@@ -59,7 +56,7 @@ def accept(token: bytes, exports: Exports) -> Exports | None:
 
 
 def answer(token: bytes) -> Exports | None:
-    """Return what the listener that has found the token exports; None if none of this process has."""
+    """Return the exports of the listener; None if it is in another process."""
     return _answers.get(token)
 
 

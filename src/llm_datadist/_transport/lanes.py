@@ -1,7 +1,6 @@
-"""The data lanes of one process: stream sockets over which the owner of memory sends or receives it by itself.
+"""Data lanes of one instance: TCP sockets over which the owner of memory sends or receives it.
 
-:class:`Lanes` owns the native engine, whose threads move the bytes, and all lanes; a :class:`LaneGroup` is the lanes of
-one link. Requests of peers are answered on the control thread. A lane that breaks fails what is on it, nothing else.
+The native engine's threads move the bytes; the control thread answers requests. A broken lane fails its own transfers.
 """
 
 from __future__ import annotations
@@ -28,49 +27,45 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 MAX_LANES: Final = 10
-"""Lanes that one peer may have on one link: as many as it dials, twice, because it may have lost those of before."""
+"""Lanes of a peer on one link: twice what it dials, as losses may be unnoticed here."""
 
 LANE_PREAMBLE: Final = preamble(1)
 TOKEN_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
-_REFUSED: Final = "the peer does not know this session, or has lanes enough"
-# What the kernel takes of a lane beyond what is on its way. Without a bound, a hundred readers that are stuck hold
-# gigabytes of the memory that the host's TCP connections share, and all of them lose packets.
+_REFUSED: Final = "the peer rejected the lane token, or has lanes enough"
+# Limit on a lane's unsent bytes in the kernel. Without it, a hundred stuck readers hold gigabytes of the host's memory
+# for TCP, and all connections lose packets.
 _UNSENT_BYTES: Final = 512 << 10
 
 _KEEPALIVE_SECONDS: Final = 5
-#: Bounds one attempt to dial all lanes of a link again; finalize may wait for it.
+#: Limit of one attempt to dial all lanes of a link again; finalize may wait for it.
 _REDIAL_MS: Final = 1000
 
 
 class LaneSocket(NamedTuple):
-    """A connected lane to be, and the keys that seal it, this end's and the peer's; None where the link is not sealed.
-
-    The keys are in no text: a repr of this is not to be logged.
-    """
+    """Connected socket of a future lane; keys of this side and the peer if the link is encrypted."""
 
     socket: socket.socket
     keys: tuple[bytes, bytes] | None = None
 
     def __repr__(self) -> str:
         """Leave the keys out."""
-        return f"<LaneSocket {self.socket!r}{', sealed' if self.keys else ''}>"
+        return f"<LaneSocket {self.socket!r}{', encrypted' if self.keys else ''}>"
 
 
-def _expand(secret: bytes, dialler: bytes, listener: bytes) -> list[bytes]:
-    """Return the dialler's proof, its key and the listener's: HKDF-Expand of the link's secret, with both nonces."""
+def _expand(secret: bytes, dialer: bytes, listener: bytes) -> list[bytes]:
+    """Return the dialer's proof, its key and the listener's: HKDF-Expand of the link's secret, with both nonces."""
     uses = (b"proof", b"there", b"back")
-    return [hmac.digest(secret, use + dialler + listener + b"\x01", "sha256") for use in uses]
+    return [hmac.digest(secret, use + dialer + listener + b"\x01", "sha256") for use in uses]
 
 
 def dial_lanes(
     address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, secret: bytes = b""
 ) -> list[LaneSocket]:
-    """Connect ``count`` lanes of the session ``token`` to the listener at ``address``: all, or none is left open.
+    """Connect ``count`` lanes to a listener under its ``token``; after an error none is left open. Blocks.
 
-    Blocks in the caller's thread. With a ``secret``, which both ends of the link have, the lanes are sealed, and this
-    end proves that it knows it.
+    With the link's ``secret`` lanes are encrypted, and this side proves that it has the secret.
     """
     what = f"data lanes to {show_address(address)}"
     lanes: list[tuple[DialledSocket, bytes]] = []
@@ -91,7 +86,7 @@ def dial_lanes(
 
 
 def _prove(lane: DialledSocket, secret: bytes, nonce: bytes) -> LaneSocket:
-    """Answer the listener's nonce with the proof, where there is a secret; return the lane, not accepted yet."""
+    """Answer the listener's nonce with the proof, if there is a secret."""
     if not secret:
         return LaneSocket(lane.socket)
     theirs = b""
@@ -108,8 +103,7 @@ def _tune(sock: socket.socket) -> None:
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        # A network forgets connections that carry nothing. No TCP_USER_TIMEOUT: that also ends the lane of a peer which
-        # lives and does not read for a while.
+        # Networks drop idle connections. TCP_USER_TIMEOUT would also end the lane of a peer that pauses its reads.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
@@ -117,17 +111,14 @@ def _tune(sock: socket.socket) -> None:
 
 
 async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
-    """Return the token of a new lane, after the listener has read its preamble.
-
-    The caller bounds the time, checks the token, then calls :func:`check_lane` or closes the socket.
-    """
+    """Return the token of a new lane, after its preamble. The caller bounds the time."""
     return await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
 
 
 async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes) -> LaneSocket | None:
-    """Return the lane if its dialler proves that it knows the link's secret, where there is one.
+    """Return the lane; None if its dialer does not prove that it has the link's secret.
 
-    The nonce of this end makes the proof and the keys new: what was recorded of an earlier lane is worth nothing here.
+    This side's nonce makes proof and keys unique: recordings of other lanes prove nothing.
     """
     if not secret:
         return LaneSocket(sock)
@@ -139,26 +130,24 @@ async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secre
 
 
 async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    """Tell the dialler that its lane is accepted; the socket is then ready for :meth:`Lanes.add`."""
     _tune(sock)
     await loop.sock_sendall(sock, _ACCEPTED)
 
 
 class LaneGroup:
-    """The lanes of one link, and how much each of them has to do. Made, begun and ended by :class:`Lanes`.
+    """The lanes of one link and their loads. Threads: any.
 
-    Until it has begun, its lanes wait as sockets: what the peer says meanwhile stays in the kernel, so that no request
-    comes before the link that it is for. Threads: any.
+    Until it begins, lanes wait as sockets, and requests in the kernel: none precedes its link.
 
     Attributes:
-        link: The link, opaque here; None until it has begun.
-        token: What opens it to lanes of the peer; empty where this end dials.
-        grants: What the peer may use without another question to the owner.
-        on_lost: Called when a lane ended by itself, with how many are left, and why; None: nobody wants to know.
-        secret: What seals its lanes; empty where the link is not sealed. Set before the peer knows the token.
-        doubted: Newest lane with a write that ended without the owner's answer; 0: none, lanes are numbered from 1.
-        told: Newest lane when the owner was last told to drop all lanes, and the number of the ``Ping`` after that.
-        settled: Newest lane that the owner is known to have dropped.
+        link: The link, opaque here; None until the group begins.
+        token: Admits lanes of the peer; empty if this side dials.
+        grants: Memory that the peer may use without asking the owner again.
+        on_lost: Called with the number of lanes left and the reason when a lane breaks.
+        secret: Encrypts the lanes, unless empty. Set before the peer gets the token.
+        doubted: Newest lane with a write that ended without the owner's answer; 0 for none (lanes count from 1).
+        told: Newest lane when the owner was last told to drop all, and the ``Ping`` after that.
+        given_up: Newest lane that the owner is known to have dropped.
     """
 
     def __init__(self, token: bytes = b"") -> None:
@@ -167,9 +156,9 @@ class LaneGroup:
         self.grants = StandingGrants()
         self.on_lost: Callable[[int, str], None] | None = None
         self.secret = b""
-        self.doubted, self.told, self.settled = 0, (0, 0), 0
+        self.doubted, self.told, self.given_up = 0, (0, 0), 0
         self._changed = threading.Condition(threading.Lock())  # protects all below
-        self.loads: dict[int, int] = {}  # lane -> bytes of our jobs on it
+        self.loads: dict[int, int] = {}  # lane -> bytes of this side's jobs on it
         self._waiting: list[LaneSocket] = []
         self._begun = False
         self._closed = False
@@ -178,7 +167,7 @@ class LaneGroup:
         return len(self.loads) + len(self._waiting)
 
     def wait(self, sock: LaneSocket) -> bool:
-        """Keep a socket until the group begins; False when it has begun."""
+        """Keep a socket until the group begins; return False if it has begun. Raises LinkRefused once closed."""
         with self._changed:
             if self._closed:
                 raise LinkRefused("the link of this lane has ended")
@@ -187,18 +176,16 @@ class LaneGroup:
             return not self._begun
 
     def begin(self, link: object) -> list[LaneSocket]:
-        """Keep no socket any more; return those that waited."""
         with self._changed:
             self.link, self._begun = link, True
             waiting, self._waiting = self._waiting, []
             return waiting
 
     def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
-        """Return the lane with the least to do, and add ``nbytes`` to its load.
+        """Return the lane with the smallest load, and add ``nbytes`` to it. Raises PeerLost if there is none.
 
-        The oldest lane is kept for transfers that are not ``large``, where there is another: both ends have them in
-        the same order, as they were dialled. Where the peer dials, lost lanes come back without this end: they are
-        waited for until the ``deadline``.
+        ``large`` transfers leave out the oldest of several lanes; both sides have the same order. With a ``deadline``
+        the call waits for a lane that the peer dials.
         """
         if deadline is not None and not self.loads:
             deadline.wait_for(self._changed, lambda: self._closed or bool(self.loads))
@@ -211,7 +198,7 @@ class LaneGroup:
             return lane
 
     def put(self, lane: int, nbytes: int, *, doubtful: bool = False) -> None:
-        """Take ``nbytes`` from the load of a lane. ``doubtful``: a write ended without the owner's answer."""
+        """Subtract ``nbytes`` from a lane's load; ``doubtful``: a write without the owner's answer."""
         with self._changed:
             if lane in self.loads:
                 self.loads[lane] -= nbytes
@@ -219,7 +206,7 @@ class LaneGroup:
                 self.doubted = max(self.doubted, lane)
 
     def add(self, lane: int) -> bool:
-        """Take a new lane in; False when the group was closed meanwhile."""
+        """Add a new lane; return False if the group is closed."""
         with self._changed:
             if not self._closed:
                 self.loads[lane] = 0
@@ -239,7 +226,7 @@ class LaneGroup:
         return self._closed
 
     def close(self) -> tuple[list[int], list[LaneSocket]]:
-        """Take every lane out, for good; return them, and the sockets that waited."""
+        """Take all lanes out and refuse others; return them, and the sockets that waited."""
         with self._changed:
             self._closed, self.on_lost = True, None
             lanes, self.loads = list(self.loads), {}
@@ -252,27 +239,27 @@ class LaneGroup:
 
 
 class Lanes:
-    """Owns the engine, its threads and all lanes until :meth:`close`. Requests are answered on the loop's thread.
+    """The lanes of all links, and the native engine, which the first lane makes: most instances need none.
 
-    The engine is made with the first link that has lanes: most processes never need one.
+    Owns: the engine, its threads and all lanes, until :meth:`close`.
+    Threads: any; requests are answered on the control thread.
     """
 
     def __init__(self, threads: int, owner: MoveOwner) -> None:
         self._threads = threads
         self.owner = owner
         self._pid = HERE["pid"]
-        # Single dict operations only: callers add, the loop's thread looks up.
+        # Single dict operations only: callers add, the control thread looks up.
         self._groups: dict[int, LaneGroup] = {}
         self._by_token: dict[bytes, LaneGroup] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._redialling = Threads(1, "llm-datadist-lanes")  # a thread exists from the first lost lane on
+        self._redialling = Threads(1, "llm-datadist-lanes")  # no thread before the first lost lane
         self._making = threading.Lock()  # protects the two below
         self._engine: LaneEngine | None = None
         self._closed = False
 
     @property
     def engine(self) -> LaneEngine:
-        """The engine, made now if need be; ``LinkRefused`` when closed."""
         with self._making:
             if self._closed:
                 raise LinkRefused("the data lanes of this process are closed")
@@ -283,7 +270,7 @@ class Lanes:
             return self._engine
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer requests from now on. Called once, on the loop's thread."""
+        """Answer requests from now on. Threads: control, once."""
         with self._making:
             self._loop = loop
         self._listen()
@@ -293,7 +280,7 @@ class Lanes:
             self._loop.add_reader(self._engine.event_fd(), self._on_events)
 
     def stop(self) -> None:
-        """Answer no request and take no link any more. On the loop's thread, before :meth:`close`. Idempotent."""
+        """Refuse new lanes and answer no request. Threads: control, before :meth:`close`. Idempotent."""
         with self._making:
             self._closed = True
             loop, self._loop = self._loop, None
@@ -301,9 +288,9 @@ class Lanes:
             loop.remove_reader(self._engine.event_fd())
 
     def close(self) -> None:
-        """Lose every lane and join the threads: no memory is touched any more. Idempotent, any thread."""
+        """End every lane and join the threads; then none touches memory. Idempotent."""
         if self._pid != HERE["pid"]:
-            self._making = threading.Lock()  # may be held for ever by a thread that only the parent has
+            self._making = threading.Lock()  # a thread that only the parent has may hold it
         with self._making:
             self._closed = True
             engine = self._engine
@@ -315,10 +302,7 @@ class Lanes:
         self._by_token.clear()
 
     def open(self, socks: Iterable[LaneSocket] = (), token: bytes = b"") -> LaneGroup:
-        """Return the group of a link to come, with lanes over these sockets, which are taken over.
-
-        With a token, :meth:`find` finds it until it is shut.
-        """
+        """Return the group of a future link, which takes over the sockets."""
         group = LaneGroup(token)
         for sock in socks:
             group.wait(sock)
@@ -327,12 +311,12 @@ class Lanes:
         return group
 
     def group(self, token: bytes) -> LaneGroup:
-        """Return the group that was opened with this token; an empty one once it has ended."""
+        """Return the group opened with this token; an empty one if it has ended."""
         group = self._by_token.get(token)
         return LaneGroup(token) if group is None else group
 
     def find(self, token: bytes) -> LaneGroup:
-        """Return the group that a new lane of a peer belongs to; ``LinkRefused`` when it has lanes enough."""
+        """Return the group for a new lane of a peer. Raises LinkRefused if there is none, or it is full."""
         group = self._by_token.get(token)
         if group is None:
             raise LinkRefused("a lane with an unknown token")
@@ -341,19 +325,18 @@ class Lanes:
         return group
 
     def begin(self, group: LaneGroup, link: object) -> None:
-        """Serve the lanes of a link from now on: the link is there."""
         self.add_all(group, group.begin(link))
 
     def add_all(self, group: LaneGroup, socks: Sequence[LaneSocket]) -> None:
-        """:meth:`add` each; all are taken over, whatever happens."""
+        """:meth:`add` each socket; after an error, close all that are not lanes yet."""
         with ExitStack() as left:
             for sock in socks:
-                left.callback(sock.socket.close)  # which does nothing to one that was added
+                left.callback(sock.socket.close)  # no effect on one that was added: it is detached
             for sock in socks:
                 self.add(group, sock)
 
     def add(self, group: LaneGroup, sock: LaneSocket) -> None:
-        """Add a lane to a link over a connected socket, which is taken over even when it is refused."""
+        """Make a lane of a connected socket, which is taken over even if this raises."""
         try:
             if group.wait(sock):
                 return
@@ -362,8 +345,7 @@ class Lanes:
             sock.socket.close()
             raise
         lane = engine.reserve_lane()
-        # Before its first event can come.
-        self._groups[lane] = group
+        self._groups[lane] = group  # before its first event
         try:
             engine.attach_lane(lane, sock.socket.detach(), group.grants, sock.keys)
         except BaseException:  # there is no libcrypto
@@ -382,8 +364,8 @@ class Lanes:
                 self._engine.drop_lane(lane)
 
     def shut(self, group: LaneGroup) -> None:
-        """Close all lanes of a link: its jobs fail, and no memory is touched for it any more. Idempotent."""
-        if self._pid != HERE["pid"]:  # a forked child's copies go with the engine, and the lock may be held there
+        """Close all lanes of a link: its jobs fail, and none touches memory afterwards. Idempotent."""
+        if self._pid != HERE["pid"]:  # a forked child's copies end with the engine; a thread of the parent may lock
             return
         self._by_token.pop(group.token, None)
         lanes, waiting = group.close()
@@ -392,37 +374,34 @@ class Lanes:
             sock.socket.close()
 
     def redial_soon(self, group: LaneGroup, redial: Callable[[Deadline], None]) -> None:
-        """Have lost lanes of a link dialled again. Threads: any; returns at once."""
+        """Have lost lanes of a link dialled again. Threads: any; never waits."""
 
         def attempt() -> None:
             try:
                 redial(Deadline(_REDIAL_MS))
             except LLMException as error:
-                # The end of the link is on its way, or the next transfer tries again.
+                # The link is ending, or the next transfer dials again.
                 logger.info("data lanes to %s were not brought back: %s", group.link, error)
 
         with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
             self._redialling.submit(attempt)
 
     def quiesce(self, tag: int) -> None:
-        """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
-
-        Advance its guards before: they stop what is granted later.
-        """
+        """As :meth:`.Transport.quiesce`."""
         if self._engine is not None:
             self._engine.quiesce(tag)
 
     def _on_events(self) -> None:
         for event in self.engine.poll_events():
             group = self._groups.get(event.lane)
-            if group is not None:  # else we dropped it
+            if group is not None:  # else this side has dropped it
                 self._dispatch(group, event)
 
     def _dispatch(self, group: LaneGroup, event: LaneEvent) -> None:
         try:
             if isinstance(event, LaneLost):
                 self._groups.pop(event.lane, None)
-                group.discard(event.lane)  # after the line above: see add()
+                group.discard(event.lane)  # after that line, as add() needs it
                 logger.info("a data lane of %s ended, %d are left: %s", group.link, len(group), event.reason)
                 if (on_lost := group.on_lost) is not None:
                     on_lost(len(group), event.reason)

@@ -1,4 +1,4 @@
-"""The lifetime of an object that any thread uses and any thread closes."""
+"""Lifetime of objects that any thread uses and closes."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ from llm_datadist.errors import LinkError, StateError
 
 
 class Lifetime(AbstractContextManager["Lifetime"]):
-    """Counts the calls that use the object; the last one after :meth:`close` releases what it owns.
+    """Count of running calls: the last one after :meth:`close` releases what the object owns.
 
-    So a lost link never unmaps memory under a copy. ``_aborted``: the calls in progress are to fail.
-
+    So a lost link never unmaps memory during a copy. ``_aborted``: running calls shall fail.
     Threads: any.
-    Errors: in a forked child every call raises StateError, and ``close`` drops only the child's references.
+    Errors: in a forked child calls raise StateError; close drops only its references.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._pid = HERE["pid"]
-        self._users = UseGate()  # counts the calls in progress; shut once this is closed
+        self._users = UseGate()  # counts running calls; shut by close()
         self._aborted = False
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back what the object owns. Called once, without any lock, when no call uses it any more."""
+        """Give back what the object owns: once, without a lock, after the last call."""
 
     @property
     def closed(self) -> bool:
         return not self._users.is_open
 
     def close(self) -> None:
-        """Refuse new calls and release everything once the calls in progress have ended. Idempotent, never waits."""
+        """Refuse new calls, and release everything once running calls have ended. Idempotent; never waits."""
         if self._pid != HERE["pid"] and self._users.is_open:
-            # A thread that only the parent has may be inside, and will never leave here.
+            # A thread that only the parent has may be inside; it never leaves in this process.
             self._users = UseGate()
         if self._users.shut() == 0:
             self._release()
 
     def abort(self) -> None:
-        """Like :meth:`close`, but the calls in progress fail with ``TransferAborted``. Idempotent, never waits."""
+        """:meth:`close`, and let running calls fail with TransferAborted. Idempotent; never waits."""
         self._aborted = True
         self.close()
 
@@ -65,7 +64,7 @@ class Lifetime(AbstractContextManager["Lifetime"]):
 
     @hold_signals
     def __del__(self) -> None:
-        # Whatever the count says: this is the last reference. A constructor may have failed half way.
+        # The last reference, so the count does not matter. A constructor may have failed half way.
         if not hasattr(self, "_users") or self.closed:
             return
         self._users.shut()
@@ -75,7 +74,6 @@ class Lifetime(AbstractContextManager["Lifetime"]):
 
 
 def unusable(what: Lifetime, call: str) -> StateError | LinkError:
-    """Return why a call cannot use an object."""
     if what._pid != HERE["pid"]:
         return StateError(f"{call}: this {what._what} belongs to process {what._pid}, not us")
     return LinkError(f"{call}: the {what._what} is closed; link again", phase="copy")

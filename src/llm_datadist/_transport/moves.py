@@ -1,4 +1,4 @@
-"""A peer asks the owner of memory to move bytes: the request, the reply and the refusal, on both sides."""
+"""Requests of a peer to move bytes of this side's memory, replies and refusals."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
     from llm_datadist._native import Outcome, Plan, Tensors
 
 ONE_REQUEST_BYTES: Final = 1 << 20
-"""Measured: a transfer of fewer bytes gains nothing from a second socket."""
+"""Measured: a transfer of at most so many bytes gains nothing from a second socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """A peer's request for memory of this process. It is well-formed; its numbers are not checked yet."""
+    """Well-formed request of a peer; its numbers are not checked yet."""
 
-    handle: bytes  # what the peer was given to name the memory
+    handle: bytes  # names the memory
     extent: int  # bytes of each tensor, as the peer believes
-    plan: Plan  # with the same offsets as destination and source; to be checked against the true memory
+    plan: Plan  # destination and source have the same offsets
     write: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MoveReply:
-    """The owner's reply to a request: this memory, as long as these guards hold."""
+    """The owner's reply to a request: the memory, usable while the guards hold."""
 
-    tensors: Tensors  # all of what the handle names, valid until Transport.quiesce() has returned for the tag
+    tensors: Tensors  # all that the handle names, valid until Transport.quiesce() has returned for the tag
     guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
-    tag: int = 0  # what quiesce() will call this memory
-    standing: bool = False  # later requests with this handle need not be asked about while the guards hold
-    plan: Plan | None = None  # instead of the request's, which does not know where in the tensors it is
+    tag: int = 0  # names this memory in quiesce()
+    standing: bool = False  # serves later requests with this handle while the guards hold
+    plan: Plan | None = None  # replaces that of a request which cannot know its place in the tensors
 
 
 class MoveOwner(Protocol):
-    """What knows the memory of this process. Threads: control; short."""
+    """Owner of the memory that peers ask for. Threads: control, briefly."""
 
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
-        """Return what the peer of ``link`` may use. An ``LLMException`` refuses it, with its status and text."""
+        """Return the memory that the peer may use; an LLMException refuses, with its status and text."""
 
 
 class Move(NamedTuple):
-    """A request that was granted."""
+    """A request to which the owner agreed."""
 
     handle: bytes
     plan: Plan
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 
 
 def decode_request(meta: bytes, *, write: bool = False) -> MoveRequest:
-    """Return the request in a meta; ``ProtocolError`` when it holds none."""
+    """Return the request in ``meta``. Raises ProtocolError if it is malformed."""
     try:
         handle, extent, plan = _native.decode_request(meta)
     except ParamError as error:
@@ -74,7 +74,7 @@ def decode_request(meta: bytes, *, write: bool = False) -> MoveRequest:
 
 
 def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:
-    """Answer a peer that asks this side to move bytes; all of the plan lies in the tensors. LLMException: refused."""
+    """Ask the owner, and check that the plan lies in its tensors. Raises LLMException to refuse."""
     request = decode_request(meta, write=write)
     reply = owner.on_move(link, request)
     if request.extent != reply.tensors.extent:
@@ -85,18 +85,17 @@ def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:
 
 
 def status_of(error: LLMException) -> tuple[int, str]:
-    """Return a refusal as it travels: the status as u32, never success, and one line."""
+    """Return a refusal for the wire: a u32 status, never success, and one line."""
     return int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED), " ".join(str(error).split())[:4000]
 
 
 def is_one_request(plan: Plan) -> bool:
-    """Return True for a plan that is one request, whatever the number of sockets."""
+    """Return True if a plan travels as one request."""
     return 0 < plan.nbytes <= ONE_REQUEST_BYTES and len(plan.runs) <= MAX_REQUEST_RUNS
 
 
 def refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
-    """Return the target's refusal as the exception a caller expects."""
-    code = code_2_status(outcome.code)  # the engine's own are small numbers, which no status of the interface is
+    code = code_2_status(outcome.code)  # the engine's codes are small numbers, unlike every status
     text = " ".join(f"{progress}: the peer refused: {outcome.text}".splitlines())
     if not untouched:
         return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")

@@ -1,10 +1,9 @@
-"""One NIXL agent of this process: registered memory, and transfers to or from the memory of one peer.
+"""NIXL agents: registered memory, and transfers to or from the memory of one peer.
 
-NIXL cannot stop a transfer: bytes of one that was given up may come later. Only the end of the agent stops them,
-because that closes its connections (and, with RDMA, makes its keys invalid). So each end of a link has up to three
-agents of its own, which end without any harm to other links: a *sender*, which starts transfers, and two *receivers*,
-into whose memory the peer writes what this end pulls, or what the peer pushes. Only the first receiver has a thread of
-UCX that makes progress: at a sender it would fight for one lock with the thread that waits, at half the speed.
+NIXL cannot stop a transfer. Only the end of its agent does: that closes its connections and, with RDMA, makes its keys
+invalid. So each side of a link has up to three agents of its own: a *sender*, which starts transfers, and *receivers*
+of its pulls and of the peer's pushes. Only the receiver of pulls has a thread of UCX that makes progress: at a sender
+it would fight for one lock with the thread that waits, at half the speed.
 """
 
 from __future__ import annotations
@@ -37,38 +36,32 @@ NOT_INSTALLED: Final = (
     "NIXL is not installed: pip install 'open-datadist[nixl]', or without the torch that its wheel declares and never "
     "imports: pip install --no-deps nixl nixl-cu12"
 )
-#: What UCX may use, as it spells it. Shared memory is left out: the end of an agent does not stop a writer that has
-#: mapped our memory.
+#: Transports of UCX, without shared memory: an agent's end does not stop a writer that has mapped it.
 _TLS: Final = {"rdma": "ib,efa,srd", "tcp": "tcp"}
 _SHARED_MEMORY: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self"})
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
-#: A transfer is posted in parts: between two of them its deadline is looked at.
+#: A transfer is posted in parts; its deadline is checked between two.
 _PART_BYTES: Final = 16 << 20
-#: One moves while the next is posted.
-_PARTS_ON_THEIR_WAY: Final = 2
+_PARTS_ON_THEIR_WAY: Final = 2  # one moves while the next is posted
 _PAUSE_SECONDS: Final = 50e-6
-#: A peer uses two receivers at a time; those before were ended and are forgotten.
-_KNOWN_RECEIVERS: Final = 4
-#: What a receiver's thread sleeps at most when nothing comes; what comes wakes it. With NIXL's own default, none, it
-#: takes a whole core.
+_KNOWN_RECEIVERS: Final = 4  # a peer uses two at a time; older ones have ended
+#: Longest sleep of a receiver's thread; bytes wake it. NIXL's default, no sleep, takes a whole core.
 _SLEEP_MICROSECONDS: Final = 100_000
-#: Polls without a pause: a small transfer is over before.
-_QUICK_POLLS: Final = 50
-#: The threads that come with a new agent are told from others while no other agent is made.
-_making: Final = threading.Lock()
+_QUICK_POLLS: Final = 50  # polls without a pause, enough for a small transfer
+_making: Final = threading.Lock()  # tells the threads of a new agent from those of another one
 
 
 class NixlFailed(Exception):
-    """A transfer, or the making of an agent, failed inside NIXL; bytes may have moved, and may still."""
+    """Failure inside NIXL; bytes may have moved, and may still."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(" ".join(text.split()))  # some of it may be a peer's own words
+        super().__init__(" ".join(text.split()))  # a part may be a peer's text
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a receiver is. ``metadata`` is empty if the peer has said that it knows this ``version`` of it.
+    """Address of a receiver; ``metadata`` is empty if the peer knows this ``version`` of it.
 
-    ``package`` is the version of NIXL, for messages: metadata of another version may not be understood.
+    ``package``: version of NIXL, for errors: metadata of another version may be unreadable.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=32)]
@@ -78,7 +71,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @property
     def known_as(self) -> str:
-        """Return what a sender says that has loaded this."""
+        """Name of a loaded address."""
         return f"{self.name}/{self.version}"
 
 
@@ -92,7 +85,6 @@ def installed() -> bool:
 
 @cache
 def package_version() -> str:
-    """Return the version of the installed package, "?" if it tells none."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -103,7 +95,7 @@ def package_version() -> str:
 
 @cache
 def usable(fabric: str) -> str:
-    """Return why UCX cannot use a fabric; empty if it can. The first agent of a process takes half a second."""
+    """Return why UCX cannot use a fabric, if so. The first agent of a process takes half a second."""
     try:
         Agent(fabric, progress=False).end()
     except (NixlFailed, LinkRefused) as error:
@@ -113,10 +105,9 @@ def usable(fabric: str) -> str:
 
 @cache
 def fabric() -> str:
-    """Return what UCX can use on this host: ``rdma``, ``tcp``, or "" where NIXL is not installed.
+    """Return the fabric that UCX can use here: ``rdma``, ``tcp``, or "" if NIXL is not installed.
 
-    Where there are RDMA devices an agent that may use nothing else is made once, and thrown away: so ``rdma`` is what
-    UCX has really picked.
+    A trial agent that may use nothing else proves that UCX can use RDMA devices.
     """
     if not installed():
         return ""
@@ -128,7 +119,7 @@ def fabric() -> str:
 
 
 def ucx_transports(fabric: str) -> str:
-    """Return what UCX is told to use: ``UCX_TLS`` of the environment where it is set. Raises LinkRefused."""
+    """Return UCX's transports for a fabric; over tcp, ``UCX_TLS`` if set. Raises LinkRefused."""
     chosen = os.environ.get("UCX_TLS", "")
     if fabric == "rdma" or not chosen:
         return _TLS[fabric]
@@ -149,28 +140,29 @@ def spans_of(bases: NDArray[np.uint64], offsets: NDArray[np.uint64], nbytes: NDA
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far one transfer has come: bytes of the parts that are over."""
+class BytesDone:
+    """Bytes of a transfer's parts that have ended."""
 
     done: int = 0
 
 
 class Agent:
-    """One NIXL agent. Used by one thread at a time; :meth:`end` too. Raises NixlFailed for whatever NIXL raises.
+    """One NIXL agent, over NIXL's bindings: NIXL's Python class gives a progress thread a whole core.
 
-    ``pools``: spans (address, bytes) that are registered at once; other memory is registered when it is used. It is
-    made of NIXL's bindings: NIXL's own class in Python gives a thread that makes progress a whole core.
+    ``pools``: spans (address, bytes), registered at once.
+    Threads: one at a time, :meth:`end` included.
+    Errors: NixlFailed for every error of NIXL.
     """
 
     def __init__(self, fabric: str, *, progress: bool, pools: Iterable[tuple[int, int]] = ()) -> None:
         self.name = secrets.token_hex(8)
         self.version = 0  # of what is registered
-        #: The receivers of the peer that this agent knows, by name, as it says so (Address.known_as).
-        self.loaded: dict[str, str] = {}
+        self.loaded: dict[str, str] = {}  # receivers of the peer that this agent knows: name -> Address.known_as
         self._pools = list(pools)
-        self.others: set[tuple[int, int]] = set()  # registered, outside the pools; replaced, for other threads look
-        self._metadata = b""  # of this version, once they were asked for
-        self._nixl: Any = None  # until end(). No frame may hold it: whoever keeps an exception keeps its frames
+        #: Registered outside the pools; replaced, never changed, because other threads read it.
+        self.others: set[tuple[int, int]] = set()
+        self._metadata = b""  # of this version, once needed
+        self._nixl: Any = None  # until end(). No frame may hold it, because exceptions keep frames
         transports = ucx_transports(fabric)
         self._api = _import_bindings()
         try:
@@ -184,7 +176,6 @@ class Agent:
                 parameters, _ = self._call("getPluginParams", "UCX")
                 parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
                 self._ucx = [self._call("createBackend", "UCX", parameters)]
-                #: Ids of the threads that came with it.
                 self.threads = _threads() - before
             if self._pools:
                 self._register(self._pools)
@@ -193,7 +184,6 @@ class Agent:
             raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
 
     def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
-        """Register tensors of ``extent`` bytes, unless they are."""
         inside = np.zeros(len(bases), bool)
         for address, nbytes in self._pools:
             inside |= (bases >= address) & (bases + np.uint64(extent) <= address + nbytes)
@@ -203,18 +193,17 @@ class Agent:
             self.others = self.others | missing
 
     def covers_any(self, bases: Iterable[int]) -> bool:
-        """Return True if one of these tensors was registered by :meth:`cover`, outside the pools."""
         known = {base for base, _ in self.others}
         return not known.isdisjoint(bases)
 
     def address(self, known: str) -> Address:
-        """Return where this receiver is, without the metadata if the peer says that it knows them."""
+        """Return this receiver's address, without the metadata if it is ``known`` to the peer."""
         self._metadata = self._metadata or self._call("getLocalMD")
         here = Address(self.name, self.version, self._metadata, package_version())
         return msgspec.structs.replace(here, metadata=b"") if known == here.known_as else here
 
     def load(self, address: Address) -> bool:
-        """Learn where a receiver of the peer is; return False if its metadata is needed and not there."""
+        """Load a receiver of the peer; return False if its metadata is needed and missing."""
         if self.loaded.get(address.name) != address.known_as:
             if not address.metadata:
                 return False
@@ -228,7 +217,7 @@ class Agent:
             if name not in (address.name, address.name.encode()):
                 raise NixlFailed("the metadata of the peer are those of another agent than it names")
         self.loaded.pop(address.name, None)
-        self.loaded[address.name] = address.known_as  # the last that was used
+        self.loaded[address.name] = address.known_as  # last in order of use
         if len(self.loaded) > _KNOWN_RECEIVERS:
             oldest = next(iter(self.loaded))
             del self.loaded[oldest]
@@ -242,12 +231,12 @@ class Agent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: Progress,
+        progress: BytesDone,
     ) -> None:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 
-        ``peer`` is the name of a receiver that was loaded. ``turn`` is called again and again, and raises if this is to
-        stop. After an exception bytes may still move until :meth:`end`.
+        ``peer`` is loaded. ``turn`` runs between steps and may raise. After an exception bytes may move until
+        :meth:`end`.
         """
         operation = getattr(self._api, f"NIXL_{verb}")
         ends = np.cumsum(here[:, 1])
@@ -275,7 +264,6 @@ class Agent:
                 self._release(handle)
 
     def _wait(self, handle: int, turn: Callable[[], object]) -> None:
-        """Return once a posted part is done."""
         polls = 0
         while (state := self._call("getXferStatus", handle)) == self._api.NIXL_IN_PROG:
             turn()
@@ -286,22 +274,21 @@ class Agent:
             raise NixlFailed(f"a transfer ended as {state}")
 
     def _release(self, handle: int) -> None:
-        """Give a handle back; where NIXL cannot while it moves bytes, the end of the agent does."""
+        """Give a handle back. While it moves bytes NIXL may refuse; then the agent's end does it."""
         try:
             self._call("releaseXferReq", handle)
         except NixlFailed as error:
             logger.debug("nixl: a transfer in progress is released with its agent: %s", error)
 
     def receive(self) -> None:
-        """Let bytes come in; only where no thread of UCX does."""
+        """Let bytes in, if no thread of UCX does."""
         self._call("getNotifs", {}, self._ucx)
 
     def end(self) -> None:
-        """End the agent: no byte comes or goes through it any more. Idempotent."""
+        """End the agent; then no byte passes through it. Idempotent."""
         self._nixl = None
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of the threads that came with this agent, in seconds."""
         return sum(_cpu_seconds(thread) for thread in self.threads)
 
     def _register(self, spans: Iterable[tuple[int, int]]) -> None:
@@ -322,11 +309,11 @@ class Agent:
 
 
 def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
-    """Return NIXL's bindings, and keep its package from configuring the logging of the whole program.
+    """Return NIXL's bindings, and keep its package from configuring the program's logging.
 
-    Its ``dictConfig`` at import closes all handlers that exist; one that was opened with mode "w" then logs nothing.
+    Its ``dictConfig`` at import closes all existing handlers; one opened with mode "w" then logs nothing.
     """
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its own default is stdout, which belongs to the program
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX's default is stdout, which belongs to the program
     configure = logging.config.dictConfig
     logging.config.dictConfig = lambda config: None
     try:
@@ -339,12 +326,12 @@ def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
 
 
 def keep_for_ever(owner: object) -> None:
-    """Never destroy what owns agents: in a forked child their destructors would wait for threads of the parent."""
+    """Never destroy an owner of agents: in a forked child they would wait for threads of the parent."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def _threads() -> frozenset[int]:
-    """Return the ids of the threads of this process that Python knows nothing of."""
+    """Return the ids of this process's threads that are unknown to Python."""
     python = {thread.native_id for thread in threading.enumerate()}
     return frozenset(int(name) for name in os.listdir("/proc/self/task") if int(name) not in python)
 

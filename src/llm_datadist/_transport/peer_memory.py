@@ -1,4 +1,4 @@
-"""The memory of another process of this host, checked and mapped here; who that process is, and whether it lives."""
+"""Memory of another process of this host, checked and mapped here."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter, WriterPage
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
-from llm_datadist._transport.connection import Connection, Watch, Window
+from llm_datadist._transport.connection import AddressRange, Connection, Watch
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
-# Linux 6.5, asm-generic/socket.h: the peer's pidfd itself, where pidfd_open on a pid may meet a recycled one.
+# Linux 6.5, asm-generic/socket.h: the peer's pidfd; pidfd_open may meet a recycled pid.
 _SO_PEERPIDFD: Final = 77
 _CREDENTIALS: Final = struct.Struct("=iII")
 _PROC: Final = Path("/proc")
 _OVERFLOW_UID: Final = _PROC / "sys/kernel/overflowuid"
 _USUAL_OVERFLOW_UID: Final = 65534
 _TCP_SOCKETS: Final = _PROC / "net/tcp", _PROC / "net/tcp6"
-#: How ``::ffff:`` begins an address there: words of 32 bits in the byte order of this host.
+#: ``::ffff:`` as those tables show it: words of 32 bits in the byte order of this host.
 _IPV4_IN_IPV6: Final = "{:08X}{:08X}{:08X}".format(*struct.unpack("=3I", bytes(10) + b"\xff\xff"))
 _ESTABLISHED: Final = "01"
 
 
 class PeerProcess(AbstractContextManager["PeerProcess"]):
-    """The process at the other end of a socket, of an admitted user and alive. Owns its pidfd until that is taken.
+    """Living process of an admitted user across a socket. Owns: its pidfd, until that is taken.
 
-    Opened before the last packet that the peer still has to wait for or to send, its pidfd cannot be that of a
-    stranger with a recycled pid: the process was alive afterwards.
+    Make it before the last packet that the peer waits for or sends: so it lives after pidfd_open, and its pid was not
+    recycled.
     """
 
     def __init__(self, sock: socket.socket, users: frozenset[int]) -> None:
@@ -57,7 +57,7 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
 
 
 def peer_credentials(sock: socket.socket, users: frozenset[int] = frozenset()) -> tuple[int, int]:
-    """Return the peer's (pid, uid); ``LinkRefused`` when it is a process neither of our user nor of ``users``."""
+    """Return the peer's (pid, uid). Raises LinkRefused unless its user is this one or among ``users``."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid() and uid not in users:
         raise LinkRefused(
@@ -65,23 +65,23 @@ def peer_credentials(sock: socket.socket, users: frozenset[int] = frozenset()) -
             "both may admit each other's"
         )
     if uid == _overflow_uid() and not _shares_users(pid):
-        # Every user that our user namespace does not know has this number.
+        # All users unknown to this user namespace share that number.
         raise LinkRefused(
             f"same-host peer (pid {pid}) runs as uid {uid} of another user namespace, or as any other user"
         )
     return pid, uid
 
 
-def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
-    """Return why no process of our user or of ``users`` is at the other end of a TCP connection; empty if one is.
+def why_other_user(sock: socket.socket, users: frozenset[int]) -> str:
+    """Return why the TCP peer is not of this user or ``users``; empty if it is, or is on another host.
 
-    Empty for other hosts too. A closed connection has no owner, and the kernel shows root as the user of its socket.
+    A closed connection has no owner: the kernel shows root as the user of its socket.
     """
     if not is_loopback(sock.getpeername()[0].removeprefix("::ffff:")):
         return ""
     ends, uid = [_kernel_form(sock.getpeername()), _kernel_form(sock.getsockname())], -1
     for table in _TCP_SOCKETS:
-        with suppress(OSError):  # /proc is not mounted, or there is no IPv6
+        with suppress(OSError):  # no /proc, or no IPv6
             for line in table.read_text().splitlines():
                 fields = line.replace(_IPV4_IN_IPV6, "").split()
                 if fields[1:4] == [*ends, _ESTABLISHED]:
@@ -93,7 +93,7 @@ def why_stranger(sock: socket.socket, users: frozenset[int]) -> str:
 
 
 def _kernel_form(address: tuple[str, int]) -> str:
-    """Return an address as the kernel's tables show it, an IPv4 one in IPv6 as IPv4."""
+    """Return an address as the kernel's tables show it; IPv4 in IPv6 as IPv4."""
     host, port = address[:2]
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
@@ -128,22 +128,21 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int:
 
 
 class PeerMemory(AbstractContextManager["PeerMemory"]):
-    """What a peer on this host exports, mapped here. The last holder's :meth:`close` releases it.
+    """Exported memory of a peer on this host, mapped here.
 
-    Owns the mappings, the pidfd, and the page in which the peer announces what it writes here. Made with one holder;
-    :meth:`share` adds one.
-
-    Threads: holders may use and close it in different threads at once; each calls ``close`` once.
+    Owns: the mappings, the pidfd, and the page of the peer's write intents; the last holder's :meth:`close` frees them.
+        :meth:`share` adds a holder to the first.
+    Threads: any; each holder calls ``close`` once.
 
     Attributes:
-        regions: The peer's exported segments by region id; writable where the peer lets us.
-        pid: The peer's process as seen from our pid namespace; 0 when it is not visible from it.
+        regions: Exported segments by region id, writable if the peer allows that.
+        pid: The peer's process in this pid namespace; 0 if not visible.
         pidfd: Readable once the process has ended; -1 when closed.
-        cookie: 16 bytes read from the mapped guard table's header.
-        cookie_address: Where that header is in the peer's own address space, as it says.
-        canaries: Where its canaries are, as it says.
-        shut_out: The peer has said that the kernel does not let it into this process.
-        incarnation: What the peer says its incarnation is; to be compared with the control channel's.
+        cookie: 16 bytes of the mapped guard table's header.
+        cookie_address: Its address in the peer's process, as the peer says; so are the next three.
+        canaries: Addresses of its canaries.
+        shut_out: The kernel does not let the peer into this process.
+        incarnation: For comparison with the control channel's.
     """
 
     def __init__(
@@ -167,8 +166,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         self.pid = process.pid
         self.uid = process.uid
         self._owner = HERE["pid"]
-        # One item for every holder but one. Each use is one atomic list operation: a lock could be held when a fork,
-        # or a connection's __del__, needs it.
+        # One item for every holder but one. List operations are atomic: forks and __del__ could meet a held lock.
         self._others: list[None] = []
         self.pidfd = process.take_pidfd()
         page.belongs_to(self.pid, self.pidfd)
@@ -178,7 +176,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         return self.pidfd < 0
 
     def alive(self) -> bool:
-        """Return False once the peer's process has ended, reaped or not. False when closed."""
+        """Return False once the peer's process has ended, reaped or not, or this is closed."""
         pidfd = self.pidfd
         return pidfd >= 0 and not readable(pidfd)
 
@@ -191,13 +189,13 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     def introduce(self, who: str, cluster_id: int) -> None:
         self._page.introduce(who, cluster_id)
 
-    def settle(self) -> None:
-        """Close the page's descriptor: the peer has its own by now."""
+    def close_page_fd(self) -> None:
+        """Close the page's descriptor: the peer has its own."""
         if self._page.segment is not None:
             self._page.segment.close_descriptor()
 
     def close(self) -> None:
-        """End one holder's use. The last one unmaps everything; arrays over the memory keep it mapped."""
+        """End one holder's use; the last one unmaps everything that no array uses."""
         try:
             self._others.pop()
         except IndexError:
@@ -208,7 +206,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
             return
         self.pidfd = -1
         self.intent_writer.close()
-        self._page.retire()  # with the pidfd: a peer that is in the middle of a write may be awaited for long
+        self._page.retire()  # with the pidfd, to wait for a peer in the middle of a write
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
@@ -229,9 +227,9 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
 
 
 def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer: MemoryOffer) -> PeerMemory:
-    """Check and map what a hello announces, out of the descriptors that came with it. Takes the offer's page.
+    """Check and map the memory of a hello, from the packet's descriptors. Takes the offer's page.
 
-    After a refusal nothing is mapped; descriptors not reached yet stay in the packet.
+    Raises LinkRefused; then nothing is mapped, and unused descriptors stay in the packet.
     """
     if len(packet.fds) != 2 + len(hello.regions):
         raise LinkRefused(
@@ -250,7 +248,7 @@ def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer
         if read_cookie(guards) != hello.cookie:
             raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
         undo.pop_all()
-    with writers:  # its view keeps it mapped
+    with writers:  # the view keeps it mapped
         return PeerMemory(hello, guards, regions, process, IntentWriter(writers.view()), offer.take_page())
 
 
@@ -262,17 +260,19 @@ def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool, sparse: b
 
 
 class SameHostConnection(Connection):
-    """A connection to another process of this host: shm and cma. Holds the peer's memory, as one of its holders."""
+    """Connection over shm or cma; one holder of the peer's memory."""
 
     def __init__(self, peer: PeerMemory) -> None:
         self._peer = peer
         self.intent_writer: IntentWriter = peer.intent_writer
         guards = peer.guards.view()
-        self._guard_window: Window | None = Window(guards.ctypes.data, guards.nbytes, writable=False, memory=guards)
+        self._guard_range: AddressRange | None = AddressRange(
+            guards.ctypes.data, guards.nbytes, writable=False, memory=guards
+        )
         super().__init__()
 
     def peer_ended(self) -> bool:
-        """Return True once the kernel says so. A child that the peer forked may still hold its sockets open."""
+        """Return True by the pidfd: a forked child of the peer may keep its sockets open."""
         return self.closed or not self._peer.alive()
 
     def watch(self) -> Watch | None:
@@ -286,12 +286,12 @@ class SameHostConnection(Connection):
                 self._leave()
         return None
 
-    def _guards(self) -> Window:
-        window = self._guard_window
-        if window is None:
+    def _guards(self) -> AddressRange:
+        found = self._guard_range
+        if found is None:
             raise LinkError("the connection is closed; link again", phase="copy")
-        return window
+        return found
 
     def _release(self) -> None:
-        self._guard_window = None
+        self._guard_range = None
         self._peer.close()

@@ -1,4 +1,4 @@
-"""The registry: all transports, best first. A new one is one module and one line in :data:`ORDER`."""
+"""Registry of all transports, best first. A new one is one module and one line in :data:`ORDER`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ ORDER: Final[list[type[Transport]]] = [InprocTransport, ShmTransport, CmaTranspo
 
 
 class Transports:
-    """The transports of one LLMDataDist; ``asked`` is the one that all its links must use, None for the best.
+    """The transports of one LLMDataDist, which owns them; all links must use ``asked``, unless that is None.
 
-    Owns: one :class:`Transport` of each kind, until :meth:`close`.
-    Threads: :meth:`start` and :meth:`stop` on the control thread, the others any.
-    Errors: a transport that cannot be made raises LLMException, and those before it are closed.
+    Threads: control for :meth:`start` and :meth:`stop`, else any.
+    Errors: a transport that cannot be made raises LLMException; those before it are closed.
     """
 
     def __init__(self, context: Context) -> None:
@@ -44,31 +43,28 @@ class Transports:
             undo.pop_all()
 
     def meet(self, token: bytes, *, dialled: bool) -> Meeting:
-        """Begin the part of a handshake that is about transports; its owner closes it."""
+        """Return the transports' view of a new handshake, for the caller to close."""
         return Meeting(self.by_name, self.exports, self.asked, self._authenticated, token, dialled)
 
     def of_preamble(self, preamble: bytes) -> Transport | None:
-        """Return the transport whose own connections to the listener begin so."""
+        """Return the transport whose connections to the listener begin with ``preamble``, if any."""
         return next((each for each in self.by_name.values() if each.preamble == preamble), None)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let peers find this instance, and serve them. On the control thread."""
+        """Let peers of this process find this instance, and serve all peers."""
         instances.register(self.exports)
         for each in self.by_name.values():
             each.start(loop)
 
     def stop(self) -> None:
-        """Serve no peer any more. On the control thread."""
         instances.unregister(self.exports.incarnation)
         _all([each.stop for each in self.by_name.values()])
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
-        """Stop all use of memory granted under ``tag``, see :meth:`Transport.quiesce`."""
         for each in self.by_name.values():
             each.quiesce(tag, private)
 
     def close(self) -> None:
-        """Close all. Idempotent."""
         _all([each.close for each in self.by_name.values()])
 
     def abandon(self) -> None:

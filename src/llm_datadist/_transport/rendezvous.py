@@ -1,7 +1,6 @@
-"""The packets of the same-host rendezvous: what each end says, and the descriptors of its memory that go with it.
+"""Packets of the same-host rendezvous, with descriptors of memory: messages on a ``SOCK_SEQPACKET`` unix socket.
 
-A packet is one message on a ``SOCK_SEQPACKET`` unix socket. What comes from a peer is checked here for its form and its
-limits only; :mod:`llm_datadist._transport.peer_memory` checks the memory itself.
+Only form and limits are checked here; :mod:`llm_datadist._transport.peer_memory` checks the memory.
 """
 
 from __future__ import annotations
@@ -27,25 +26,21 @@ if TYPE_CHECKING:
 VERSION: Final = 6
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
-# SCM_MAX_FD: all that a packet can have. The kernel closes what it has no room for, in the thread that receives it.
+# SCM_MAX_FD, the most of one packet. Without room for all, the kernel closes some, in the receiving thread.
 _ROOM: Final = socket.CMSG_SPACE(253 * array.array("i").itemsize)
-# A full hello: 32 names of 64 characters of 4 bytes, and some.
-_MAX_PACKET: Final = 16 << 10
-# Linux 6.16, asm-generic/socket.h: the kernel refuses descriptors for a socket.
+_MAX_PACKET: Final = 16 << 10  # a full hello: 32 names of 64 characters of 4 bytes, and some
+# Linux 6.16, asm-generic/socket.h: whether a socket takes descriptors.
 SO_PASSRIGHTS: Final = 83
 _MAX_CLOSING: Final = 256  # descriptors
 _Address = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_SPACE)]
 
 
 class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
-    """What either end offers.
+    """Offer of one side, with descriptors: the guard table, the page for the receiver's write intents, the ``regions``.
 
-    Its descriptors: the guard table's, that of the page in which the receiver announces what it writes, then one per
-    region in the order of ``regions``. ``token`` is the control channel's, for one use; the answer repeats it.
-    ``cookie`` is what the receiver must find in the mapped guard table's header, ``cookie_address`` where that is in
-    the sender's own address space, for cma; not trusted. 0: not told. ``canaries`` are the addresses there at which
-    cma overwrites a byte before it writes anything else. ``shut_out``: the sender has tried cma, and the kernel does
-    not let it into the receiver.
+    ``token`` comes over the control channel, for one use; the answer repeats it. The guard table's header must have the
+    ``cookie``; ``cookie_address`` is its address in the sender's process, for cma, not trusted, 0 if not told. At the
+    ``canaries`` there, cma overwrites a byte before any other. ``shut_out``: the kernel has refused cma to the sender.
     """
 
     version: int
@@ -60,22 +55,22 @@ class RendezvousHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The listener's answer when there will be no rendezvous. Its reason is one line."""
+    """Answer instead of an offer; the reason is one line."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 def pass_rights(sock: socket.socket, *, allowed: bool) -> None:
-    """Let the kernel take descriptors for ``sock`` or refuse them, where it can.
+    """Let ``sock`` take descriptors or not, if the kernel can; sending some to one that takes none is EPERM.
 
-    A listener's accepted sockets begin as the listener is. Who sends a descriptor to one that takes none gets EPERM.
+    Accepted sockets inherit the listener's setting.
     """
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, allowed)
 
 
 def check_closers() -> None:
-    """Raise OSError while as many descriptors as there may be wait for their close."""
+    """Raise OSError while too many descriptors wait for their close."""
     if closing() >= _MAX_CLOSING:
         raise OSError("descriptors of peers are not closed yet")
 
@@ -85,7 +80,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RendezvousHello | Refusal)
 
 
 def decode(data: bytes) -> RendezvousHello | Refusal:
-    """Return the value in a packet, checked; ``ProtocolError`` when there is none."""
+    """Return the value in a packet. Raises ProtocolError if it is malformed."""
     try:
         value: RendezvousHello | Refusal = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -102,14 +97,14 @@ def decode(data: bytes) -> RendezvousHello | Refusal:
 
 @dataclass(slots=True)
 class Packet(AbstractContextManager["Packet"]):
-    """One received packet; owns the descriptors that nothing has taken yet. Used by one thread."""
+    """One received packet. Owns: descriptors that were not taken. Threads: one."""
 
     data: bytes
     fds: list[int]
 
     @classmethod
     def receive(cls, sock: socket.socket) -> Self:
-        """Receive one packet. ``ProtocolError``: the peer closed its end, or sent more than a packet may hold."""
+        """Receive one packet. Raises ProtocolError if the peer closed the socket or exceeded a limit."""
         check_closers()
         data, ancillary, flags, _ = sock.recvmsg(_MAX_PACKET, _ROOM, socket.MSG_CMSG_CLOEXEC)
         packet = cls(data, array.array("i", b"".join(sent for _, _, sent in ancillary)).tolist())
@@ -123,18 +118,17 @@ class Packet(AbstractContextManager["Packet"]):
             return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
         if flags & socket.MSG_TRUNC:
             return f"same-host packet is larger than {_MAX_PACKET} bytes"
-        return None if self.data else "the peer closed the same-host socket without a word"
+        return None if self.data else "the peer closed the rendezvous socket before sending data"
 
     def take(self) -> int:
-        """Return the next descriptor, which is the caller's; ``LinkRefused`` if it is no memfd: its close may block."""
+        """Return the next descriptor, for the caller to close. Raises LinkRefused unless it is a memfd."""
         try:
-            fcntl.fcntl(self.fds[0], fcntl.F_GET_SEALS)  # only those have seals; anything else that is asked may block
+            fcntl.fcntl(self.fds[0], fcntl.F_GET_SEALS)  # only memfds have seals; other calls, close too, may block
         except OSError as error:
             raise LinkRefused("it is no memfd") from error
         return self.fds.pop(0)
 
     def close(self) -> None:
-        """Close what nothing has taken."""
         fds, self.fds = self.fds, []
         if fds:
             close_elsewhere(fds)
@@ -144,16 +138,16 @@ class Packet(AbstractContextManager["Packet"]):
 
 
 def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list[int]) -> None:
-    """Send one value with descriptors, which stay the caller's."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([_encoder.encode(value)], rights, socket.MSG_NOSIGNAL)
 
 
 class MemoryOffer(AbstractContextManager["MemoryOffer"]):
-    """What one peer is offered: a hello and its descriptors, all of memfds. Used by one thread.
+    """Offer to one peer: a hello and its descriptors, all of memfds.
 
-    Owns the page for the peer's writers until it is taken; descriptors for writing stay their segments'.
-    ``LinkRefused`` when there is no memory or descriptor left for that page, or this process is being finalised.
+    Owns: the page for the peer's write intents until it is taken, and descriptors that can only read.
+    Threads: one.
+    Errors: LinkRefused without memory or descriptors left, or during finalize.
     """
 
     def __init__(self, exports: Exports, token: bytes) -> None:

@@ -1,11 +1,11 @@
-"""The same-host rendezvous: two processes prove that they share a host and swap the memfds of what they export.
+"""Same-host rendezvous: two processes prove that they share a host, and exchange the memfds of their exports.
 
-The listener waits on an abstract unix socket, or on a socket file in a directory that containers with separate
-network namespaces share. The dialer connects, and both ends check whose process the other is (SO_PEERCRED). The dialer
-sends one packet: its descriptors, and a one-time token that came over the control channel. The listener answers alike.
+The listener has an abstract unix socket, or a socket file in a directory that containers share. Both sides check the
+other's user (SO_PEERCRED). The dialer sends descriptors and a one-time token from the control channel; the listener
+answers alike.
 
-Same host is proven by connecting, mapping and reading the cookie in the peer's guard table, never by what a peer says.
-A rendezvous that fails is a ``LinkRefused``; the link then goes over another transport.
+Connecting, mapping and the cookie in the peer's guard table prove the same host. If a rendezvous fails (LinkRefused),
+the link takes another transport.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PREFIX: Final = "llm-datadist-"
 _SUFFIX: Final = ".sock"
 _BACKLOG: Final = 128
 _LONGEST_PATH: Final = 107  # of a unix socket, without the final null
-# A full backlog of a unix socket refuses at once instead of waiting, so connecting is tried again at this pace.
+# Pace of connecting: a unix socket refuses at once while its backlog is full.
 _CONNECT_PACE_S: Final = 0.002
 _ACCEPT_PAUSE_S: Final = 1.0
 _ADMISSION_PACE_S: Final = 100e-6
@@ -63,16 +63,12 @@ _Callback = Callable[[PeerMemory | LinkError], None]
 
 
 class SameHostListener:
-    """The waiting end. Owns its socket, the socket file and every accepted socket; borrows the exports.
+    """Listener of the rendezvous; a peer has ``idle_timeout`` seconds for its packet.
 
-    Threads: :meth:`start` and the events that follow run on the loop's thread, never block it, and call the callbacks
-    there. :meth:`expect` and :meth:`forget` (one atomic dict operation each) and :meth:`close` may be called from any
-    thread. In a forked child only ``close`` may be called: it closes the child's descriptors, and touches neither the
-    loop nor the socket file, which are the parent's.
-
-    An accepted peer is given the exports, or what :meth:`expect` says, and has ``idle_timeout`` seconds for its packet.
-    ``name`` is what a peer passes to :func:`exchange_memory`: ``@...`` is abstract, else the path of a file in
-    ``socket_dir``.
+    ``name`` is for :func:`exchange_memory`: ``@...`` if abstract, else the path of a file in ``socket_dir``.
+    Owns: its socket, the socket file and accepted sockets.
+    Threads: :meth:`start`, events and callbacks on the control thread, which they never block; others any.
+    Errors: in a forked child call only :meth:`close`; it spares the parent's loop and socket file.
     """
 
     def __init__(self, exports: Exports, socket_dir: str | None, *, idle_timeout: float = 5.0) -> None:
@@ -89,18 +85,15 @@ class SameHostListener:
         self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Accept peers from now on; called on ``loop``'s thread."""
         self._loop = loop
         self._thread = threading.get_ident()
         loop.add_reader(self._socket, self._accept)
 
     def expect(self, token: bytes, callback: _Callback, offered: Exports | LinkError | None = None) -> None:
-        """Admit one peer with ``token``. The callback gets its memory, which it then owns, or the reason why not.
+        """Admit one peer with ``token``, which the first packet with it uses up.
 
-        ``offered`` is what this peer is given instead of the exports, or why it is refused.
-
-        The token is used up by the first packet that carries it. A callback is not called when the listener is closed
-        first.
+        The callback gets the peer's memory, to own, or the reason why not; nothing if the listener is closed first.
+        ``offered`` replaces the exports for this peer, or is the reason to refuse it.
         """
         if not 16 <= len(token) <= 64:
             raise ParamError(f"expect: token has {len(token)} bytes, must have 16 to 64")
@@ -112,7 +105,7 @@ class SameHostListener:
         self._expected.pop(token, None)
 
     def close(self) -> None:
-        """Stop listening, drop every accepted peer, remove the socket file. Idempotent."""
+        """Stop listening, drop accepted peers, remove the socket file. Idempotent."""
         loop = self._loop
         if HERE["pid"] != self._pid or loop is None or not loop.is_running() or threading.get_ident() == self._thread:
             self._close_here()
@@ -121,7 +114,7 @@ class SameHostListener:
         try:
             loop.call_soon_threadsafe(self._close_here)
             loop.call_soon_threadsafe(closed.set)
-        except RuntimeError:  # the loop has been closed meanwhile
+        except RuntimeError:  # the loop is closed
             self._close_here()
         else:
             closed.wait(5.0)
@@ -133,7 +126,7 @@ class SameHostListener:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors, the backlog stays readable and would keep the loop busy: stop accepting for a while.
+            # Out of descriptors. The backlog stays readable and would keep the loop busy, so pause.
             _log.warning("%r cannot accept and pauses for %.0f s: %s", self, _ACCEPT_PAUSE_S, error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
@@ -167,7 +160,7 @@ class SameHostListener:
             self._answer(sock, packet)
 
     def _answer(self, sock: socket.socket, packet: Packet) -> None:
-        """Answer one packet, close its socket, and call back the caller that expects its token."""
+        """Answer one packet, close its socket, and call the callback of its token."""
         callback: _Callback | None = None
         result: PeerMemory | LinkError
         try:
@@ -192,13 +185,13 @@ class SameHostListener:
             callback(result)
 
     def _exchange(self, sock: socket.socket, hello: RendezvousHello, packet: Packet, exports: Exports) -> PeerMemory:
-        # Opened before the answer is sent, which only a living peer can still get.
+        # Before the answer, which only a living peer can get.
         with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock, exports.users) as process:
             peer = map_peer(hello, packet, process, offer)
             try:
                 told = peer.cookie_address
                 offer.send(sock, shut_out=told != 0 and probe(peer, told, peer.cookie) is not None)
-                peer.settle()
+                peer.close_page_fd()
             except OSError as error:
                 peer.close()
                 raise LinkRefused(f"same-host peer (pid {peer.pid}) left before the answer: {error}") from error
@@ -223,7 +216,7 @@ class SameHostListener:
                 for sock, timer in self._pending.items():
                     timer.cancel()
                     loop.remove_reader(sock.fileno())
-            self._socket.shutdown(socket.SHUT_RD)  # refuses dialers from now on
+            self._socket.shutdown(socket.SHUT_RD)  # refuses dialers
             if not self.name.startswith("@"):
                 Path(self.name).unlink(missing_ok=True)
         self._close_descriptors()
@@ -231,7 +224,7 @@ class SameHostListener:
     def _close_descriptors(self) -> None:
         self._closed = True
         self._expected.clear()
-        for sock in (self._socket, *self._pending):  # each on its own thread: one that blocks keeps no other open
+        for sock in (self._socket, *self._pending):  # a thread for each: one that blocks keeps no other open
             close_elsewhere([sock.detach()])
         self._pending.clear()
 
@@ -248,21 +241,20 @@ class SameHostListener:
 
 
 def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadline) -> PeerMemory:
-    """Dial a peer's :class:`SameHostListener`, swap memory with it and return the peer's.
+    """Exchange memory with a peer's :class:`SameHostListener`; return the peer's, for the caller to own.
 
-    The caller owns that memory. Blocks in the caller's thread, within the deadline. ``LinkRefused``: there is no
-    listener of this ``name`` on this host, or one side refused; the text holds the reason.
+    Raises LinkRefused if this host has no listener of that ``name``, or a side refused.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     pass_rights(sock, allowed=False)
     try:
         _dial(sock, name, deadline)
-        # Opened before anything is sent: the process that answers later was alive then.
+        # Before anything is sent, as the process that answers later is alive now.
         with PeerProcess(sock, exports.users) as process, MemoryOffer(exports, token) as offer:
             pass_rights(sock, allowed=True)
             with _ask(sock, name, offer, deadline) as packet:
                 peer = map_peer(_check_answer(packet, name, token), packet, process, offer)
-            peer.settle()
+            peer.close_page_fd()
             return peer
     finally:
         close_elsewhere([sock.detach()])
@@ -285,12 +277,12 @@ def _dial(sock: socket.socket, name: str, deadline: Deadline) -> None:
 
 def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline) -> Packet:
     try:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it left
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have sent its reason before
             _send(sock, offer, deadline)
         deadline.ready(sock, select.POLLIN)
         try:
             return Packet.receive(sock)
-        except ConnectionResetError:  # it has not read our packet; what it said before comes after that error
+        except ConnectionResetError:  # it did not read this packet; its reason comes after that error
             return Packet.receive(sock)
     except BlockingIOError as error:
         raise deadline.error(f"same-host rendezvous with {name!r}", "link") from error
@@ -299,8 +291,8 @@ def _ask(sock: socket.socket, name: str, offer: MemoryOffer, deadline: Deadline)
 
 
 def _send(sock: socket.socket, offer: MemoryOffer, deadline: Deadline) -> None:
-    """Send the offer once the listener has admitted this process: until then the kernel takes no descriptor."""
-    while not (deadline.expired() or readable(sock.fileno())):  # by then it has said why it refuses
+    """Send the offer once the listener has admitted this process; before, the kernel refuses descriptors."""
+    while not (deadline.expired() or readable(sock.fileno())):  # readable: a refusal
         with suppress(PermissionError):
             offer.send(sock)
             return
@@ -313,7 +305,6 @@ def _check_answer(packet: Packet, name: str, token: bytes) -> RendezvousHello:
     except ProtocolError as error:
         raise LinkRefused(f"same-host listener {name!r} answered nonsense: {error}") from error
     if isinstance(answer, Refusal):
-        # The peer's words, put on one line.
         raise LinkRefused(f"same-host listener {name!r} refused: {' '.join(answer.reason.split())}")
     if answer.token != token:
         raise LinkRefused(f"same-host listener {name!r} answered with another token")
@@ -321,7 +312,7 @@ def _check_answer(packet: Packet, name: str, token: bytes) -> RendezvousHello:
 
 
 def _address(name: str) -> str:
-    """Return the socket address of a listener's name. The name comes from the peer: no other address is dialled."""
+    """Return the socket address of a listener's name. Raises LinkRefused for other names: the peer sent it."""
     last = name.removeprefix("@") if name.startswith("@") else name.rpartition("/")[2]
     if not name.isprintable() or name[:1] not in ("@", "/") or not last.startswith(_PREFIX):
         raise LinkRefused(f"{name[:200]!r} is not the name of a same-host listener")
@@ -348,17 +339,17 @@ def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) 
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise OSError(f"the path of a socket file has {_LONGEST_PATH} bytes at most")
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    here = Path(f"/proc/self/fd/{held}")  # the folder that is checked, wherever its path leads by now
+    here = Path(f"/proc/self/fd/{held}")  # the checked folder, even if its path changes
     temporary = here / f".{path.name}"
     try:
         _check_folder(os.fstat(held))
         _remove_stale(here)
-        os.fchmod(sock.fileno(), 0o600)  # the mode of the file that bind makes
+        os.fchmod(sock.fileno(), 0o600)  # mode of the file that bind makes
         sock.bind(str(temporary))
-        if shared:  # whose process it is is asked of each that connects
+        if shared:  # the user of each peer that connects is checked
             temporary.chmod(0o666)
         sock.listen(_BACKLOG)
-        # Renamed last: a socket file under a final name that refuses a connection has no listener any more.
+        # Last: a socket file with a final name that refuses connections has lost its listener.
         temporary.rename(here / path.name)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -369,7 +360,7 @@ def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) 
 
 
 def _check_folder(status: os.stat_result) -> None:
-    """Raise PermissionError if another user than root could replace a file of ours."""
+    """Raise PermissionError if a user other than root and this one could replace a file there."""
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(
             f"this folder belongs to uid {status.st_uid}: it must belong to root or to uid {os.geteuid()}, this one's"
@@ -379,7 +370,6 @@ def _check_folder(status: os.stat_result) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the socket files that killed processes of our user left."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
             status = path.lstat()

@@ -1,11 +1,11 @@
-"""Shared memory: the peer's sealed memfds are mapped here, a copy is one native call and no message."""
+"""The transport shm: the peer's sealed memfds are mapped here; a copy is one native call without a message."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import Capabilities, Connection, Transfer, Window, move_mapped
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, move_mapped
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist._transport.transport import Context, Meeting, Transport
@@ -21,10 +21,9 @@ _CAPABILITIES = Capabilities("shm", shared_regions=True, private_memory=False)
 
 
 class ShmTransport(Transport):
-    """The transport, and the same-host rendezvous, whose mapped memory cma uses too.
+    """The transport, with the same-host rendezvous for shm and cma.
 
-    It offers the cookie of this side's guard table, which the rendezvous must find there, and at the listener the name
-    of the rendezvous. Owns the listener of the rendezvous.
+    It offers the cookie of the guard table and, at the listener, the name of the rendezvous, whose listener it owns.
     """
 
     name = "shm"
@@ -39,11 +38,11 @@ class ShmTransport(Transport):
             return cookie
         self.rendezvous.expect(meeting.token, lambda outcome: meeting.bring(_proven(meeting, outcome)), meeting.offered)
         if isinstance(meeting.offered, LinkError):
-            meeting.bring(meeting.offered)  # the peer need not come for that
+            meeting.bring(meeting.offered)  # without waiting for the peer
         return cookie + self.rendezvous.name.encode()
 
     def exchange(self, meeting: Meeting, deadline: Deadline) -> None:
-        """Try the rendezvous, unless the peer lives in this process or a transport is forced that needs none."""
+        """Try the rendezvous, unless the peer lives in this process or a forced transport needs none."""
         if meeting.forced is None and meeting.here is not None:
             return
         if meeting.forced not in (None, self.name, "cma"):
@@ -56,7 +55,7 @@ class ShmTransport(Transport):
             meeting.bring(_proven(meeting, exchange_memory(name, meeting.token, meeting.offered, deadline)))
         except LinkError as error:
             meeting.bring(error)
-        except DeadlineExceeded:  # an OSError too, but not one of the socket's
+        except DeadlineExceeded:  # an OSError too, but not of the socket
             raise
         except OSError as error:
             meeting.bring(LinkRefused(f"same-host rendezvous with {name!r}: {error}"))
@@ -86,37 +85,35 @@ class ShmTransport(Transport):
 
 
 def _proven(meeting: Meeting, memory: PeerMemory | LinkError) -> PeerMemory | LinkError:
-    """Return the memory if it is this peer's, else close it and return why not."""
+    """Return the memory if it is this peer's; else close it and return the reason."""
     if isinstance(memory, LinkError):
         return memory
     if memory.incarnation != meeting.incarnation:
-        what = "incarnation is another one"
+        what = "incarnation"
     elif memory.cookie != meeting.theirs.get(ShmTransport.name, b"")[:COOKIE_BYTES]:
-        what = "guard table shows another cookie"
+        what = "guard table's cookie"
     else:
         return memory
     memory.close()
-    return LinkRefused(f"the rendezvous met a stranger: its {what} than the control connection told")
+    return LinkRefused(f"the rendezvous reached another process: its {what} is not the one from the control channel")
 
 
 class ShmConnection(SameHostConnection):
-    """A connection over mapped memory of another process."""
-
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory) -> None:
-        self._windows = {
-            region: Window(segment.address, segment.nbytes, segment.writable)
+        self._ranges = {
+            region: AddressRange(segment.address, segment.nbytes, segment.writable)
             for region, segment in peer.regions.items()
         }
         super().__init__(peer)
 
-    def _window(self, region: int) -> Window | None:
-        return self._windows.get(region)
+    def _range(self, region: int) -> AddressRange | None:
+        return self._ranges.get(region)
 
     def _move(self, transfer: Transfer) -> None:
         move_mapped(transfer)
-        # The mapping outlives its owner: a write into the memory of an ended process must not be reported as
-        # delivered. For a read the guard decides.
+        # The mapping outlives its owner: a write into an ended process's memory is not delivered. For a read, the
+        # guard decides.
         if transfer.write and not self._peer.alive():
             raise PeerLost(f"write: the peer process {self._peer.pid} has ended; nobody sees the bytes", phase="copy")

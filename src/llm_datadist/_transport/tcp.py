@@ -1,8 +1,7 @@
-"""TCP: the owner of the memory sends or receives it by itself, over the data lanes of the link.
+"""The transport tcp: the owner of the memory sends or receives it over the data lanes of the link.
 
-Nothing is mapped and no guard page is shared: the target finds the memory by its handle, checks its guards before the
-first byte and after the last, and says so. A lane that breaks fails the transfers on it; the end that dialled the link
-dials lost lanes again.
+Nothing is mapped. The target finds the memory by its handle, and checks its guards before the first byte and after the
+last. The side that dialled the link dials lost lanes again.
 """
 
 from __future__ import annotations
@@ -54,33 +53,30 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import RegionDescriptor
 
 
-# Measured: above it a job that is given up holds its lane up too long.
+# Measured: a larger job that is given up blocks its lane too long.
 _MAX_PART_BYTES: Final = 16 << 20
-# Parts of one transfer on their way for each lane that it uses: one moves while the next is asked for.
+# Parts of one transfer in progress for each lane that it uses: one moves while the next is requested.
 _PARTS_PER_LANE: Final = 2
 
-# The owner has said what became of the job.
+# Endings that the owner has reported.
 _ANSWERED: Final = (Ending.GOOD, Ending.REFUSED, Ending.TRAILER)
 
-# A lane that carried its last byte that much later than a silent one is as idle.
+# A lane counts as idle as a silent one if its last byte came at most so much later.
 _AS_IDLE_NS: Final = 1_000_000
 
-#: One thread fills a network of 100 Gb/s; the copies of this process want the other cores.
+#: One thread fills a network of 100 Gb/s; copies of this process need the other cores.
 _MAX_THREADS: Final = 4
 LANES_PER_LINK: Final = 5
 """Data lanes that the dialer of a link makes: one for small transfers, the rest for all.
 
-Measured on 2 CPUs, over loopback and between two network namespaces: four beside the first move more than two or three.
-Between hosts more connections share a line better than one. Threads, not lanes, depend on the usable CPUs.
+Measured on 2 CPUs, over loopback and between network namespaces: four beside the first move more than two or three.
+Between hosts, several connections use a line better than one.
 """
 _CAPABILITIES: Final = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
 
 
 class TcpTransport(Transport):
-    """The transport. The listener offers the token of its lanes; the dialer, which dials them, offers nothing.
-
-    Owns: the lanes of all links.
-    """
+    """The transport; the listener offers a token for lanes, which the dialer dials. Owns: the lanes of all links."""
 
     name = "tcp"
     capabilities = _CAPABILITIES
@@ -105,7 +101,7 @@ class TcpTransport(Transport):
         )
 
     def lacks(self, meeting: Meeting) -> str:
-        """Return that there are no lanes where only the peer could dial them: it needs none itself."""
+        """At the listener: name the lanes that the dialer has left out."""
         return "" if meeting.dialled or len(self._group(meeting)) else "dialled no data lanes"
 
     def connect(self, meeting: Meeting) -> TcpConnection:
@@ -126,12 +122,12 @@ class TcpTransport(Transport):
         self.lanes.shut(self._group(meeting))
 
     async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
-        """Check a data lane of a link that is there, or about to be."""
+        """Check a data lane of a link that is established, or soon will be."""
         token = await read_lane_greeting(loop, sock)
         lane = await check_lane(loop, sock, self.lanes.find(token).secret)
         if lane is None:
             raise AuthFailed("it does not know the secret of the link that its data lane is for")
-        group = self.lanes.find(token)  # again: meanwhile its link may have ended, or have got its last lane
+        group = self.lanes.find(token)  # again: its link may have ended since, or have all its lanes
         await accept_lane(loop, sock)
         return partial(self.lanes.add, group, lane)
 
@@ -152,7 +148,7 @@ class TcpTransport(Transport):
 
 
 class TcpConnection(ServedConnection):
-    """A connection over the data lanes of a link, which it owns. Made by :class:`TcpTransport`."""
+    """Connection over the data lanes of a link, which it owns."""
 
     capabilities = _CAPABILITIES
 
@@ -176,7 +172,7 @@ class TcpConnection(ServedConnection):
 
     def abort(self) -> None:
         super().abort()
-        self._lanes.shut(self.group)  # those calls wait for their jobs, which end with the lanes
+        self._lanes.shut(self.group)  # running calls wait for their jobs, which end with the lanes
 
     def _move(self, transfer: Transfer) -> None:
         local, remote, deadline = transfer.local, transfer.remote, transfer.deadline
@@ -184,7 +180,7 @@ class TcpConnection(ServedConnection):
         if time.monotonic_ns() >= deadline.expires_ns:
             raise transfer.timeout(0)
         try:
-            # While a lane is left, it is not worth waiting for another thread that dials.
+            # With a lane left, waiting for another thread that dials is not worth it.
             self.recovery.redial(deadline, wait=not len(self.group))
             _LaneTransfer(self, transfer).run()
         except LinkError as error:
@@ -197,26 +193,25 @@ class TcpConnection(ServedConnection):
 
 
 class LaneRecovery:
-    """The lanes of one connection as far as they break: lost ones, silent ones, ones that may carry old writes.
+    """Recovery of one connection's lanes: lost ones, silent ones, those that may carry old writes.
 
-    Threads: any; single operations on dicts and sets only, beside the lock of those that dial.
+    Threads: any; beside the lock, single operations on dicts and sets only.
     """
 
     def __init__(
         self, lanes: Lanes, group: LaneGroup, reconnect: Callable[[int, Deadline], list[LaneSocket]] | None
     ) -> None:
-        self.reconnect = reconnect  # None where only the peer dials
+        self.reconnect = reconnect  # None if only the peer dials
         self._lanes = lanes
         self._group = group
         self._wanted = len(group)
-        self._reconnecting = threading.Lock()  # held while lanes are dialled, and protects nothing else
-        self._moved: dict[int, int] = {}  # lane -> when it last moved a byte (monotonic, ns); absent: never
-        # Lanes on which a transfer timed out without a byte, and those that are as idle: until the peer has shown
-        # over the control connection that it lives, or not.
+        self._reconnecting = threading.Lock()  # held while dialling
+        self._moved: dict[int, int] = {}  # lane -> time of its last byte (monotonic, ns); absent: never
+        # Lanes on which a transfer timed out without a byte, and those as idle, until drop_suspects().
         self._suspects: set[int] = set()
 
     def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
-        """Dial lost lanes again; one thread at a time does, others ``wait``. Raise when no lane is left then."""
+        """Dial lost lanes again, one thread at a time; others ``wait``. Raises LLMException if no lane is left."""
         group = self._group
         if self.reconnect is None or len(group) >= self._wanted:
             return
@@ -238,7 +233,6 @@ class LaneRecovery:
             self._lanes.redial_soon(self._group, self.redial)
 
     def on_lost(self, left: int, reason: str) -> None:
-        """Have a lane that ended by itself dialled again."""
         self.redial_soon()
 
     @property
@@ -246,10 +240,6 @@ class LaneRecovery:
         return bool(self._suspects)
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
-        """Drop the suspected lanes if the peer lives, because then the network dropped them.
-
-        Return how many were dropped. Those that have moved bytes meanwhile are kept, and all if the peer is silent too.
-        """
         suspects, self._suspects = self._suspects, set()
         lost = sorted(suspects.intersection(self._group.lanes())) if peer_lives else []
         self._lanes.drop(self._group, lost)
@@ -260,21 +250,21 @@ class LaneRecovery:
 
     @property
     def doubts_writes(self) -> bool:
-        return self._group.doubted > self._group.settled
+        return self._group.doubted > self._group.given_up
 
     def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
-        group, told = self._group, self._group.told  # read once: other threads tell of later writes
+        group, told = self._group, self._group.told  # read once: other threads replace it
         if group.doubted > told[0]:
-            newest = max([group.doubted, *group.lanes()])  # none that is dialled from here on
+            newest = max([group.doubted, *group.lanes()])  # older than any lane dialled from here on
             group.told = told = newest, tell()
         return told
 
     def writes_given_up(self, newest: int) -> None:
         group = self._group
         self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
-        group.settled = max(group.settled, newest)
+        group.given_up = max(group.given_up, newest)
 
-    # What a part of a transfer has shown of its lane
+    # Findings of a transfer about its lane
 
     def moved(self, lane: int) -> None:
         self._moved[lane] = time.monotonic_ns()
@@ -282,10 +272,9 @@ class LaneRecovery:
 
     def lost(self, lane: int) -> None:
         self._moved.pop(lane, None)
-        self._group.discard(lane)  # the event says so too, later
+        self._group.discard(lane)  # the event follows later
 
     def suspect(self, lane: int) -> None:
-        """Suspect a lane and all that have been idle for as long."""
         latest = self._moved.get(lane, 0) + _AS_IDLE_NS
         self._suspects |= {each for each in self._group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
@@ -297,10 +286,10 @@ class _Part(NamedTuple):
 
 
 class _LaneTransfer:
-    """One transfer of a connection, moved in parts, each on the lane with the least to do.
+    """One transfer, in parts, each on the lane with the smallest load. Threads: the caller's.
 
-    A lane serves its parts one after the other. So that a later transfer need not wait for the whole of a large one,
-    only some parts of that are on their way at a time, and all of them keep off one lane. Used by the calling thread.
+    A lane serves its parts in order. So that other transfers wait less for a large one, few parts of it are in progress
+    at a time, and none on the oldest of several lanes.
     """
 
     def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
@@ -310,10 +299,10 @@ class _LaneTransfer:
         self._transfer = transfer
         self._deadline = transfer.deadline
         self._started: deque[_Part] = deque()
-        self._done = 0  # bytes that moved
+        self._done = 0  # bytes
 
     def run(self) -> None:
-        """Move every part. When this returns or raises, local memory is the caller's again."""
+        """Move every part. Once this returns or raises, nothing touches local memory."""
         if is_one_request(self._transfer.plan):
             self._run_alone()
         else:
@@ -330,7 +319,7 @@ class _LaneTransfer:
             for part in split_plan(plan, part_bytes, MAX_REQUEST_RUNS):
                 if len(self._started) >= _PARTS_PER_LANE * shared:
                     self._finish_first()
-                # The parts of an ordered plan follow each other on one lane.
+                # One lane keeps the parts of an ordered plan in order.
                 if lane is None or not plan.ordered:
                     lane = self._group.take(part.nbytes, self._deadline, large=large)
                 meta = encode_request(remote.handle, remote.extent, part, write)
@@ -341,7 +330,7 @@ class _LaneTransfer:
             self._give_up()
 
     def _run_alone(self) -> None:
-        """Move the only part: one native call, so that a small transfer costs little."""
+        """Move the only part by one native call, which keeps small transfers cheap."""
         plan, local, remote = self._transfer.plan, self._transfer.local, self._transfer.remote
         until, cancelled, write = self._deadline.expires_ns, self._deadline.cancelled, self._transfer.write
         lane = self._group.take(plan.nbytes, self._deadline)
@@ -354,11 +343,9 @@ class _LaneTransfer:
         self._judge(outcome)
 
     def _finish_first(self) -> None:
-        """Wait for the part that was started first; raise why it failed."""
         self._judge(self._wait_for_first())
 
     def _judge(self, outcome: Outcome) -> None:
-        """Raise why a part failed."""
         if outcome.ending is Ending.GOOD:
             return
         if outcome.ending is Ending.TIMEOUT:
@@ -366,7 +353,7 @@ class _LaneTransfer:
             raise self._transfer.timeout(self._done)
         progress, untouched = self._transfer.progress(self._done), self._done == 0 and _untouched(outcome)
         if untouched:
-            while self._started:  # another part, on another lane, may have been in time before the memory changed
+            while self._started:  # a part on another lane may have moved before the memory changed
                 untouched &= _untouched(self._wait_for_first())
         raise self._failure(outcome, progress, untouched=untouched)
 
@@ -386,7 +373,6 @@ class _LaneTransfer:
             self._ended(part, self._engine.give_up(part.job))
 
     def _ended(self, part: _Part, outcome: Outcome) -> None:
-        """Count a part that has ended, and judge its lane by it."""
         self._done += outcome.nbytes
         self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write and outcome.ending not in _ANSWERED)
         recovery = self._connection.recovery
@@ -395,7 +381,7 @@ class _LaneTransfer:
         if outcome.ending is Ending.LOST or outcome.code == LOST:
             recovery.lost(part.lane)
         elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not self._deadline.was_cancelled():
-            recovery.suspect(part.lane)  # a network may have lost what both ends still believe in
+            recovery.suspect(part.lane)  # the network may have dropped the connection unnoticed
 
     def _failure(self, outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
         if self._connection._aborted:
@@ -404,10 +390,9 @@ class _LaneTransfer:
             return TransferFailed(f"{progress}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:
             return refusal(outcome, progress, untouched=untouched)
-        # The caller, which knows the link, finds out whether the peer is lost or only the lane.
+        # The caller, which has the link, finds out whether the peer or only the lane is lost.
         return PeerLost(f"{progress}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
 
 def _untouched(outcome: Outcome) -> bool:
-    """Return True for a refusal that came before the first byte."""
     return outcome.ending is Ending.REFUSED and outcome.code != TORN

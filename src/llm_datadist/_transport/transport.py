@@ -1,7 +1,7 @@
 """The seam between transports and the rest of the library.
 
-A transport is one module: its :class:`Transport`, and the :class:`~.connection.Connection` that it makes.
-:mod:`.registry` has the list of all, best first. Nothing outside this package, the options and the tools names one.
+A transport is one module: a :class:`Transport`, and the :class:`~.connection.Connection` that it makes. Only this
+package, the options and the tools name transports.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class Wire(Protocol):
-    """Carries requests of a transport to the peer of a link, and its answers. Threads: any."""
+    """Carrier of a transport's requests to a link's peer. Threads: any."""
 
     def ask(self, link: Any, data: bytes, deadline: Deadline) -> bytes:  # noqa: ANN401 (a link, opaque here)
-        """Send a request and return its answer. Raises DeadlineExceeded, or LinkError where the link is lost."""
+        """Send a request and return its answer. Raises DeadlineExceeded, or LinkError if the link is lost."""
 
     def tell(self, link: Any, data: bytes) -> None:  # noqa: ANN401
-        """Send a request whose answer is not waited for; nothing happens where the link has ended."""
+        """Send a request without an answer, unless the link has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the transports of one LLMDataDist are made of."""
+    """Parts of one LLMDataDist for its transports."""
 
     options: Options
     exports: Exports
@@ -52,101 +52,96 @@ class Context:
 class Transport:
     """One way of moving bytes; one object for each LLMDataDist.
 
-    Owns: what all its connections share; :meth:`close` gives that back.
-    Threads: the methods with a ``meeting`` run in the dialer's calling thread, at the listener on the control thread.
-    Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused, and then nothing of it is left.
+    Owns: what its connections share, until :meth:`close`.
+    Threads: methods with a ``meeting`` run in the caller's thread (dialer) or the control thread (listener).
+    Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused and leaves nothing behind.
     """
 
     name: str  # as in ``llm.Transport``
     capabilities: Capabilities  # of its connections
-    beside: bool = False  # may carry non-pool memory beside a transport that does not reach that
+    beside: bool = False  # as in :class:`~.choose.Candidate`; so is the next
     peer_cannot: str = "the peer cannot use it"
-    preamble: bytes = b""  # of connections to the listener that are this transport's; see :meth:`admit`
+    preamble: bytes = b""  # begins connections to the listener for :meth:`admit`
 
     def __init__(self, context: Context) -> None:
-        """Make what all connections share. Raises LLMException if the transport is asked for and cannot be had."""
+        """Make what connections share. Raises LLMException if ``llm.Transport`` names it and it cannot be used."""
 
     def offer(self, meeting: Meeting) -> bytes:
-        """Return what this side's greeting says under the name; empty for nothing. The listener knows the dialer's."""
+        """Return the offer in this side's greeting, if any. The listener has the dialer's already."""
         return b""
 
     def exchange(self, meeting: Meeting, deadline: Deadline) -> None:
-        """At the dialer: do what takes time once both greetings are known, before any transport is judged."""
+        """At the dialer: do what blocks, between greetings and :meth:`judge`."""
 
     def judge(self, meeting: Meeting) -> Verdict:
-        """Judge both offers. Each side asks its own transports, and both must choose alike."""
+        """Judge both offers. Both sides must come to the same choice."""
         raise NotImplementedError
 
     def lacks(self, meeting: Meeting) -> str:
-        """Return what the peer has left out that :meth:`connect` needs ("dialled no ..."); empty for nothing."""
+        """Return what :meth:`connect` lacks from the peer ("dialled no ..."); empty for nothing."""
         return ""
 
     def connect(self, meeting: Meeting) -> Connection:
-        """Return a connection to the peer of a meeting, for which :meth:`judge` has found it possible."""
+        """Return a connection to the peer, after a ``possible`` verdict. Raises LinkRefused."""
         raise NotImplementedError
 
     def forget(self, meeting: Meeting) -> None:
-        """Give back what :meth:`offer` has prepared and no connection uses. Idempotent."""
+        """Give back what :meth:`offer` prepared, as no connection uses it. Idempotent."""
 
     async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
-        """Check a connection that began with :attr:`preamble`; return what takes it over.
-
-        Raises LLMException to refuse it.
-        """
+        """Check a socket that began with :attr:`preamble`; return its taker. LLMException refuses."""
         raise NotImplementedError
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve peers from now on. On the control thread, before the listener."""
+        """Serve peers from now on. Threads: control, before the listener."""
 
     def stop(self) -> None:
-        """Serve no peer any more. On the control thread."""
+        """Cease to serve peers. Threads: control."""
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
-        """Stop all use of memory granted under ``tag``; none of it is touched any more when this returns.
+        """Return once no peer can touch memory given under ``tag``; the caller has advanced its guards.
 
-        ``private``: the addresses of its tensors where they are outside all pools. Its guards have been advanced.
+        ``private``: addresses of its tensors if they are outside all pools.
         """
 
     def close(self) -> None:
-        """Give everything back, threads too. Idempotent."""
+        """Give everything back, and join threads. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copies of descriptors, and touch nothing else."""
+        """In a forked child: close its copies of descriptors, and touch nothing else."""
 
 
 @dataclass(eq=False, slots=True)
 class Meeting:
-    """One handshake as transports see it, on one side.
+    """One side's view of a handshake, for transports.
 
-    Owns: what transports have prepared for this peer, and its mapped memory, until :meth:`open` or :meth:`close`.
+    Owns: the offers that no connection uses yet, and the peer's mapped memory, until :meth:`close`.
     Threads: one.
     Errors: after any, :meth:`close` gives everything back.
     """
 
     transports: Mapping[str, Transport]  # best first
     exports: Exports  # of this side
-    asked: str | None  # the transport that this side must use
-    authenticated: bool  # the peer has shown a certificate that this side trusts
-    token: bytes  # of this handshake, the dialer's
-    dialled: bool  # this side is the dialer
-    #: What the peer's instance exports, if it has proven that it lives in this process.
-    here: Exports | None = field(init=False)
+    asked: str | None  # transport that this side must use
+    authenticated: bool  # the peer has authenticated itself
+    token: bytes  # the dialer's, for this handshake
+    dialled: bool  # by this side
+    here: Exports | None = field(init=False)  # of the peer, if it has proven that it lives in this process
     mine: dict[str, bytes] = field(default_factory=dict, init=False)
     theirs: Mapping[str, bytes] = field(default_factory=dict, init=False)
-    incarnation: bytes = field(default=b"", init=False)  # of the peer, as it says; so are these
+    incarnation: bytes = field(default=b"", init=False)  # as the peer says; so are the next two
     peer: str = field(default="the peer", init=False)
     cluster_id: int = field(default=0, init=False)
-    offered: Exports | LinkRefused = field(init=False)  # what the peer may map, or why it may map nothing
-    secret: bytes = field(default=b"", init=False)  # both sides have it; empty without authentication
-    sock: socket.socket | None = field(default=None, init=False)  # the control connection
+    offered: Exports | LinkRefused = field(init=False)  # memory that the peer may map, or why none
+    secret: bytes = field(default=b"", init=False)  # shared by both sides; empty without authentication
+    sock: socket.socket | None = field(default=None, init=False)  # of the control channel
     address: tuple[str, int] = field(default=("", 0), init=False)  # of the listener, at the dialer
     deadline: Deadline | None = field(default=None, init=False)  # of the dialer's call
-    #: The peer's memory, why there is none, or None if nobody has tried.
-    memory: PeerMemory | LinkError | None = field(default=None, init=False)
-    forced: str | None = field(default=None, init=False)  # the transport that both sides must use
+    memory: PeerMemory | LinkError | None = field(default=None, init=False)  # of the peer; None before a rendezvous
+    forced: str | None = field(default=None, init=False)  # transport that both sides must use
     choice: Choice = field(init=False)
     _asked_there: str | None = field(default=None, init=False)
-    _over: bool = field(default=False, init=False)  # the peer brings no memory any more
+    _over: bool = field(default=False, init=False)  # bring() closes what comes
     _used: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -160,32 +155,29 @@ class Meeting:
     def hear(
         self, offers: Mapping[str, bytes], asked: str | None, incarnation: bytes, peer: str, cluster_id: int
     ) -> None:
-        """Take note of the peer's greeting."""
         self.theirs, self._asked_there = offers, asked
         self.incarnation, self.peer, self.cluster_id = incarnation, peer, cluster_id
         if self.dialled:
             self.here = instances.answer(self.token)
 
     def offers(self) -> dict[str, bytes]:
-        """Return what this side's greeting says of each transport."""
         for name, each in self.transports.items():
             self.mine[name] = b""  # what fails in the middle is given back too
             self.mine[name] = each.offer(self)
         return {name: data for name, data in self.mine.items() if data}
 
     def bring(self, memory: PeerMemory | LinkError) -> None:
-        """Take the outcome of a rendezvous; memory that comes too late is closed."""
+        """Take the outcome of a rendezvous; close memory that comes too late."""
         if not self._over:
             self.memory = memory
         elif isinstance(memory, PeerMemory):
             memory.close()
 
     def end_exchange(self) -> None:
-        """Take no memory any more: the peer has chosen."""
         self._over = True
 
     def choose(self) -> Choice:
-        """Return which transports this side chooses, after the dialer's exchange. Raises LinkRefused."""
+        """Return this side's choice, after the dialer's exchange. Raises LinkRefused."""
         self.forced = agree(self.asked, self._asked_there, [*self.transports])
         if self.dialled:
             assert self.deadline is not None, "a dial has a deadline"
@@ -195,11 +187,11 @@ class Meeting:
         return self.choice
 
     def yield_to(self, theirs: str | None) -> None:
-        """Use the dialer's transport for non-pool memory if it cannot use this side's better one."""
+        """Follow a dialer without the better transport for non-pool memory."""
         self.choice = yield_to(self.choice, [*self.transports.values()], theirs)
 
     def connect(self, name: str) -> Connection:
-        """Return a connection of one transport, which has then used what it offered."""
+        """Return a connection, which then owns what the offer prepared."""
         connection = self.transports[name].connect(self)
         self._used.add(name)
         return connection
