@@ -100,7 +100,7 @@ def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
     return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
-class LocateServer:
+class LocateTarget:
     """Answers what lies at addresses of ours, and lets the peer write there, if ``allowed``. Threads: control."""
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, *, allowed: bool) -> None:

@@ -3,7 +3,7 @@
 The memories are compared, not the bytes on their way: a byte that was changed, left out or put elsewhere anywhere is
 found. A source that its owner changes before the question is a mismatch as well.
 
-:class:`Comparison` runs in the thread of the caller, :class:`ChecksumServer` has a thread of its own. A question
+:class:`Comparison` runs in the thread of the caller, :class:`ChecksumTarget` has a thread of its own. A question
 that cannot be answered fails the transfer: it never counts as a match.
 """
 
@@ -224,7 +224,7 @@ class Comparison:
 
     def _refused(self, failure: RemoteFailure) -> TransferFailed:
         """Build the error of a refusal, and drop the kept answers: they may be outdated."""
-        self.link.caches.kept.clear()
+        self.link.caches.cached.clear()
         code = failure.status_code
         if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
             code = LLMStatusCode.LLM_FAILED
@@ -248,7 +248,7 @@ def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.
     return np.ascontiguousarray(np.stack([runs[of, 0] + skipped, runs[of, 1] + skipped, end - begin], axis=1))
 
 
-class ChecksumServer:
+class ChecksumTarget:
     """Answers :class:`~llm_datadist._links.messages.Verify`, one question of each peer in turn.
 
     Threads: the control thread fills the queues, ``llm-datadist-verify`` empties them; it exists from the first

@@ -29,8 +29,8 @@ from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.addresses import LocateServer, Locator
-from llm_datadist._transfer.checksum import ChecksumServer
+from llm_datadist._transfer.addresses import LocateTarget, Locator
+from llm_datadist._transfer.checksum import ChecksumTarget
 from llm_datadist._transfer.grants import GrantClaims, Grants
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
@@ -105,7 +105,7 @@ class Engine:
             self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
             undo.callback(self.grants.close)
             self.store.freed = self.grants.drop_cache
-            self.checksums = ChecksumServer(self.store, access, self._copy_pool)
+            self.checksums = ChecksumTarget(self.store, access, self._copy_pool)
             undo.callback(self.checksums.close)
             self.target = Target(self.store, access)
             owner = MoveTarget(self.store, access)
@@ -165,7 +165,7 @@ class Engine:
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
-            messages.Locate: LocateServer(self.store, self._access, allowed=options.write_by_address).on_locate,
+            messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
         return LinkManager(
             self._control,

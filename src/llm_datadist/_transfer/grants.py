@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transfer.access import AccessPolicy
 
-_End = Literal[
+EndReason = Literal[
     "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
 ]
 _REVOKED: Final = "revoked"
@@ -88,7 +88,7 @@ def _check_ttl(ttl: object) -> float:
     return float(seconds)
 
 
-class _Given(msgspec.Struct, eq=False):
+class _ActiveGrant(msgspec.Struct, eq=False):
     """A grant that has not ended. Its fields are guarded by the lock of :class:`Grants`."""
 
     grant: Grant
@@ -129,13 +129,13 @@ class Grants:
         self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
-        self._given: dict[bytes, _Given] = {}
+        self._given: dict[bytes, _ActiveGrant] = {}
         self._expiries: list[tuple[float, bytes]] = []
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
         self._claimed: dict[Link, set[bytes]] = {}  # tokens that the peer has claimed and not released
-        self._ended: dict[bytes, tuple[_End, float]] = {}  # why, and when (monotonic); oldest first
-        self._ends: Counter[_End] = Counter()
+        self._ended: dict[bytes, tuple[EndReason, float]] = {}  # why, and when (monotonic); oldest first
+        self._ends: Counter[EndReason] = Counter()
         self._closed = False
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class Grants:
             self._require_open()
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = _Given(grant, entry, until, until)
+            self._given[token] = _ActiveGrant(grant, entry, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
@@ -352,7 +352,7 @@ class Grants:
         self._waiting_of.subtract(each.link for each in dropped)
         return dropped
 
-    def _forget_claim(self, link: Link, given: _Given) -> None:
+    def _forget_claim(self, link: Link, given: _ActiveGrant) -> None:
         """Under the lock."""
         given.claims.discard(link)
         tokens = self._claimed[link]
@@ -360,7 +360,7 @@ class Grants:
         if not tokens:
             del self._claimed[link]
 
-    def _end(self, token: bytes, why: _End) -> None:
+    def _end(self, token: bytes, why: EndReason) -> None:
         """End a grant, if it has not ended; when this returns its guard has advanced."""
         with self._lock:
             given = self._given.pop(token, None)

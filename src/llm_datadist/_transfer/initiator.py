@@ -18,7 +18,7 @@ from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
-from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, keep, open_answer, with_grant
+from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, predict, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 #: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 
-#: The first answer may be kept or assumed, the second is what the target says now. The other attempts are for sockets
+#: The first answer may be kept or predicted, the second is what the target says now. The other attempts are for sockets
 #: beside the control connection, which the timeout of another transfer may break.
 _ATTEMPTS: Final = 4
 #: Time for the answer to a ping that was sent when a transfer had timed out, before.
 _ANSWER_MS: Final = 200
 #: Answers kept per link, and pairs of caches that the log has named.
-_MAX_KEPT: Final = 65536
+_MAX_CACHED: Final = 65536
 
 
 class Span(Protocol):
@@ -61,7 +61,7 @@ class Span(Protocol):
     transport: str
 
 
-class DestinationPin(msgspec.Struct, eq=False):
+class PushDestination(msgspec.Struct, eq=False):
     """Where the parts of one push went: the peer's incarnation, and its caches by name. Used by one thread.
 
     Between two parts, or two attempts, the peer may be initialised anew, and a key may move to another cache. The next
@@ -104,7 +104,7 @@ class TransferOp(msgspec.Struct, eq=False):
     push: bool = False
     consumes: bool = False  # True if a complete push consumes the key of the remote row (interface R5)
     grant: Grant | None = None  # a pull succeeds only while this grant holds too
-    destination_pin: DestinationPin | None = None  # where the earlier parts of a push in parts went
+    destination: PushDestination | None = None  # where the earlier parts of a push in parts went
     span: Span | None = None  # learns which transport moves the bytes
 
     def __str__(self) -> str:
@@ -140,8 +140,8 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
-        if op.push and op.destination_pin is None:
-            op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
+        if op.push and op.destination is None:
+            op.destination = PushDestination()  # an attempt that broke must not be continued elsewhere
         with link:
             try:
                 return self._run_over(link, op)
@@ -153,8 +153,8 @@ class Initiator:
     def _run_over(self, link: Link, op: TransferOp) -> int:
         key = op.name, op.push
         for attempt in range(_ATTEMPTS):
-            kept: Resolution | None = link.caches.kept.get(key) or (None if attempt else _assumed(link, op))
-            remote = kept or self._resolve(link, op)
+            cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else _predicted(link, op))
+            remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
                 plan = self._attempt(link, op, remote)
@@ -162,13 +162,13 @@ class Initiator:
                     return plan.nbytes
             except ParamError:
                 # With remote guards an outdated answer looks like a current one: it may be what does not fit.
-                if kept is None or not remote.tensors.remote_guards:
+                if cached is None or not remote.tensors.remote_guards:
                     raise
             finally:
                 if remote.pin or op.consumes:
-                    _settle(link, op, remote, plan)
-            link.caches.kept.pop(key, None)
-            link.caches.assumed.pop(op.local.geometry, None)
+                    _report(link, op, remote, plan)
+            link.caches.cached.pop(key, None)
+            link.caches.predicted.pop(op.local.geometry, None)
         raise TransferFailed(
             f"{op.what}: {op.name} changed, or its connection broke, {_ATTEMPTS} times in a row",
             peer=op.name.cluster_id,
@@ -192,13 +192,13 @@ class Initiator:
             raise ProtocolError(f"{op.what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = open_answer(link, answer, op.what, push=op.push)
         if not remote.pin:
-            keep(link.caches.kept, (name, op.push), remote, _MAX_KEPT)
+            keep(link.caches.cached, (name, op.push), remote, _MAX_CACHED)
         return remote
 
     def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
         """Plan, copy and verify under one answer; return the plan, None to resolve again."""
-        if op.destination_pin is not None:
-            op.destination_pin.require(link.peer, op.name, remote.cache_id, op.what)
+        if op.destination is not None:
+            op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
             remote = with_grant(remote, op.grant, link, op.what)
         # Announced before the guards are compared: from then on the owner waits for the end of the copy.
@@ -216,14 +216,14 @@ class Initiator:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
             if first:
-                # What is assumed is like an answer that was compared.
-                if not remote.assumed and (difference := unlike(op.local.geometry, remote.geometry)):
+                # What is predicted is like an answer that was compared.
+                if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
                     self._find_unlike(link, op, remote, difference)
                 remote.pair = pair
-            if remote.assumed:
+            if remote.predicted:
                 if not is_one_request(plan):
                     return None
-                remote.pin = remote.assumed  # from here on the owner may have it
+                remote.pin = remote.predicted  # from here on the owner may have it
             if not self._copy(link, op, remote, plan):
                 return None
         finally:
@@ -233,8 +233,10 @@ class Initiator:
             same_memory = pair.same_memory
             comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
             comparison.verify(plan)
-        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_request(plan):
-            keep(link.caches.assumed, op.local.geometry, remote, _MAX_KEPT)
+        elif (
+            remote.pin and link.connection.capabilities.remote_guards and not remote.predicted and is_one_request(plan)
+        ):
+            keep(link.caches.predicted, op.local.geometry, remote, _MAX_CACHED)
         return plan
 
     def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
@@ -243,7 +245,7 @@ class Initiator:
         if self._strict:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
         known, mark = link.caches.unlike, object()
-        if len(known) < _MAX_KEPT and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
+        if len(known) < _MAX_CACHED and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
             logger.warning("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
@@ -257,7 +259,7 @@ class Initiator:
             if recovery.suspects:
                 _judge_suspects(link, recovery, op.deadline)
             if op.push and recovery.doubts_writes:
-                _settle_writes(link, recovery, op)
+                _await_writes_given_up(link, recovery, op)
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
@@ -275,7 +277,7 @@ class Initiator:
             raise
         except MemoryChanged as error:
             # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
-            if remote.assumed and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+            if remote.predicted and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                 remote.pin = 0  # refused before it was pinned
             return False
         except (LinkError, TransferAborted) as error:
@@ -291,24 +293,24 @@ class Initiator:
         else:
             whole = True
             if not _current(link, op, remote):
-                link.caches.kept.clear()
+                link.caches.cached.clear()
                 raise TransferFailed(
                     f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
                     f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
                     peer=link.peer.cluster_id,
                     phase="copy",
                 )
-        if op.destination_pin is not None:
-            op.destination_pin.record(link.peer, op.name, remote.cache_id)
+        if op.destination is not None:
+            op.destination.record(link.peer, op.name, remote.cache_id)
         return whole
 
 
-def _assumed(link: Link, op: TransferOp) -> Resolution | None:
+def _predicted(link: Link, op: TransferOp) -> Resolution | None:
     """Return what a pull by key assumes, so that it is resolved and read by one request; None where it cannot."""
-    known: Resolution | None = link.caches.assumed.get(op.local.geometry)
+    known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     if known is None or op.name.key is None or op.push or op.grant is not None:
         return None
-    return assume(link, known, op.name.key, op.deadline.remaining_ms())
+    return predict(link, known, op.name.key, op.deadline.remaining_ms())
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
@@ -318,7 +320,7 @@ def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
         link.tell(SocketsDropped())
 
 
-def _settle_writes(link: Link, recovery: Recovery, op: TransferOp) -> None:
+def _await_writes_given_up(link: Link, recovery: Recovery, op: TransferOp) -> None:
     """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
     newest, number = _give_up_writes(link, recovery)
     if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
@@ -360,7 +362,7 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
         raise link.lost_error(op.what, "copy") from error
 
 
-def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:
+def _report(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:
     """Tell the target what was copied, None for nothing, and give the pin back."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:

@@ -22,7 +22,7 @@ from llm_datadist._checks import HERE, check_uint32, require_process
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals, public_calls_hold_signals
-from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, Span, TransferOp
+from llm_datadist._transfer.initiator import Initiator, MakePlan, PushDestination, Span, TransferOp
 from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
@@ -391,12 +391,12 @@ class Source:
     locator: Locator
     meters: Meters
     timeout_ms: int  # of one layer to one destination
-    destination_pin: DestinationPin = field(default_factory=DestinationPin)
+    destination: PushDestination = field(default_factory=PushDestination)
 
     def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Span) -> int:
         """Push a part, which consumes no key; return the bytes moved."""
-        pin = self.destination_pin
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=pin, span=span)
+        to = self.destination
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination=to, span=span)
         return self.initiator.run(op)
 
 

@@ -55,7 +55,7 @@ class Resolution(msgspec.Struct, eq=False):
     guards: tuple[Guarded, ...]
     guard_set: GuardSet
     pin: int  # what keeps the cache at the target, or 0 for an answer that may be kept
-    assumed: int = 0  # what the pin will be called, if this is no answer but what the next one is assumed to be
+    predicted: int = 0  # what the pin will be called, if this is no answer but what the next one is assumed to be
     pair: CachePair | None = None  # the remote cache compared with the local one that was used with it last
 
 
@@ -92,7 +92,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
     return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
 
 
-def assume(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
+def predict(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
     """Return what the answer about ``key`` is assumed to be: a cache like ``known``, in which the owner finds the row.
 
     The owner compares the geometry, and pins the cache when it is read (:class:`~.target.MoveTarget`).
@@ -100,7 +100,7 @@ def assume(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolutio
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
     tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))
     return msgspec.structs.replace(
-        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, assumed=number, pair=None
+        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
     )
 
 
