@@ -1,7 +1,7 @@
-"""What the calls of all three interfaces do once their arguments are checked, and the two forms of such a call.
+"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form.
 
-A call runs in its caller's thread, or in a thread of ``Workers`` when it is awaited. It holds the local cache, checks
-what can be known without the peer, plans, and hands over to the initiator or to the copies inside the process.
+A call begins a local use of its cache, checks what needs no peer, and moves the bytes. Threads: the caller's; one of
+:class:`Workers` for awaited calls.
 """
 
 from __future__ import annotations
@@ -43,17 +43,13 @@ if TYPE_CHECKING:
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-#: The work that is left of a call whose arguments were checked; runs in the caller's thread or a worker.
+#: Work of a call after its argument checks; runs in the caller's thread or a worker.
 Pending = Callable[[Deadline], None]
 Awaited = Coroutine[Any, Any, None]
 
 
 class EngineUser:
-    """Base of both managers: holds the engine of one ``init``, and refuses to use it after ``finalize``
-    (interface R21).
-
-    Threads: any.
-    """
+    """Base of both managers: the engine of one ``init``, refused after ``finalize`` (interface R21). Threads: any."""
 
     def __init__(self, engine: Engine) -> None:
         self._of = engine
@@ -80,7 +76,7 @@ class EngineUser:
         arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
     def _discard(self, cache: Cache) -> None:
-        """Undo an allocation whose caller never gets the handle."""
+        """Undo an allocation whose caller does not get the handle."""
         self._of.store.discard(cache.cache_id)
 
     @staticmethod
@@ -94,7 +90,7 @@ User = TypeVar("User", bound=EngineUser)
 
 
 def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
-    """Make a public call of a method that checks arguments and returns the work left."""
+    """Make a public call of a method that checks arguments and returns the remaining work."""
 
     @wraps(check)
     def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -105,7 +101,7 @@ def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concate
 
 
 def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
-    """Make the asyncio form of a :func:`blocking` call: check arguments at once, await the work."""
+    """Return the asyncio form of a :func:`blocking` call: arguments are checked at once, the work is awaited."""
     check: Callable[Concatenate[User, P], Pending] = call.__wrapped__  # type: ignore[attr-defined]  # set by wraps
 
     @wraps(check)
@@ -125,7 +121,7 @@ def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Calla
 
 
 def _set_result(call: Callable[..., object], result: str) -> None:
-    """Let ``help`` and ``inspect`` show ``call`` with the parameters that it wraps and this result."""
+    """Make ``help`` and ``inspect`` show the wrapped parameters and this result."""
     call.__annotations__ = call.__annotations__ | {"return": result}
     call.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
 
@@ -139,9 +135,9 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
-    """Return the id by which ``engine`` knows the cache of a handle, the caller's argument ``name``.
+    """Return the cache id of a handle, the caller's argument ``name``.
 
-    CacheError: the handle is of another LLMDataDist, or of an earlier ``init``. All calls get ids from handles here.
+    Raises CacheError if the handle is of another LLMDataDist or an earlier ``init``.
     """
     granter = cache._granter
     if granter is engine.grants or granter is None:
@@ -154,7 +150,7 @@ def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
 
 
 def deallocate(engine: Engine, call: str, cache: Cache) -> None:
-    """Give back the cache of a handle of this engine, and empty the handle."""
+    """Deallocate the cache and empty its handle; only warn if the handle is of another ``init``."""
     try:
         cache_id = local_id(engine, call, "cache", cache)
     except CacheError as error:
@@ -221,8 +217,8 @@ def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: di
 def swap_blocks(
     engine: Engine, src: Cache, dst: Cache, pairs: tuple[NDArray[np.int64], NDArray[np.int64]], names: tuple[str, str]
 ) -> Pending:
-    """Move blocks between device and host memory; there is no deadline (interface R6)."""
-    # Its addresses count, not its id; but those of a foreign handle may be unmapped at any time.
+    """Move blocks between device and host memory, without a deadline (interface R6)."""
+    # Only the addresses are used, but those of a foreign handle may be unmapped at any time.
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
@@ -233,12 +229,12 @@ def swap_blocks(
 
 
 class TransferCall(msgspec.Struct, eq=False):
-    """One pull or push, its own arguments checked. Used by one thread. As text: what errors call the local cache."""
+    """A pull or push after argument checks; as text, the local cache in errors. Threads: one."""
 
     engine: Engine
-    what: str  # the caller's name of the call: in errors, logs and statistics
-    argument: str  # the caller's name of the local cache
-    cache_id: int  # of the local cache
+    what: str  # name of the call
+    argument: str  # the caller's, for the local cache
+    cache_id: int  # local
     name: RemoteName
     layers: LayerSelection
 
@@ -255,7 +251,7 @@ def transfer_call(
 def pull_row(
     call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
 ) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into a row."""
+    """Pull the remote row into ``row``: ``size`` bytes per tensor (-1: the rest); offsets are bytes into a row."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
@@ -282,10 +278,10 @@ def pull_blocks(
     *,
     name: str = "dst_blocks",
 ) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26).
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in list order (interface R26).
 
-    Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
-    ``name`` is the caller's of ``dst_blocks``.
+    Without ``src_blocks`` the remote row is split into local blocks, and piece i goes to ``dst_blocks[i]``. Errors call
+    that argument ``name``.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -326,7 +322,7 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
-    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26)."""
+    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in list order (interface R26)."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
@@ -345,9 +341,9 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
 
 
 class LayerwiseArguments:
-    """The arguments of transfer_cache_async but for the source, checked in their documented order.
+    """Arguments of transfer_cache_async except the source, checked in their documented order.
 
-    ``by_key``: configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
+    Configs are :class:`TransferWithCacheKeyConfig` if ``by_key``, else :class:`TransferConfig`.
     """
 
     def __init__(
@@ -384,7 +380,6 @@ class LayerwiseArguments:
         )
 
     def cut(self, src: Geometry, row: int) -> LayerPlan:
-        """Return which bytes of each tensor go where."""
         if self.dst is None:
             return LayerPlan.of_row(src, row)
         if self.src is None:
@@ -409,7 +404,7 @@ def _indices(name: str, values: object) -> BlockList | None:
 def start_transfer(
     engine: Engine, src_cache: Cache, given: LayerwiseArguments, timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT
 ) -> CacheTask:
-    """Hold the source, whose placement was checked, and start the thread."""
+    """Begin a local use of the source, and start the job. The caller has checked the placement."""
     store, cache_id = engine.store, local_id(engine, "transfer_cache_async", "src_cache", src_cache)
     with ExitStack() as undo:
         entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
@@ -433,7 +428,6 @@ def start_transfer(
 def _delivery(
     engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int
 ) -> KeyDelivery | AddressDelivery:
-    """Return destination ``i``: a place at a peer, and the layers of the source that it gets."""
     config = given.configs[i]
     wanted = layers if config.src_layer_range is None else config.src_layer_range
     check_rule(
