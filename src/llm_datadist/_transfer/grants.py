@@ -438,7 +438,7 @@ class GrantClaims:
 
     @staticmethod
     def give_back(grant: Grant) -> None:
-        """Undo a claim, so that another reader may have the grant."""
+        """Undo a claim: another reader may have the grant."""
         if isinstance(grant._reader, _Reader) and grant._reader.link is not None:
             grant._reader.link.tell(ClaimEnded(grant.token, released=False))
 

@@ -1,7 +1,6 @@
-"""The initiator of transfers: resolves, plans, copies, checks guards and settles, in the caller's thread.
+"""Initiator of pulls and pushes: resolve, plan, copy, compare guards, report.
 
-Nothing here knows the public classes. The bytes addressed at the destination are undefined after a failure, all others
-are untouched; a failed transfer consumes no key.
+After a failure the addressed bytes at the destination are undefined, all others are untouched, and no key is consumed.
 """
 
 from __future__ import annotations
@@ -43,36 +42,35 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
 
-#: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 
-#: The first answer may be kept or predicted, the second is what the target says now. The other attempts are for sockets
-#: beside the control connection, which the timeout of another transfer may break.
+#: One with a cached or predicted resolution, one with the target's answer. The others are for sockets beside the
+#: control channel, which the timeout of another transfer may break.
 _ATTEMPTS: Final = 4
-#: Time for the answer to a ping that was sent when a transfer had timed out, before.
+#: Wait for the reply to a ping sent after a transfer timeout.
 _ANSWER_MS: Final = 200
-#: Answers kept per link, and pairs of caches that the log has named.
+#: Per link: cached resolutions, predicted ones, and pairs of caches in warnings.
 _MAX_CACHED: Final = 65536
 
 
 class Span(Protocol):
-    """What measures an operation, see :meth:`Meters.span`."""
+    """Receiver of the transport's name, see :meth:`Meters.span`."""
 
     transport: str
 
 
 class PushDestination(msgspec.Struct, eq=False):
-    """Where the parts of one push went: the peer's incarnation, and its caches by name. Used by one thread.
+    """Destination of a push: all its parts must reach the same incarnation and caches. Threads: one.
 
-    Between two parts, or two attempts, the peer may be initialised anew, and a key may move to another cache. The next
-    part would fit there as well, and nothing would show that the parts before it are missing.
+    Between parts, or attempts, the peer may begin another ``init``, or a key move to another cache. The next part would
+    fit there too, and nothing would show that the earlier ones are missing.
     """
 
     _peer: Peer | None = None
     _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
-        """Raise TransferFailed if an earlier part went elsewhere than to ``cache_id``, which ``name`` resolved to."""
+        """Raise TransferFailed if an earlier part went elsewhere than to ``cache_id``, the cache of ``name``."""
         before = self._caches.get(name, cache_id)
         if self._peer is not None and self._peer.incarnation != peer.incarnation:
             moved = (
@@ -88,31 +86,31 @@ class PushDestination(msgspec.Struct, eq=False):
         raise TransferFailed(f"{what}: {moved}; send all of it again", peer=peer.cluster_id, phase="resolve")
 
     def record(self, peer: Peer, name: Hashable, cache_id: int) -> None:
-        """Note that a part has arrived there, or may have."""
+        """Record that a part may have arrived there."""
         self._peer = peer
         self._caches[name] = cache_id
 
 
 class TransferOp(msgspec.Struct, eq=False):
-    """One pull or push. Used by one thread. As text it is what errors call its resolve."""
+    """A pull or push; as text, its resolve in errors. Threads: one."""
 
-    name: RemoteName  # the remote cache; a push without remote cache access reaches only caches located before
-    local: Entry  # the cache of this end; the caller holds it
-    make_plan: MakePlan  # returns what to copy, once both caches are known; may raise ParamError
+    name: RemoteName
+    local: Entry  # in local use by the caller
+    make_plan: MakePlan  # may raise ParamError
     deadline: Deadline
     what: str
     push: bool = False
-    consumes: bool = False  # True if a complete push consumes the key of the remote row (interface R5)
-    grant: Grant | None = None  # a pull succeeds only while this grant holds too
-    destination: PushDestination | None = None  # where the earlier parts of a push in parts went
-    span: Span | None = None  # learns which transport moves the bytes
+    consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
+    grant: Grant | None = None  # must be active until the last byte
+    destination: PushDestination | None = None  # shared by the parts of a push
+    span: Span | None = None
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"
 
 
 class Initiator:
-    """Carries out pulls and pushes. Threads: any; all state is in the operation and in the links."""
+    """Execution of pulls and pushes. Threads: any; the operation and the links have all state."""
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class Initiator:
         self._strict = strict
 
     def run(self, op: TransferOp) -> int:
-        """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
+        """Execute ``op``; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
         try:
             return self._run(op)
         except MemoryError as error:
@@ -141,7 +139,7 @@ class Initiator:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
         if op.push and op.destination is None:
-            op.destination = PushDestination()  # an attempt that broke must not be continued elsewhere
+            op.destination = PushDestination()  # no attempt may continue a broken one elsewhere
         with link:
             try:
                 return self._run_over(link, op)
@@ -161,7 +159,7 @@ class Initiator:
                 if plan is not None:
                     return plan.nbytes
             except ParamError:
-                # With remote guards an outdated answer looks like a current one: it may be what does not fit.
+                # With remote guards an outdated resolution looks current, so it may be the one that does not fit.
                 if cached is None or not remote.tensors.remote_guards:
                     raise
             finally:
@@ -176,7 +174,7 @@ class Initiator:
         )
 
     def _resolve(self, link: Link, op: TransferOp) -> Resolution:
-        """Ask the target where the cache is; keep the answer unless it is pinned."""
+        """Ask the target where the cache is; cache the answer unless it is pinned."""
         name, deadline = op.name, op.deadline
 
         def build(number: int) -> Resolve:
@@ -196,15 +194,15 @@ class Initiator:
         return remote
 
     def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
-        """Plan, copy and verify under one answer; return the plan, None to resolve again."""
+        """Plan, copy and verify under one resolution; return the plan, None to resolve again."""
         if op.destination is not None:
             op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
             remote = with_grant(remote, op.grant, link, op.what)
-        # Announced before the guards are compared: from then on the owner waits for the end of the copy.
+        # Before the guards are compared, because the owner waits for announced copies only.
         intent = _announce(link, op, remote) if op.push or link.connection.capabilities.announces_reads else None
         try:
-            # Compared before the plan: what does not fit an outdated answer may fit the true one.
+            # Before the plan, because an outdated resolution may not fit although the true one does.
             if not _current(link, op, remote):
                 return None
             pair = remote.pair
@@ -216,20 +214,20 @@ class Initiator:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
             if first:
-                # What is predicted is like an answer that was compared.
+                # A prediction equals a resolution that was compared.
                 if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
                     self._find_unlike(link, op, remote, difference)
                 remote.pair = pair
             if remote.predicted:
                 if not is_one_request(plan):
                     return None
-                remote.pin = remote.predicted  # from here on the owner may have it
+                remote.pin = remote.predicted  # the owner may have it from here on
             if not self._copy(link, op, remote, plan):
                 return None
         finally:
             if intent is not None:
                 intent.end()
-        if self._checksum:  # while the pin keeps what the peer is asked about
+        if self._checksum:  # before the report, which ends the pin
             same_memory = pair.same_memory
             comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
             comparison.verify(plan)
@@ -240,7 +238,7 @@ class Initiator:
         return plan
 
     def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
-        """Warn, once for each pair of caches, that bytes would mean something else; raise with ``llm.StrictTypes``."""
+        """Warn once for each pair of caches that differ in type or shape; CacheMismatch with ``llm.StrictTypes``."""
         text = f"{op.what}: {op.name} and cache {op.local.cache_id} here: {difference}"
         if self._strict:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
@@ -249,7 +247,7 @@ class Initiator:
             logger.warning("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
-        """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""
+        """Copy, then compare guards again. Return False if the caller must resolve again."""
         connection = remote.tensors.connection
         recovery = connection.recovery
         move = connection.write if op.push else connection.read
@@ -276,16 +274,16 @@ class Initiator:
                 link.last_question = link.ping()
             raise
         except MemoryChanged as error:
-            # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
+            # Refused before the first byte. The next resolve finds the new place, or no cache.
             if remote.predicted and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
-                remote.pin = 0  # refused before it was pinned
+                remote.pin = 0  # not pinned
             return False
         except (LinkError, TransferAborted) as error:
             if not link.responds(op.deadline):
                 if not link.ended:
                     op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
                 raise link.lost_error(op.what, "copy") from error
-            whole = False  # only sockets beside the link broke, after any number of bytes
+            whole = False  # sockets beside the link broke, after any number of bytes
         except MemoryError as error:
             if isinstance(error, LLMException):
                 raise
@@ -306,7 +304,7 @@ class Initiator:
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
-    """Return what a pull by key assumes, so that it is resolved and read by one request; None where it cannot."""
+    """Return the predicted resolution of a pull by key, which one request then resolves and reads; else None."""
     known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     if known is None or op.name.key is None or op.push or op.grant is not None:
         return None
@@ -314,14 +312,14 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
-    """Drop the sockets that a transfer has found silent, if the peer answers over the control connection."""
+    """Drop the sockets that a transfer found silent, if the peer answers over the control channel."""
     lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
     if recovery.drop_suspects(peer_lives=lives) and not link.origin.dialled:
         link.tell(SocketsDropped())
 
 
 def _await_writes_given_up(link: Link, recovery: Recovery, op: TransferOp) -> None:
-    """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
+    """Wait until earlier failed pushes can write nothing more over this one's bytes."""
     newest, number = _give_up_writes(link, recovery)
     if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
         text = f"{op.what}: whether an earlier push that failed has ended there"
@@ -329,11 +327,11 @@ def _await_writes_given_up(link: Link, recovery: Recovery, op: TransferOp) -> No
     if link.ended:
         raise link.lost_error(op.what, "copy")
     recovery.writes_given_up(newest)
-    recovery.redial_soon()  # this call dials too, but may end before
+    recovery.redial_soon()  # this call dials too, but may end first
 
 
 def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
-    """Tell the owner to drop the sockets that may still carry bytes of failed pushes. Return as ``give_up_writes``."""
+    """Have the owner drop the sockets that may still carry bytes of failed pushes; return as ``give_up_writes``."""
 
     def tell() -> int:
         link.tell(SocketsDropped())
@@ -351,7 +349,7 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
-    """Return True while every guard shows its generation; the target checks remote guards by itself."""
+    """Return True while every guard shows its generation; the target compares remote guards."""
     if remote.tensors.remote_guards:
         return True
     if steps.watch is not None:
@@ -363,7 +361,7 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
 
 
 def _report(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:
-    """Tell the target what was copied, None for nothing, and give the pin back."""
+    """Report the copied tensors (none if ``plan`` is None) and end the pin."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:
         link.settle(Consumed(remote.cache_id, remote.row, first, count))
