@@ -22,11 +22,10 @@ _NOTHING: Final = Permissions()
 
 
 class AccessPolicy:
-    """Rules on what a peer may do at this instance. Threads: any; stateless.
+    """Permissions of peers at this instance; ``require_*`` raises ParamError unless permitted. Threads: any; stateless.
 
-    A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write if this instance has remote
-    cache access (RCA), or into a cache that it has located over the same link. ``peers`` (``llm.PeerPolicy``) takes
-    rights away, by the cluster id of the link.
+    A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write with remote cache access
+    (RCA), or into a cache located over its link. ``peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
     """
 
     def __init__(self, store: CacheStore, peers: PeerPolicy | None = None) -> None:
@@ -34,15 +33,15 @@ class AccessPolicy:
         self._peers = peers
 
     def require_link(self, cluster_id: int) -> None:
-        """Raise AuthFailed unless the cluster may link, whichever side dials."""
+        """Raise AuthFailed unless the cluster may link, as dialer or listener."""
         if self._peers is not None and not self._peers.of(cluster_id).link:
             raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this end")
 
     def offered_to(self, cluster_id: int) -> Exports:
         """Return the exports that a cluster on this host may map.
 
-        Raises LinkRefused if its permissions need a decision for each request: a mapping shows whole pools, and
-        writable memory is readable.
+        Raises LinkRefused if each request needs a decision, because a mapping shows whole pools and writable memory is
+        readable.
         """
         exports = self._store.exports
         if self._peers is None:
@@ -59,26 +58,23 @@ class AccessPolicy:
         return exports if may.push else replace(exports, writable=False)
 
     def require_move(self, link: object, *, push: bool) -> None:
-        """Raise ParamError unless the peer may pull, or push, at all."""
         if self._peers is not None:
             may = self._of(link)
             if not (may.push if push else may.pull):
                 raise _denied(link, "push" if push else "pull")
 
     def require_push(self, link: object, cache_id: int | None) -> None:
-        """Raise ParamError unless the peer may write a cache; ``cache_id`` is None if it named a key."""
+        """Require the right to write a cache; ``cache_id`` is None if the peer named a key."""
         self.require_move(link, push=True)
         located = isinstance(link, Link) and cache_id in link.caches.located
         if not self._store.remote_accessible and not located:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
 
     def require_locate(self, link: object) -> None:
-        """Raise ParamError unless the peer may look addresses up."""
         if self._peers is not None and not self._of(link).locate:
             raise _denied(link, "locate")
 
     def require_key(self, link: object, key: Key) -> None:
-        """Raise ParamError unless the peer may use the model of ``key``."""
         if self._peers is not None:
             models = self._of(link).models
             if isinstance(models, frozenset) and key[2] not in models:
@@ -93,16 +89,14 @@ class AccessPolicy:
         return not isinstance(models, frozenset) or any(key[2] in models for key in tuple(entry.bindings))
 
     def require_sight(self, link: object, entry: Entry) -> None:
-        """Raise ParamError unless :meth:`may_see`."""
         if not self.may_see(link, entry):
             raise _denied(link, f"use cache {entry.cache_id}, which has no key of its models")
 
     def may_consume(self, link: object) -> bool:
-        """Return True if the peer may consume keys."""
         return self._peers is None or self._of(link).consume
 
     def require_consumed(self, link: object, cache_id: int) -> None:
-        """Raise ParamError or CacheNotFound unless the peer may report a push that consumes a key."""
+        """Require the right to report a push that consumes a key. Also raises CacheNotFound."""
         if self._peers is not None:
             self.require_move(link, push=True)
             self.require_sight(link, self._store.registry.lookup(cache_id))
@@ -110,7 +104,7 @@ class AccessPolicy:
                 raise _denied(link, "consume keys")
 
     def require_consume(self, link: object, entry: Entry, binding: Binding | None) -> None:
-        """Raise ParamError if the transfer would consume the binding but the peer may not."""
+        """Require the right to consume, if the transfer would consume the binding."""
         if self.may_consume(link):
             return
         if binding is not None and entry.owned and binding.key[0] == Namespace.REQUEST:
@@ -125,8 +119,8 @@ class AccessPolicy:
         return entry.geometry.kind is CacheKind.CACHE and (entry.owned or not self._store.remote_accessible)
 
     def require_use(self, link: object, entry: Entry, pin: int) -> None:
-        """Raise ParamError unless the peer may use a cache under ``pin`` (0: none)."""
-        if not pin:  # with a pin, asked when it was made; the key may be consumed since
+        """Require the right to use a cache under ``pin`` (0: none)."""
+        if not pin:  # a pin was checked when made, and the key may be consumed since
             self.require_sight(link, entry)
         if not entry.remote_accessible:
             raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")

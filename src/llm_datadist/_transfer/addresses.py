@@ -2,9 +2,9 @@
 
 ``Locate`` asks for the cache, tensor and offset of each address. Pushes then name cache ids, as all others.
 
-Without remote cache access (RCA) a target allows pushes only into caches located for this link
-(``PeerCacheView.located``). An ``init`` never reuses ids, so that right ends with the cache or the link. Pools stay
-sealed against peers' writes. A resolve of such a push returns absolute addresses, or none if the owner moves the bytes.
+Without remote cache access (RCA) a target allows pushes only into caches located for this link. An ``init`` never
+reuses ids, so that right ends with the cache or the link. Pools stay sealed against peers' writes: such a push gets
+absolute addresses, or none if the owner moves the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._transfer.access import AccessPolicy
 
-#: Located ids of one link above which those of freed caches are dropped.
+#: Located ids of a link above which freed ones are dropped.
 _MANY_IDS: Final = 1024
 
 
@@ -52,7 +52,7 @@ class Locations:
 
 
 class Locator:
-    """Initiator of address look-ups. Threads: any; stateless."""
+    """Initiator of address look-ups. Threads: any."""
 
     def __init__(self, links: LinkManager) -> None:
         self._links = links
@@ -92,7 +92,7 @@ def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
 
 
 class LocateTarget:
-    """Target of address look-ups; if ``allowed``, the peer may write there afterwards. Threads: control."""
+    """Target of address look-ups, which let the peer write there. Threads: control."""
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, *, allowed: bool) -> None:
         self._store = store
@@ -170,12 +170,12 @@ class _AddressIndex:
         self._rooms = np.repeat(room, counts)[order]
 
     def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the row of each address; ParamError unless its whole range is in a tensor."""
+        """Return the row of each address; ParamError unless its range is in a tensor."""
         # The last tensor that begins at or before an address holds it, unless caches overlap.
         found = np.searchsorted(self.bases, addresses, side="right") - 1
         if len(self.bases):
             rows = np.maximum(found, 0)
-            # Unsigned: an address before the base gives a difference larger than any room.
+            # Unsigned, so an address before the base differs by more than any room.
             missing = (found < 0) | (addresses - self.bases[rows] > self._rooms[rows])
         else:
             missing = np.ones(len(addresses), np.bool_)

@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-#: From name and value to the value that the library uses; TypeError, ParamError.
+#: (name, value) -> value as used; TypeError, ParamError.
 Rule = Callable[[str, object], Any]
 Rules = Mapping[str, Rule]
 
 #: Keys of a new cache, each with its row.
 Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
 
-#: Cached for calls without layer ranges, the most frequent ones.
+#: Cached, because most calls have no layer ranges.
 _selection = lru_cache(maxsize=64)(LayerSelection)
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
-    """Return the values in order, each checked by the rule of its name."""
+    """Return the values, each checked by the rule of its name."""
     return [rules[name](name, value) for name, value in values.items()]
 
 
@@ -199,7 +199,7 @@ def check_mem_infos(mem_infos: object) -> None:
 
 @contextmanager
 def naming_request(req_id: object) -> Iterator[None]:
-    """Add ``req_id=N`` to the text of every error of the block (interface R9)."""
+    """Add the request id to the errors of the block (interface R9)."""
     try:
         yield
     except (LLMException, TypeError) as error:
@@ -209,7 +209,7 @@ def naming_request(req_id: object) -> Iterator[None]:
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:
-    """Raise ParamError unless remote cache access is on (interface R16)."""
+    """Check that remote cache access is on (interface R16)."""
     check_rule(
         remote_accessible, f"{call} needs enable_remote_cache_accessible=True (llm.EnableRemoteCacheAccessible=1)"
     )
@@ -218,7 +218,7 @@ def require_rca(remote_accessible: bool, call: str) -> None:
 def layer_selection(
     src_layer_range: object, dst_layer_range: object, tensor_num_per_layer: object, *, empty_ok: bool = True
 ) -> LayerSelection:
-    """Return the layers of a call. With ``empty_ok`` (pulls) an empty range counts as not given."""
+    """Return the layers. With ``empty_ok`` (pulls) an empty range counts as not given."""
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
@@ -232,7 +232,7 @@ def layer_selection(
 
 
 def check_single_id(key: object) -> None:
-    """Check that a CacheKey has exactly one id set (interface §6.0); other keys pass."""
+    """Check that a CacheKey has exactly one id (interface §6.0); other keys pass."""
     if isinstance(key, CacheKey):
         given = (key.req_id != INVALID_ID) + (key.prefix_id != INVALID_ID)
         check_rule(
@@ -252,7 +252,7 @@ def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_clust
 
 
 def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
-    """Check that ``size`` bytes (-1: the rest) from ``offset`` lie in a row of the local cache."""
+    """Check that ``size`` bytes (-1: the rest) from ``offset`` lie in a local row."""
     row = f"a row of the local cache has {geometry.stride} bytes"
     check_rule(offset < geometry.stride, f"dst_cache_offset={offset}: {row}")
     at = f" from dst_cache_offset={offset} on" if offset else ""

@@ -1,7 +1,6 @@
 """The v1, v2 and C++ calls after argument checks, in blocking and awaited form.
 
-A call begins a local use of its cache, checks what needs no peer, and moves the bytes. Threads: the caller's; one of
-:class:`Workers` for awaited calls.
+A call begins a local use of its cache, checks what needs no peer, and moves the bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Awaited = Coroutine[Any, Any, None]
 
 
 class EngineUser:
-    """Base of both managers: the engine of one ``init``, refused after ``finalize`` (interface R21). Threads: any."""
+    """Base of both managers: the engine of one ``init``, refused after ``finalize`` (interface R21)."""
 
     def __init__(self, engine: Engine) -> None:
         self._of = engine
@@ -101,7 +100,7 @@ def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concate
 
 
 def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
-    """Return the asyncio form of a :func:`blocking` call: arguments are checked at once, the work is awaited."""
+    """Return the asyncio form of a :func:`blocking` call, which checks arguments at once."""
     check: Callable[Concatenate[User, P], Pending] = call.__wrapped__  # type: ignore[attr-defined]  # set by wraps
 
     @wraps(check)
@@ -135,10 +134,7 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
-    """Return the cache id of a handle, the caller's argument ``name``.
-
-    Raises CacheError if the handle is of another LLMDataDist or an earlier ``init``.
-    """
+    """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
     granter = cache._granter
     if granter is engine.grants or granter is None:
         return cache.cache_id
@@ -150,7 +146,7 @@ def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
 
 
 def deallocate(engine: Engine, call: str, cache: Cache) -> None:
-    """Deallocate the cache and empty its handle; only warn if the handle is of another ``init``."""
+    """Deallocate the cache and empty its handle; only warn about foreign handles."""
     try:
         cache_id = local_id(engine, call, "cache", cache)
     except CacheError as error:
@@ -218,7 +214,7 @@ def swap_blocks(
     engine: Engine, src: Cache, dst: Cache, pairs: tuple[NDArray[np.int64], NDArray[np.int64]], names: tuple[str, str]
 ) -> Pending:
     """Move blocks between device and host memory, without a deadline (interface R6)."""
-    # Only the addresses are used, but those of a foreign handle may be unmapped at any time.
+    # Only the addresses are used, but a foreign handle's may be unmapped.
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
@@ -280,8 +276,7 @@ def pull_blocks(
 ) -> None:
     """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in list order (interface R26).
 
-    Without ``src_blocks`` the remote row is split into local blocks, and piece i goes to ``dst_blocks[i]``. Errors call
-    that argument ``name``.
+    Without ``src_blocks`` piece i of the remote row goes there. Errors call ``dst_blocks`` by ``name``.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -341,10 +336,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
 
 
 class LayerwiseArguments:
-    """Arguments of transfer_cache_async except the source, checked in their documented order.
-
-    Configs are :class:`TransferWithCacheKeyConfig` if ``by_key``, else :class:`TransferConfig`.
-    """
+    """Arguments of transfer_cache_async except the source, checked in their documented order."""
 
     def __init__(
         self,
@@ -404,7 +396,7 @@ def _indices(name: str, values: object) -> BlockList | None:
 def start_transfer(
     engine: Engine, src_cache: Cache, given: LayerwiseArguments, timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT
 ) -> CacheTask:
-    """Begin a local use of the source, and start the job. The caller has checked the placement."""
+    """Begin a local use of the source, whose placement is checked, and start the job."""
     store, cache_id = engine.store, local_id(engine, "transfer_cache_async", "src_cache", src_cache)
     with ExitStack() as undo:
         entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")

@@ -1,7 +1,7 @@
 """Checksums (``llm.Checksum``): after a transfer both sides digest their memory, and the initiator compares.
 
-Memories are compared, not bytes on their way: a changed, missing or misplaced byte is found. A source that its owner
-changes before the question is a mismatch too. An unanswered question fails the transfer.
+A changed, missing or misplaced byte is found, and a source that its owner changes too early. An unanswered question
+fails the transfer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_QUESTION_TENSORS: Final = 1 << 15
 _PIECES: Final = 1024
 #: Runs of one question; :func:`_split_runs` may double them and add the pieces.
 _MAX_RUNS: Final = MAX_VERIFY_RUNS // 2 - _PIECES
-#: Precision of the search in a row, which has no blocks.
+#: Precision of the search in a row.
 _ROW_PIECE_BYTES: Final = 4096
 #: Seconds between questions to a busy peer, at first and at most.
 _FIRST_PAUSE: Final = 0.001
@@ -71,14 +71,12 @@ class Comparison:
     pool: CopyPool | None
 
     def verify(self, plan: Plan) -> None:
-        """Return if both sides hold the same bytes wherever ``plan`` put them.
-
-        Bytes that a later run has overwritten are not compared (interface R26).
+        """Compare the bytes of ``plan``, without those that a later run has overwritten (interface R26).
 
         Raises:
-            ChecksumMismatch: The text names the first place.
+            ChecksumMismatch: Names the first difference.
             TransferFailed: The peer refused, for example because its cache has changed.
-            DeadlineExceeded, PeerLost, NotLinked: No answer came.
+            DeadlineExceeded, PeerLost, NotLinked: No answer.
         """
         plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0
@@ -104,11 +102,9 @@ class Comparison:
         self.link.count_verified(plan.nbytes)
 
     def _first(self, plan: Plan, *, here: bool) -> int:
-        """Return the first tensor of a plan on one side."""
         return plan.dst_first if here is not self.push else plan.src_first
 
     def _column(self, *, here: bool) -> int:
-        """Return the column of the runs with one side's offsets."""
         return 0 if here is not self.push else 1
 
     def _agree(self, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
@@ -180,7 +176,7 @@ class Comparison:
 
     def _narrow(self, part: Plan) -> Plan:
         """Return the first differing block, or piece of a row; a larger part if the difference vanishes."""
-        # Blocks of the peer, else of this side, else pieces of a row.
+        # The peer's blocks, else own ones, else pieces of a row.
         column, block = self._column(here=True), _ROW_PIECE_BYTES
         for here, geometry in ((True, self.local.geometry), (False, self.remote.geometry)):
             if geometry.kind is not CacheKind.CACHE:
@@ -197,7 +193,7 @@ class Comparison:
         return part
 
     def _where(self, part: Plan, *, here: bool) -> tuple[int, int, str]:
-        """Return tensor, block or row (-1 unless the part lies in one), and a text, on one side."""
+        """Return tensor, block or row (-1: several), and a text, on one side."""
         geometry, tensor = (self.local if here else self.remote).geometry, self._first(part, here=here)
         begins = part.runs[:, self._column(here=here)]
         begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
@@ -209,7 +205,7 @@ class Comparison:
         return tensor, block, f"{text} (bytes {begin} to {end} of the tensor)"
 
     def _ask(self, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
-        """Ask the peer, again while it is busy; call ``meanwhile`` before each wait."""
+        """Ask, again while the peer is busy; call ``meanwhile`` before each wait."""
         link, what, pause = self.link, f"{self.what}: verifying", _FIRST_PAUSE
         while True:
             try:
@@ -224,7 +220,7 @@ class Comparison:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refused(self, failure: RemoteFailure) -> TransferFailed:
-        """Return the error of a refusal; drop the cached resolutions, which may be outdated."""
+        """Return the error of a refusal; drop cached resolutions, which may be outdated."""
         self.link.caches.cached.clear()
         code = failure.status_code
         if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
@@ -253,7 +249,7 @@ class ChecksumTarget:
     """Target of checksums: answers one question of each peer in turn.
 
     Owns: the thread ``llm-datadist-verify``, from the first question to :meth:`close`.
-    Threads: the control thread fills the queues, that thread empties them; the lock guards them.
+    Threads: the control thread fills the queues, that thread empties them.
     """
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, pool: CopyPool | None) -> None:
@@ -300,7 +296,6 @@ class ChecksumTarget:
         self.thread.shutdown(cancel_futures=True)
 
     def _serve(self) -> None:
-        """Answer one question of the next peer."""
         with self._lock:
             if not self.queues:
                 return  # the link of the question has ended
@@ -340,7 +335,6 @@ class ChecksumTarget:
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        """Compare the guards of the question, and the entry's own."""
         load = self._store.exports.guards.load
         named = ((each.slot, each.generation) for each in question.guards)
         for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
@@ -349,7 +343,7 @@ class ChecksumTarget:
 
 
 def _question_plan(entry: Entry, question: Verify) -> Plan:
-    """Return the plan to digest, within the limits; the digest checks tensor bounds."""
+    """Return the plan, within the limits; the digest checks tensor bounds."""
     geometry, count = entry.geometry, question.count
     if question.extent != geometry.tensor_bytes:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")

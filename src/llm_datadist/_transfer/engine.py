@@ -1,7 +1,6 @@
 """Engine: the parts of one ``init``, built in order and closed in reverse.
 
-If a part cannot be built, those before it are closed and ``init`` fails. A manager keeps its engine, and so is
-recognised as stale after ``finalize`` (interface R21).
+If a part cannot be built, those before it are closed and ``init`` fails.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Parts of an instance, from ``init`` to ``finalize``; ``alive`` is False afterwards. Threads: any."""
+    """Parts of an instance; ``alive`` until ``finalize``. Threads: any."""
 
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
         self.cluster_id = cluster_id
@@ -75,7 +74,7 @@ class Engine:
             raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
     def _build(self, device: Device) -> None:
-        """Build the parts in order, each with its end on the stack that :meth:`close` unwinds."""
+        """Build the parts, with their ends on the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
         if options.listen is not None:
@@ -142,7 +141,7 @@ class Engine:
         return Deadline(self.options.sync_kv_timeout_ms)
 
     def _quiesce(self, storage: Storage) -> None:
-        """Stop all use of memory by transports, after the guards have advanced."""
+        """Stop transports from using memory whose guards have advanced."""
         self.transports.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
@@ -231,7 +230,7 @@ class Engine:
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
         """Close the old listener, then bind the new address, which conflicts on the same port.
 
-        A link made since does not stop the new listener, because there would be none.
+        No link made since stops the new listener, because there would be none.
         """
         self.links.listen(None)
         try:
@@ -257,7 +256,7 @@ class Engine:
         self._undo.close()
 
     def abandon(self) -> None:
-        """Mark the engine as dead in a forked child, whose parent has its threads and locks."""
+        """Mark the engine as dead in a forked child, which has none of its threads."""
         self.alive = False
         self.links.abandon()
         if self.page is not None:

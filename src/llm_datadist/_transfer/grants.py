@@ -1,8 +1,7 @@
 """Grants at the owner (:class:`Grants`), and claims at readers (:class:`GrantClaims`).
 
-A reader claims a grant by its token. If no such grant exists yet, the claim waits, at most as long as its reader; if
-the grant has ended, ``ClaimOver`` says why. ``ClaimEnded`` ends a claim. The end of a link ends every grant that its
-peer has claimed and not released.
+A claim names a token. It waits for its grant at most as long as its reader; if the grant has ended, ``ClaimOver`` says
+why. ``ClaimEnded`` ends a claim. The end of a link ends every grant claimed and not released over it.
 
     given --Claim of each reader--> claimed --ClaimEnded of all readers--> released
       either, at any time: expired | revoked | its reader was lost | its cache was freed | finalized
@@ -85,7 +84,7 @@ def _check_ttl(ttl: object) -> float:
 
 
 class _ActiveGrant(msgspec.Struct, eq=False):
-    """Grant that has not ended. The lock of :class:`Grants` guards the fields."""
+    """Grant that has not ended. Threads: under the lock of :class:`Grants`."""
 
     grant: Grant
     entry: Entry  # may be freed
@@ -97,7 +96,7 @@ class _ActiveGrant(msgspec.Struct, eq=False):
 
 
 class _Waiting(NamedTuple):
-    """Claim of a grant that does not exist yet."""
+    """Claim before its grant."""
 
     link: Link
     claim: Claim
@@ -106,11 +105,10 @@ class _Waiting(NamedTuple):
 
 @public_calls_hold_signals(grant="revoke")
 class Grants:
-    """Grants of this instance.
+    """Grants of this instance; ``call_at`` calls on the control thread at a monotonic time.
 
     Owns: a guard for every active grant, and the waiting claims.
-    Threads: control for messages, expiry and lost links, any for the rest. Guards advance and messages leave outside
-    of the lock. ``call_at(seconds, function)`` calls on the control thread at a monotonic time.
+    Threads: control for messages, expiry and lost links, any for the rest. Guards advance outside the lock.
     """
 
     def __init__(
@@ -137,7 +135,6 @@ class Grants:
         self._closed = False
 
     def __str__(self) -> str:
-        """Return the instance, for errors."""
         return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
 
     def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
@@ -178,7 +175,7 @@ class Grants:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
             self._given[token] = _ActiveGrant(grant, entry, until, until)
             earliest = self._look_at(until, token)
-            # Under the same lock, so the end of a link finds its claims either waiting or taken.
+            # Under the same lock, so a link's end finds its claims waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
             answers = [(each.link, self._claim(each.link, each.claim)) for each in waiting]
         if earliest:
@@ -245,7 +242,6 @@ class Grants:
             )
 
     def on_claim(self, link: Link, message: Claim) -> None:
-        """Answer a claim, or let it wait for its grant."""
         token = message.token
         try:
             self._policy.require_move(link, push=False)
@@ -269,7 +265,7 @@ class Grants:
             link.tell(answer)
 
     def _claim(self, link: Link, claim: Claim) -> Message:
-        """Under the lock: return the answer to a claim of an active or ended grant."""
+        """Under the lock: answer a claim of an active or ended grant."""
         number, token = claim.id, claim.token
         given = self._given.get(token)
         if given is None:
@@ -320,14 +316,12 @@ class Grants:
             self._end(token, READER_LOST)
 
     def drop_cache(self, entry: Entry) -> None:
-        """End the grants of a freed cache."""
         with self._lock:
             tokens = [token for token, given in self._given.items() if given.entry is entry]
         for token in tokens:
             self._end(token, _FREED)
 
     def expire_claims(self, now: float) -> None:
-        """Drop the claims whose readers have stopped waiting."""
         with self._lock:
             self._drop_waiting(lambda claim: claim.until <= now, list(self._waiting))
 
@@ -340,7 +334,7 @@ class Grants:
                 raise AssertionError(f"grants: claims {taken} and {held}, waiting {waiting} and {self._waiting_of}")
 
     def _drop_waiting(self, over: Callable[[_Waiting], bool], tokens: Iterable[bytes]) -> list[_Waiting]:
-        """Under the lock: drop and return the claims of these grants that are ``over``."""
+        """Under the lock: drop and return claims that are ``over``."""
         dropped = []
         for token in tokens:
             claims = self._waiting.pop(token, [])
@@ -398,7 +392,7 @@ class Grants:
 
 
 class GrantClaims:
-    """Claims at the reader. Threads: any, but ``on_late_claim`` control; stateless, a grant knows its link."""
+    """Claims at the reader. Threads: any."""
 
     def __init__(self, links: LinkManager) -> None:
         self._links = links

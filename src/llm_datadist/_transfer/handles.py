@@ -1,4 +1,4 @@
-"""Handles: names by which an owner finds the memory of a move request."""
+"""Handles: names by which the owner (:class:`~.target.MoveTarget`) finds the memory of a move request."""
 
 from __future__ import annotations
 
@@ -46,12 +46,10 @@ _decoder: Final = msgspec.msgpack.Decoder(Handle | KeyHandle)
 
 
 def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    """Return the handle by which the peer's :class:`~.target.MoveTarget` finds its cache."""
     return _encoder.encode(Handle(cache_id, pin, list(guards)))
 
 
 def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
-    """Return the handle by which the peer's :class:`~.target.MoveTarget` pins a cache of this geometry."""
     return _encoder.encode(KeyHandle(key, geometry, pin, budget_ms, settled))
 
 

@@ -44,12 +44,11 @@ if TYPE_CHECKING:
 
 MakePlan = Callable[[CachePair], Plan]
 
-#: One with a cached or predicted resolution, one with the target's answer. The others are for sockets beside the
-#: control channel, which the timeout of another transfer may break.
+#: One may have an outdated resolution. The others are for sockets that another transfer's timeout breaks.
 _ATTEMPTS: Final = 4
 #: Wait for the reply to a ping sent after a transfer timeout.
 _ANSWER_MS: Final = 200
-#: Per link: cached resolutions, predicted ones, and pairs of caches in warnings.
+#: Cached resolutions per link, predicted ones, and pairs of caches in warnings.
 _MAX_CACHED: Final = 65536
 
 
@@ -62,15 +61,15 @@ class Span(Protocol):
 class PushDestination(msgspec.Struct, eq=False):
     """Destination of a push: all its parts must reach the same incarnation and caches. Threads: one.
 
-    Between parts, or attempts, the peer may begin another ``init``, or a key move to another cache. The next part would
-    fit there too, and nothing would show that the earlier ones are missing.
+    Between parts, or attempts, the peer may begin another ``init``, or a key move to another cache, where the earlier
+    parts would be missing.
     """
 
     _peer: Peer | None = None
     _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
-        """Raise TransferFailed if an earlier part went elsewhere than to ``cache_id``, the cache of ``name``."""
+        """Raise TransferFailed if an earlier part of ``name`` went to another cache or incarnation."""
         before = self._caches.get(name, cache_id)
         if self._peer is not None and self._peer.incarnation != peer.incarnation:
             moved = (
@@ -110,7 +109,7 @@ class TransferOp(msgspec.Struct, eq=False):
 
 
 class Initiator:
-    """Execution of pulls and pushes. Threads: any; the operation and the links have all state."""
+    """Execution of pulls and pushes. Threads: any; stateless."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class Initiator:
                 if plan is not None:
                     return plan.nbytes
             except ParamError:
-                # With remote guards an outdated resolution looks current, so it may be the one that does not fit.
+                # With remote guards this may be an outdated resolution.
                 if cached is None or not remote.tensors.remote_guards:
                     raise
             finally:
@@ -194,7 +193,7 @@ class Initiator:
         return remote
 
     def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
-        """Plan, copy and verify under one resolution; return the plan, None to resolve again."""
+        """Plan, copy and verify; return the plan, None to resolve again."""
         if op.destination is not None:
             op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
@@ -202,7 +201,7 @@ class Initiator:
         # Before the guards are compared, because the owner waits for announced copies only.
         intent = _announce(link, op, remote) if op.push or link.connection.capabilities.announces_reads else None
         try:
-            # Before the plan, because an outdated resolution may not fit although the true one does.
+            # Before the plan, which may not fit an outdated resolution.
             if not _current(link, op, remote):
                 return None
             pair = remote.pair
@@ -238,7 +237,7 @@ class Initiator:
         return plan
 
     def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
-        """Warn once for each pair of caches that differ in type or shape; CacheMismatch with ``llm.StrictTypes``."""
+        """Warn once for each pair of caches; CacheMismatch with ``llm.StrictTypes``."""
         text = f"{op.what}: {op.name} and cache {op.local.cache_id} here: {difference}"
         if self._strict:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
@@ -304,7 +303,7 @@ class Initiator:
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
-    """Return the predicted resolution of a pull by key, which one request then resolves and reads; else None."""
+    """Return the prediction for a pull by key, so that one request resolves and reads; else None."""
     known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     if known is None or op.name.key is None or op.push or op.grant is not None:
         return None
@@ -331,7 +330,7 @@ def _await_writes_given_up(link: Link, recovery: Recovery, op: TransferOp) -> No
 
 
 def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
-    """Have the owner drop the sockets that may still carry bytes of failed pushes; return as ``give_up_writes``."""
+    """Have the owner drop sockets with bytes of failed pushes; return as ``give_up_writes``."""
 
     def tell() -> int:
         link.tell(SocketsDropped())
@@ -341,7 +340,6 @@ def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:
-    """Announce the copy to the owner of the remote memory."""
     try:
         return remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
     except LinkError as error:
@@ -349,7 +347,7 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
-    """Return True while every guard shows its generation; the target compares remote guards."""
+    """Return True if every guard shows its generation; the target compares remote ones."""
     if remote.tensors.remote_guards:
         return True
     if steps.watch is not None:

@@ -1,8 +1,7 @@
 """Layer-wise jobs: each layer goes to all destinations once the model has computed it (interface R18).
 
-Each job has a daemon thread and ends when all is sent, at its first failure, or by ``finalize``. Then every destination
-has a result, never a success if unfinished. ``finalize`` leaves a thread behind whose synchronizer does not return;
-the ended job takes no further step.
+A job has a daemon thread and ends when all is sent, at its first failure, or by ``finalize``. Then every destination
+has a result. ``finalize`` leaves a thread behind if its synchronizer does not return; the job takes no further step.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ TENSORS_PER_LAYER: Final = 2
 """K and V, always (interface §6.14)."""
 
 _WHAT: Final = "transfer_cache_async"
-#: Wait of finalize for a thread's end, beyond the deadline of its transfer.
+#: Wait of finalize for a thread, beyond the deadline of its transfer.
 _GRACE_MS: Final = 1000
 _FOR_EVER_MS: Final = 1 << 40
 _POLL_SECONDS: Final = 0.01
@@ -59,19 +58,18 @@ class Delivery(Protocol):
 
     @property
     def layers(self) -> range:
-        """Source layers that it receives, in order; not empty."""
+        """Source layers, in order; not empty."""
 
     def send(self, layer: int) -> None:
-        """Send a layer. Errors as a push."""
+        """Send a layer; errors as a push."""
 
 
 class TransferJob:
     """Work of a :class:`CacheTask`, with one delivery per config.
 
-    Owns: the local use of the source; ``release`` ends it once, at the end of the job.
-    Threads: :meth:`run` in one of :class:`Tasks`, any for the rest. The lock guards the results and the running
-    transfer; nothing is called under it.
-    ``timeout_code`` is this interface's status of a time-out; ``call`` receives the result.
+    Owns: the local use of the source, which ``release`` ends with the job.
+    Threads: :meth:`run` in one of :class:`Tasks`, any for the rest. Nothing is called under the lock.
+    ``timeout_code`` is the interface's status of a time-out; ``call`` receives the result.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class TransferJob:
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
-        """Send layer after layer."""
         self._thread = threading.current_thread()
         with self._call as call:
             try:
@@ -116,7 +113,7 @@ class TransferJob:
             call.error = next((error for error in errors if error is not None), None)
 
     def _send_layer(self, layer: int) -> bool:
-        """Wait for a layer, send it to its destinations; return False if the job is over."""
+        """Wait for a layer and send it; return False if the job is over."""
         selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
         if not self._synchronized(layer, selected):
             return False
@@ -124,7 +121,7 @@ class TransferJob:
 
     @hold_signals
     def _send_to(self, i: int, layer: int) -> bool:
-        """Send a layer to one destination; return False if the job is over."""
+        """Return False if the job is over."""
         with self._lock:
             self._sending = self._ended is None  # then end() leaves the rest to this thread
         if not self._sending:
@@ -161,9 +158,9 @@ class TransferJob:
 
     @hold_signals
     def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
-        """Give unfinished destinations their own error of ``failed``, else LLM_FAILED and ``cause``.
+        """Give unfinished destinations their error of ``failed``, else LLM_FAILED and ``cause``.
 
-        After :meth:`end` its reason replaces both, because ``finalize`` ends the links and causes any error.
+        After :meth:`end` its reason replaces both, because ended links cause any error.
         """
         ended = self._ended
         if ended is not None:
@@ -180,7 +177,7 @@ class TransferJob:
         logger.warning("%s stops: %s: %r", self.name, reason, cause)
 
     def _code_of(self, error: BaseException | None) -> LLMStatusCode:
-        """Return the status of an error; LLM_FAILED if it has none."""
+        """Return the status of an error, else LLM_FAILED."""
         if isinstance(error, DeadlineExceeded):
             return self.timeout_code
         code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
@@ -211,7 +208,7 @@ class TransferJob:
             self._finish()
 
     def stop(self) -> None:
-        """:meth:`end` the job after an interrupt; wait for the running transfer, which its deadline bounds."""
+        """:meth:`end` the job after an interrupt; wait for the running transfer."""
         text = f"{self.name}: its caller was interrupted"
         self.end(LLMException(text, status_code=LLMStatusCode.LLM_FAILED))
         self._done.wait()
@@ -226,14 +223,14 @@ class TransferJob:
             raise StateError(f"{self.name}: waiting inside its own synchronizer would deadlock")
         deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)
         while not self._done.wait(deadline.next_turn()):
-            do_what_was_put_off()  # the wait may be long, and holds nothing
+            do_what_was_put_off()  # the wait may be long
             if deadline.expired():
                 return False
         return True
 
     @hold_signals
     def results(self) -> tuple[LLMStatusCode, list[LLMStatusCode | None], list[BaseException | None]]:
-        """Return (first failure or success, results, errors), so far."""
+        """Return (first failure or success, results, errors)."""
         with self._lock:
             return self._first, list(self._results), list(self._errors)
 
@@ -242,8 +239,7 @@ class TransferJob:
 class CacheTask:
     """Layer-wise transfer, running or over, from ``transfer_cache_async``. Threads: any.
 
-    A time-out of its calls does not end the transfer; a failure and ``finalize`` do. Results are final, also after
-    ``finalize``.
+    A failure and ``finalize`` end the transfer, a time-out of these calls does not. Results are final.
 
     Source: interface §4, R18.
     """
@@ -276,12 +272,12 @@ class CacheTask:
             timeout_in_millis: Milliseconds, uint32. Default: no limit.
 
         Returns:
-            For each config ``LLM_SUCCESS`` if all its layers arrived, else some may have arrived. ``LLM_PARAM_INVALID``
-            if they do not fit the destination, an address lies in no cache of the peer, or the synchronizer returned
-            False. ``LLM_FAILED`` if the synchronizer raised, or another config stopped the transfer.
-            ``LLM_ENGINE_FINALIZED`` after finalize. ``LLM_NOT_YET_LINK``, ``LLM_KV_CACHE_NOT_EXIST``,
-            ``LLM_SUSPECT_REMOTE_ERROR`` and others as a push. If not over in time, the time-out of :meth:`synchronize`
-            for all.
+            ``LLM_SUCCESS``: all layers of the config arrived; with all others some may have arrived.
+            ``LLM_PARAM_INVALID``: layers do not fit the destination, an address lies in no cache of the peer, or the
+            synchronizer returned False. ``LLM_FAILED``: the synchronizer raised, or another config stopped the
+            transfer. ``LLM_ENGINE_FINALIZED``: finalize came first. ``LLM_NOT_YET_LINK``, ``LLM_KV_CACHE_NOT_EXIST``,
+            ``LLM_SUSPECT_REMOTE_ERROR`` and others: as a push. The time-out of :meth:`synchronize` for all if the
+            transfer is not over in time.
 
         Raises:
             TypeError, ParamError, StateError: As :meth:`synchronize`.
@@ -309,10 +305,7 @@ class CacheTask:
 
 
 class Tasks:
-    """Jobs of one engine and their threads ``llm-datadist-task-<n>``. The lock guards the list.
-
-    A transfer takes at most ``patience_ms``.
-    """
+    """Jobs of an engine and their threads ``llm-datadist-task-<n>``; a transfer takes at most ``patience_ms``."""
 
     def __init__(self, patience_ms: int) -> None:
         self._patience_ms = patience_ms
@@ -325,7 +318,7 @@ class Tasks:
         return f"llm-datadist-task-{next(self._numbers)}"
 
     def start(self, job: TransferJob) -> CacheTask:
-        """Run a job in its own thread; if that is impossible, end it and raise."""
+        """Run a job in its own thread, or end it and raise."""
         thread = threading.Thread(target=copy_context().run, args=(job.run,), name=job.name, daemon=True)
         refusal: LLMException | None = None
         with self._lock:
@@ -345,7 +338,7 @@ class Tasks:
         return CacheTask(job)
 
     def finish(self) -> None:
-        """Wait until all jobs have ended, or no layer was sent in ``patience_ms``."""
+        """Wait until all jobs have ended, or none sends in ``patience_ms``."""
         sent, limit = -1, Deadline(self._patience_ms)
         while any(not job.done for job, _ in self._jobs):
             now = sum(job.sent for job, _ in self._jobs)
@@ -356,7 +349,7 @@ class Tasks:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Start no further transfer; running ones end with the links."""
+        """Start no further transfer."""
         with self._lock:
             self._stopped = True
             jobs = list(self._jobs)
@@ -364,12 +357,12 @@ class Tasks:
             job.end(_finalized(job))
 
     def join(self) -> None:
-        """Join the threads, except the caller's own and those whose synchronizer does not return."""
+        """Join the threads, except the caller's and those whose synchronizer does not return."""
         self.stop()
         limit = Deadline(self._patience_ms + _GRACE_MS)
         for job, thread in self._jobs:
             if thread.ident is None or thread is threading.current_thread():
-                continue  # without an ident :meth:`start` is about to start it, for an ended job
+                continue  # without an ident it starts later, for an ended job
             thread.join(limit.remaining())
             if thread.is_alive():
                 logger.warning("%s: its synchronizer has not returned; the thread is left to it", job.name)
@@ -381,7 +374,7 @@ def _finalized(job: TransferJob) -> StateError:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of a delivery, and its means. Threads: the job's."""
+    """Source of a delivery. Threads: the job's."""
 
     entry: Entry  # in local use by the job
     cut: LayerPlan
@@ -392,7 +385,7 @@ class Source:
     destination: PushDestination = field(default_factory=PushDestination)
 
     def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Span) -> int:
-        """Push a part without consuming a key; return the bytes moved."""
+        """Push a part, without consuming a key."""
         to = self.destination
         op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination=to, span=span)
         return self.initiator.run(op)
@@ -432,7 +425,7 @@ class KeyDelivery:
 
 @dataclass(slots=True)
 class AddressDelivery:
-    """Delivery to raw addresses: K and V of each of ``layers``, in order. Threads: the job's."""
+    """Delivery to raw addresses: K and V of each of ``layers``, in order."""
 
     source: Source
     cluster_id: int
@@ -454,10 +447,9 @@ class AddressDelivery:
             span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
 
     def _locate(self, deadline: Deadline) -> Locations:
-        """Look the addresses up at the peer.
+        """Look the addresses up; TransferFailed if earlier layers are lost.
 
-        If the caches have changed and one was allocated, earlier layers are lost: TransferFailed. Registered memory
-        stays the same under any registration.
+        They are if the caches have changed, and an allocated one is among them: registered memory stays the same.
         """
         before = self.located
         now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
@@ -472,7 +464,6 @@ class AddressDelivery:
         return now
 
     def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Span) -> int:
-        """Push K and V, together if at one offset of neighbouring tensors."""
         first = layer * TENSORS_PER_LAYER
         key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):

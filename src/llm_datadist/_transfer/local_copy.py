@@ -59,7 +59,7 @@ class Operand:
 
 
 class LocalCopies:
-    """Copies between own caches, or memory of the caller. Threads: the caller's, any."""
+    """Copies between own caches, or memory of the caller. Threads: any."""
 
     def __init__(self, store: CacheStore, swap: SwapEngine, pool: CopyPool | None) -> None:
         self._store = store
@@ -97,10 +97,7 @@ class LocalCopies:
         *,
         ends: tuple[str, str] = ("src_cache", "dst_cache"),
     ) -> int:
-        """Move blocks between a HOST and a DEVICE blocks cache (interface R10); return the bytes.
-
-        Errors call the caches by ``ends``.
-        """
+        """Swap blocks of a HOST and a DEVICE cache, in errors ``ends`` (interface R10); return the bytes."""
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
@@ -121,10 +118,9 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy blocks ``(N,)`` to each of the lists ``(L, N)``, list by list (interface R13, R26); return the bytes.
+        """Copy blocks ``(N,)`` to each of the lists ``(L, N)``, in order (interface R13, R26); return the bytes.
 
-        ``src`` and ``dst`` are ids of own caches, or memory of the caller. Between device and host it is a swap without
-        a time limit (interface R6, R10), on the device a copy within ``deadline``.
+        Between device and host it is a swap without a time limit (interface R6, R10). Caches are named by id.
         """
         with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
             plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
@@ -138,7 +134,7 @@ class LocalCopies:
 
     @contextmanager
     def _swap_operand(self, name: str, cache: Cache) -> Iterator[Operand]:
-        """Yield geometry and addresses of a handle, registered or not (interface §6.9); an own cache is in use."""
+        """Yield a handle's operand, registered or not (interface §6.9); an own cache is in use."""
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
             try:
@@ -149,14 +145,14 @@ class LocalCopies:
             if len(addresses) != geometry.num_tensors:
                 raise ParamError(f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
-                # Not the handle's descriptor, whose shape is a list that the user may have changed.
+                # Not the handle's descriptor, whose shape the user may have changed.
                 yield Operand(name, entry.geometry, entry.storage.tensors)
             else:
                 yield Operand.of(name, geometry, addresses)
 
     @contextmanager
     def _held(self, name: str, operand: int | Operand, what: str) -> Iterator[Operand]:
-        """Yield an operand; an own cache, named by its id, is in use."""
+        """Yield an operand; an own cache is in use."""
         if isinstance(operand, Operand):
             yield operand
             return
@@ -193,7 +189,7 @@ def _plan_blocks(
         raise CacheMismatch(
             f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
         )
-    # Host memory may stand for the device, so both may be the same tensors.
+    # Host memory may stand for the device.
     alias = source is target or np.array_equal(source.tensors.bases, target.tensors.bases)
     if dst_blocks.ndim > 1:
         if int(dst_blocks.max()) >= dst.rows:  # the planner would name an index of the flat list
@@ -215,7 +211,7 @@ def _plan_blocks(
 
 
 def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
-    """Raise ParamError if the operands share bytes without being the same tensors."""
+    """Raise ParamError if bytes are shared, except by the same tensors."""
     if alias:
         return
     one, other = source.tensors, target.tensors
@@ -232,7 +228,7 @@ class SwapEngine:
     """Swaps of blocks between host and device (interface R10).
 
     Owns: workers, at most ``cpus``, and staging buffers, from the first swap to :meth:`close`.
-    Threads: any; of swaps that need staging one runs at a time.
+    Threads: any; one staged swap runs at a time.
     """
 
     def __init__(self, device: Device, cpus: int | None = None) -> None:
@@ -245,10 +241,7 @@ class SwapEngine:
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Execute a plan of whole blocks between host and device; return the bytes.
-
-        Raises OutOfMemory, with nothing copied, if the device has no room for the staging buffers.
-        """
+        """Execute a plan of whole blocks; return the bytes. If staging buffers do not fit: OutOfMemory, no copy."""
         if plan.nbytes == 0:
             return 0
         if not self._device.needs_staging:
@@ -319,7 +312,7 @@ class SwapEngine:
         _Pipeline(self._device, buffers).run(copies, self._threads, self.workers)
 
     def _take_staging(self, nbytes: int) -> None:
-        """Allocate the staging buffers unless they have ``nbytes`` each."""
+        """Allocate staging buffers of at least ``nbytes``."""
         if self._staging and self._staging[0].nbytes >= nbytes:
             return
         self._give_staging_back()
@@ -394,7 +387,7 @@ class _Pipeline:
 
 
 def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, int]]:
-    """Yield (dst address, src address, bytes), tensor by tensor, in the order of the runs."""
+    """Yield (dst address, src address, bytes) by tensor and run."""
     runs = plan.runs.tolist()
     for i in range(plan.count):
         target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-#: Mapped tensors cached per link, and the most bytes of offsets that are worth it.
+#: Mapped tensors cached per link, and their most bytes of offsets.
 _MAX_MAPPED: Final = 1024
 _MAX_MAPPED_BYTES: Final = 4096
 
@@ -93,9 +93,9 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
 
 
 def predict(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
-    """Return the predicted resolution of ``key``: a cache like ``known``, in which the owner finds the row.
+    """Return the predicted resolution of ``key``: a cache like ``known``.
 
-    The owner compares the geometry, and pins the cache at the read (:class:`~.target.MoveTarget`).
+    At the read the owner compares the geometry, finds the row and pins the cache.
     """
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
     tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))
@@ -118,7 +118,7 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
 
 
 def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
-    """Add a value to a table, which is emptied first if it has ``most`` entries."""
+    """Add a value to a table, emptied first if it has ``most`` entries."""
     if len(known) >= most and key not in known:
         known.clear()
     known[key] = value
@@ -147,7 +147,7 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
             peer=link.peer.cluster_id,
             phase="resolve",
         )
-    # ``located``, because the target decides on writes, and its answer allows this one.
+    # ``located``, because the target's answer allows the write.
     connection = link.connection.reaching(regions)
     return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transport.moves import MoveRequest
 
-#: Life of a pin after its initiator's deadline, because the release is on its way.
+#: Life of a pin after its initiator's deadline, while the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
-#: Longest life of a pin before that, whatever deadline the initiator names.
+#: Longest deadline of a pin.
 _MAX_PIN_SECONDS: Final = 24 * 3600.0
 
 
@@ -50,10 +50,10 @@ class _Finder:
         *,
         consumes: bool,
     ) -> tuple[Pin | None, Entry, int, Binding | None]:
-        """Return (pin if needed, entry, row, binding), by key or by ``place`` (cache id, row), if the peer may use it.
+        """Return (pin if needed, entry, row, binding) by key, or by ``place`` (cache id, row), if permitted.
 
-        ``like`` has the pin's number and the predicted geometry. With ``consumes`` a complete transfer consumes the key
-        of the row.
+        ``like`` has the pin's number and the predicted geometry. With ``consumes`` a complete transfer consumes the
+        key.
         """
         if key is not None:
             self._policy.require_key(link, key)
@@ -65,7 +65,7 @@ class _Finder:
             pin = registry.pin(link, expires, key=key, cache_id=cache_id, row=row, pin_id=pin_id)
             entry, row, binding = pin.entry, pin.row, pin.binding
         try:
-            # After the pin, because before it the key may move to another cache.
+            # After the pin, because the key may move before it.
             if key is None:
                 self._policy.require_sight(link, entry)
             if consumes:
@@ -98,7 +98,7 @@ class Target(_Finder):
         try:
             link.tell(answer)
         except ProtocolError as error:
-            # More tensors than fit a frame. Without an answer the caller would wait for its deadline.
+            # More tensors than fit a frame.
             if isinstance(answer, Resolved) and answer.pin:
                 self._store.apply(self._store.registry.release(link, answer.pin))
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
@@ -111,7 +111,7 @@ class Target(_Finder):
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
-        """Consume the key of a completely pushed row, with remote cache access (interface R5)."""
+        """Consume the key of a pushed row, with remote cache access (interface R5)."""
         link.peer_settled += 1
         if not self._store.remote_accessible:
             return
@@ -124,12 +124,11 @@ class Target(_Finder):
         self._store.apply(effects)
 
     def on_late_answer(self, link: Link, message: Resolved) -> None:
-        """Release the pin of an answer that came after its caller had given up."""
+        """Release the pin of an answer whose caller had given up."""
         if message.pin:
             link.settle(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
-        """End the pins of an ended link; keys stay."""
         self._store.apply(self._store.registry.drop_peer(link))
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
@@ -144,19 +143,18 @@ class Target(_Finder):
                 # A push to an id below 1 means CacheKey(req 0, model 0) (interface B3).
                 key = (Namespace.REQUEST, 0, 0)
             if key is None:
-                # A missing row is a ParamError for a push only, because a pull's may be published later (interface
-                # §6.12).
+                # A push to a missing row is a ParamError; a pull's row may be published later (interface §6.12).
                 entry = store.registry.lookup(message.cache_id, "cache_id")
                 self._policy.require_sight(link, entry)
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         place = message.cache_id, message.row
         pin, entry, row, binding = self._found(link, key, place, message.budget_ms, consumes=consumes)
         pin_id = 0 if pin is None else pin.pin_id
-        # Pools are sealed against peers' writes without remote cache access, so located caches have absolute addresses.
+        # Without remote cache access pools are sealed against peers' writes, so absolute addresses are needed.
         sealed = message.push and not store.remote_accessible
         regions, offsets = entry.storage.names(mapped=link.connection.capabilities.shared_regions and not sealed)
         if link.connection.reaching(np.frombuffer(regions, "<u4")).capabilities.remote_guards:
-            regions = offsets = b""  # the handle names the cache, and the peer learns no address
+            regions = offsets = b""  # the handle suffices, and the peer learns no address
             if pin is not None:
                 pin.served = 0
         return Resolved(
@@ -188,7 +186,7 @@ class MoveTarget(_Finder):
         serve = None if write else (plan.src_first, plan.count)
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
         self._policy.require_use(link, entry, handle.pin)
-        # The cache's own guard is the first of every answer. Without it the peer could read reused memory.
+        # The cache's own guard is the first of every answer; without it the peer could read reused memory.
         if handle.guards[0].slot != entry.guard.slot:
             raise ProtocolError(f"a request for cache {entry.cache_id} leaves its guard out")
         # The entry's own generation, because the slot may have advanced and the peer may guess.
@@ -200,9 +198,9 @@ class MoveTarget(_Finder):
         return MoveReply(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
-        """Pin the cache of a key; return the handle and the plan that a Resolved would have led to.
+        """Pin the cache of a key; return the handle and the plan of a Resolved.
 
-        Every failure is CacheNotFound without a pin. The initiator then sends a Resolve, whose answer has the reason.
+        Every failure is CacheNotFound without a pin; the initiator's Resolve then gets the reason.
         """
         if isinstance(link, Link) and link.peer_settled < asked.settled:
             raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")

@@ -1,7 +1,6 @@
 """OpenTelemetry spans of public calls; loaded only with ``llm.Tracing``.
 
-A span is the child of the caller's current one, and is current during the call. Exceptions of a tracer are logged, and
-the call goes on without its span.
+A span is the child of the caller's current one, and is current during the call. A tracer's exceptions are only logged.
 """
 
 from __future__ import annotations

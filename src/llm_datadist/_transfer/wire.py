@@ -1,4 +1,4 @@
-"""Requests of transports over the control channel of a link, and dropped sockets beside it."""
+"""Requests of transports over a link's control channel, and dropped sockets beside it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_ask(link: Link, message: TransportAsk) -> None:
 
 
 def on_late_answer(link: Link, message: TransportSaid) -> None:
-    """Have the owner release what it granted to a caller that has given up. Threads: control."""
+    """Undo a request whose caller has given up. Threads: control."""
     server = link.connection.server
     if server is not None and (request := server.on_late_answer(message.data)) is not None:
         link.tell(TransportAsk(0, request))
@@ -44,7 +44,7 @@ def on_late_answer(link: Link, message: TransportSaid) -> None:
 def on_sockets_dropped(link: Link, _: SocketsDropped) -> None:
     """Drop all sockets, which the peer found silent or whose writes it gave up. Threads: control.
 
-    The answer to the peer's next ``Ping`` therefore says that they touch no memory any more.
+    The answer to the peer's next ``Ping`` says that they touch no memory any more.
     """
     for each in link.connection.connections:
         if each.recovery is not None:

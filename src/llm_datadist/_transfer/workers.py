@@ -26,9 +26,8 @@ _MAX_WORKERS: Final = 32
 
 
 class Workers:
-    """Threads of awaited calls.
+    """Threads ``llm-datadist-async_<n>``, at most 32, each from its first call to :meth:`close`.
 
-    Owns: at most 32 threads ``llm-datadist-async_<n>``, each from its first call to :meth:`close`.
     Threads: any, and any event loop.
     """
 
@@ -39,9 +38,9 @@ class Workers:
     async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
         """Run ``call`` in a worker thread, with a deadline that begins with its work.
 
-        If the awaiting task is cancelled, ``CancelledError`` comes once nothing of the call can write; the link stays
-        usable. A waiting call never begins. One that waits for an answer or a lane is given up within 50 ms, a copy
-        after its current chunk. Closing the coroutine cancels the call without waiting.
+        ``CancelledError`` comes once the call has ended; the link stays usable, and only bytes of a push over lanes may
+        still be on their way. A call that has not begun never does. One that waits for an answer or a lane ends within
+        50 ms, a copy after its current chunk. Closing the coroutine cancels without waiting.
 
         Raises:
             LLMException: No thread can be started.
@@ -68,16 +67,16 @@ class Workers:
             awaited.end()
 
     def stop(self) -> None:
-        """Drop waiting calls and take no more, without waiting. Idempotent."""
+        """Drop calls that have not begun, take no more, and do not wait. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Drop waiting calls, let running ones end, join the threads. Idempotent."""
+        """:meth:`stop`, then join the threads. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
 
 
 class _Call(Generic[T]):
-    """Call in a worker thread, which any other thread may cancel."""
+    """Call in a worker thread; any thread may cancel it."""
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
         self._call = call
@@ -104,12 +103,11 @@ class _Call(Generic[T]):
         return self._future
 
     def dropped(self) -> bool:
-        """Return True if the call was dropped before it had begun."""
         return self._future is not None and self._future.cancelled()
 
     @partial(hold_signals, whole=True)
     def end(self) -> None:
-        """Return once the call has ended, although a signal handler may have raised out of the wait."""
+        """Wait for the end, if a signal handler has raised out of the first wait."""
         if self._future is not None and not self.cancel():
             wait([self._future])
 
@@ -131,7 +129,7 @@ class _Call(Generic[T]):
 
 
 async def _end_of(waiting: asyncio.Future[T]) -> None:
-    """Return once a cancelled call has ended, even if the awaiting task is cancelled again."""
+    """Wait for the end of a cancelled call, even if the task is cancelled again."""
     import asyncio
 
     while not waiting.done():
