@@ -134,7 +134,10 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
-    """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
+    """Return the cache id of a handle.
+
+    Raises CacheError if the handle is of another LLMDataDist or ``init``.
+    """
     granter = cache._granter
     if granter is engine.grants or granter is None:
         return cache.cache_id
