@@ -64,7 +64,7 @@ class AccessPolicy:
                 raise _denied(link, "push" if push else "pull")
 
     def require_push(self, link: object, cache_id: int | None) -> None:
-        """Require the right to write a cache; ``cache_id`` is None if the peer named a key."""
+        """Require the right to write a cache; ``cache_id`` is None for a key."""
         self.require_move(link, push=True)
         located = isinstance(link, Link) and cache_id in link.caches.located
         if not self._store.remote_accessible and not located:
@@ -81,7 +81,7 @@ class AccessPolicy:
                 raise _denied(link, f"use model {key[2]}")
 
     def may_see(self, link: object, entry: Entry) -> bool:
-        """Return False if the peer is limited to models and the cache has no key of them."""
+        """Return False if the peer is limited to models without a key in the cache."""
         if self._peers is None:
             return True
         models = self._of(link).models

@@ -45,7 +45,7 @@ class RemoteOffset:
 
 @dataclass(frozen=True, slots=True)
 class Locations:
-    """Places of all addresses; ``allocated`` if one lies in an allocated cache, whose memory may be reused."""
+    """Places of addresses; ``allocated`` if one is in an allocated cache, whose memory may be reused."""
 
     offsets: list[RemoteOffset]
     allocated: bool

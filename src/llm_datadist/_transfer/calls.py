@@ -228,7 +228,7 @@ def swap_blocks(
 
 
 class TransferCall(msgspec.Struct, eq=False):
-    """A pull or push after argument checks; as text, the local cache in errors. Threads: one."""
+    """Pull or push after argument checks; as text, the local cache in errors. Threads: one."""
 
     engine: Engine
     what: str  # name of the call
@@ -250,7 +250,7 @@ def transfer_call(
 def pull_row(
     call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
 ) -> None:
-    """Pull the remote row into ``row``: ``size`` bytes per tensor (-1: the rest); offsets are bytes into a row."""
+    """Pull ``size`` bytes per tensor (-1: the rest) into ``row``; offsets are bytes into a row."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,

@@ -175,7 +175,7 @@ class Comparison:
         )
 
     def _narrow(self, part: Plan) -> Plan:
-        """Return the first differing block, or piece of a row; a larger part if the difference vanishes."""
+        """Return the first differing block, or piece of a row; more if the difference vanishes."""
         # The peer's blocks, else own ones, else pieces of a row.
         column, block = self._column(here=True), _ROW_PIECE_BYTES
         for here, geometry in ((True, self.local.geometry), (False, self.remote.geometry)):

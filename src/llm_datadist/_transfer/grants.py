@@ -353,7 +353,7 @@ class Grants:
             del self._claimed[link]
 
     def _end(self, token: bytes, why: EndReason) -> None:
-        """End an active grant. Its guard has advanced on return, unless another thread is ending it."""
+        """End a grant. On return its guard has advanced, unless another thread is ending it."""
         with self._lock:
             given = self._given.pop(token, None)
             if given is None:

@@ -20,7 +20,7 @@ _MAX_GUARDS: Final = 8
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
-    """Cache, pin (0: none) and guards of a ``Resolved``, with a grant's guard if there is one."""
+    """Cache, pin (0: none) and guards of a ``Resolved``, with the guard of any grant."""
 
     cache_id: Id
     pin: Id
@@ -28,10 +28,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """Predicted resolution: the owner finds a cache of this geometry by ``key`` and pins it as number ``pin``.
+    """Predicted resolution: the owner finds a cache of this geometry by ``key``.
 
-    Offsets of the request begin at the key's row. ``settled`` counts the reports sent before; one that is still on its
-    way may consume the key.
+    It pins the cache as number ``pin``. Offsets of the request begin at the key's row. ``settled`` counts the reports
+    sent before; one that is still on its way may consume the key.
     """
 
     key: tuple[int, U64, U64]

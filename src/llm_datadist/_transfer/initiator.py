@@ -59,10 +59,10 @@ class Span(Protocol):
 
 
 class PushDestination(msgspec.Struct, eq=False):
-    """Destination of a push: all its parts must reach the same incarnation and caches. Threads: one.
+    """Destination of a push: its parts must reach one incarnation and the same caches.
 
-    Between parts, or attempts, the peer may begin another ``init``, or a key move to another cache, where the earlier
-    parts would be missing.
+    Between parts, or attempts, the peer may begin another ``init``, or bind a key to another cache. The earlier parts
+    would be missing there.
     """
 
     _peer: Peer | None = None
@@ -303,7 +303,7 @@ class Initiator:
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
-    """Return the prediction for a pull by key, so that one request resolves and reads; else None."""
+    """Return the prediction for a pull by key, which is one request then; else None."""
     known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     if known is None or op.name.key is None or op.push or op.grant is not None:
         return None
@@ -311,7 +311,7 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
-    """Drop the sockets that a transfer found silent, if the peer answers over the control channel."""
+    """Drop sockets that a transfer found silent, if the peer answers over the control channel."""
     lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
     if recovery.drop_suspects(peer_lives=lives) and not link.origin.dialled:
         link.tell(SocketsDropped())

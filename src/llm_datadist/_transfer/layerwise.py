@@ -1,4 +1,4 @@
-"""Layer-wise jobs: each layer goes to all destinations once the model has computed it (interface R18).
+"""Layer-wise jobs: each layer is sent once the model has computed it (interface R18).
 
 A job has a daemon thread and ends when all is sent, at its first failure, or by ``finalize``. Then every destination
 has a result. ``finalize`` leaves a thread behind if its synchronizer does not return; the job takes no further step.
@@ -266,14 +266,16 @@ class CacheTask:
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end of the transfer; return the status of each config. May be called again.
+        """Wait for the end of the transfer; return the status of each config.
+
+        May be called again.
 
         Args:
             timeout_in_millis: Milliseconds, uint32. Default: no limit.
 
         Returns:
             ``LLM_SUCCESS``: all layers of the config arrived; with all others some may have arrived.
-            ``LLM_PARAM_INVALID``: layers do not fit the destination, an address lies in no cache of the peer, or the
+            ``LLM_PARAM_INVALID``: layers do not fit the destination, an address lies in no cache there, or the
             synchronizer returned False. ``LLM_FAILED``: the synchronizer raised, or another config stopped the
             transfer. ``LLM_ENGINE_FINALIZED``: finalize came first. ``LLM_NOT_YET_LINK``, ``LLM_KV_CACHE_NOT_EXIST``,
             ``LLM_SUSPECT_REMOTE_ERROR`` and others: as a push. The time-out of :meth:`synchronize` for all if the

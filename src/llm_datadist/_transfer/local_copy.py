@@ -97,7 +97,7 @@ class LocalCopies:
         *,
         ends: tuple[str, str] = ("src_cache", "dst_cache"),
     ) -> int:
-        """Swap blocks of a HOST and a DEVICE cache, in errors ``ends`` (interface R10); return the bytes."""
+        """Move blocks between HOST and DEVICE, in errors ``ends`` (interface R10); return the bytes."""
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
@@ -118,7 +118,7 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy blocks ``(N,)`` to each of the lists ``(L, N)``, in order (interface R13, R26); return the bytes.
+        """Copy blocks ``(N,)`` to the lists ``(L, N)``, in order (interface R13, R26); return the bytes.
 
         Between device and host it is a swap without a time limit (interface R6, R10). Caches are named by id.
         """
@@ -241,7 +241,10 @@ class SwapEngine:
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Execute a plan of whole blocks; return the bytes. If staging buffers do not fit: OutOfMemory, no copy."""
+        """Execute a plan of whole blocks; return the bytes.
+
+        OutOfMemory, with nothing copied, if the device cannot hold the staging buffers.
+        """
         if plan.nbytes == 0:
             return 0
         if not self._device.needs_staging:

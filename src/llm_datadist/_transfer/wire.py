@@ -42,7 +42,7 @@ def on_late_answer(link: Link, message: TransportSaid) -> None:
 
 
 def on_sockets_dropped(link: Link, _: SocketsDropped) -> None:
-    """Drop all sockets, which the peer found silent or whose writes it gave up. Threads: control.
+    """Drop all sockets: the peer found them silent, or gave up their writes. Threads: control.
 
     The answer to the peer's next ``Ping`` says that they touch no memory any more.
     """

@@ -67,7 +67,7 @@ class Workers:
             awaited.end()
 
     def stop(self) -> None:
-        """Drop calls that have not begun, take no more, and do not wait. Idempotent."""
+        """Drop calls that have not begun and refuse others, without waiting. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
