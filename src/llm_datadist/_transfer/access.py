@@ -35,7 +35,7 @@ class AccessPolicy:
     def require_link(self, cluster_id: int) -> None:
         """Raise AuthFailed unless the cluster may link, as dialer or listener."""
         if self._peers is not None and not self._peers.of(cluster_id).link:
-            raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this end")
+            raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this instance")
 
     def offered_to(self, cluster_id: int) -> Exports:
         """Return the exports that a cluster on this host may map.
@@ -68,7 +68,7 @@ class AccessPolicy:
         self.require_move(link, push=True)
         located = isinstance(link, Link) and cache_id in link.caches.located
         if not self._store.remote_accessible and not located:
-            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
+            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) on both sides")
 
     def require_locate(self, link: object) -> None:
         if self._peers is not None and not self._of(link).locate:

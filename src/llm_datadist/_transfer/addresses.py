@@ -104,7 +104,7 @@ class LocateTarget:
         try:
             if not self._allowed:
                 raise LLMException(
-                    "locate: llm.WriteByAddress is 0 at this end: memory is named by caches and keys only",
+                    "locate: llm.WriteByAddress=0 of the owner: name memory by caches and keys",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
             self._policy.require_locate(link)

@@ -241,7 +241,7 @@ class Engine:
             except LinkError as again:
                 self.options = replace(self.options, listen=None)
                 raise LinkError(
-                    f"{error}; and the old address cannot be bound again, this end listens no more: {again}",
+                    f"{error}; and the old address cannot be bound again, this instance no longer listens: {again}",
                     status_code=error.status_code,
                 ) from error
             self.links.listen(old, even_if_linked=True)

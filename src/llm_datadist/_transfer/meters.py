@@ -51,7 +51,7 @@ def _statistics(name: str, meter: OperationMeter) -> OperationStatistics:
 
 
 def _user_level() -> int:
-    """Return the ``stacklevel`` of the user's frame, for a log call of the calling function."""
+    """Return the ``stacklevel`` of the first frame outside the library, for a log call of the calling function."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("llm_datadist."):
         frame, level = frame.f_back, level + 1

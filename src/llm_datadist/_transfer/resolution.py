@@ -140,9 +140,9 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
         pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
         raise LLMException(
             f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "
-            f"{capabilities.name} cannot reach; leave llm.Transport at auto, or give that end a pool (mem_pool_cfg) "
+            f"{capabilities.name} cannot reach; leave llm.Transport at auto, or give the peer a pool (mem_pool_cfg) "
             "and allocate the cache there, or register memory that lies inside a pool"
-            + (", with llm.EnableRemoteCacheAccessible=1 at both ends" if push else ""),
+            + (", with llm.EnableRemoteCacheAccessible=1 on both sides" if push else ""),
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             peer=link.peer.cluster_id,
             phase="resolve",

@@ -203,7 +203,7 @@ class MoveTarget(_Finder):
         Every failure is CacheNotFound without a pin; the initiator's Resolve then gets the reason.
         """
         if isinstance(link, Link) and link.peer_settled < asked.settled:
-            raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")
+            raise CacheNotFound("an earlier report of the peer has not arrived yet")
         try:
             _, entry, row, binding = self._found(
                 link, asked.key, (0, 0), asked.budget_ms, asked, consumes=not self._store.remote_accessible
