@@ -158,7 +158,7 @@ class Initiator:
                 if plan is not None:
                     return plan.nbytes
             except ParamError:
-                # With remote guards this may be an outdated resolution.
+                # Remote guards do not show here that a cached resolution is outdated.
                 if cached is None or not remote.tensors.remote_guards:
                     raise
             finally:
@@ -303,7 +303,7 @@ class Initiator:
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
-    """Return the prediction for a pull by key, which is one request then; else None."""
+    """Return the prediction for a pull by key, which then takes one request; else None."""
     known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     if known is None or op.name.key is None or op.push or op.grant is not None:
         return None

@@ -97,7 +97,7 @@ class LocalCopies:
         *,
         ends: tuple[str, str] = ("src_cache", "dst_cache"),
     ) -> int:
-        """Move blocks between HOST and DEVICE, in errors ``ends`` (interface R10); return the bytes."""
+        """Move blocks between HOST and DEVICE (interface R10); return the bytes. Errors name ``ends``."""
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
@@ -120,7 +120,8 @@ class LocalCopies:
     ) -> int:
         """Copy blocks ``(N,)`` to the lists ``(L, N)``, in order (interface R13, R26); return the bytes.
 
-        Between device and host it is a swap without a time limit (interface R6, R10). Caches are named by id.
+        ``src`` and ``dst`` are ids of own caches, or memory of the caller. Between device and host it is a swap without
+        a time limit (interface R6, R10), on the device a copy within ``deadline``.
         """
         with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
             plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))

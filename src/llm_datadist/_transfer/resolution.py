@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-#: Mapped tensors cached per link, and their most bytes of offsets.
+#: Mapped tensors cached per link, each with at most so many bytes of offsets.
 _MAX_MAPPED: Final = 1024
 _MAX_MAPPED_BYTES: Final = 4096
 

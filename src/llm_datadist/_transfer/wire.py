@@ -35,7 +35,7 @@ def on_ask(link: Link, message: TransportAsk) -> None:
 
 
 def on_late_answer(link: Link, message: TransportSaid) -> None:
-    """Undo a request whose caller has given up. Threads: control."""
+    """Have the owner undo a request whose caller has given up. Threads: control."""
     server = link.connection.server
     if server is not None and (request := server.on_late_answer(message.data)) is not None:
         link.tell(TransportAsk(0, request))
