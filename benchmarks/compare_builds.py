@@ -32,7 +32,7 @@ import msgspec
 
 from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Case, Request, cases_of
-from llm_datadist.bench.processes import Build, RunningSide
+from llm_datadist.bench.processes import Build, RunningContender
 from llm_datadist.bench.progress import steps
 from llm_datadist.bench.workload import Op
 
@@ -130,7 +130,7 @@ def pair_ratio(case: Case, builds: tuple[Build, Build], number: int) -> float:
     seconds: tuple[list[float], list[float]] = ([], [])
     with ExitStack() as stack:
         # Both are launched before the first is set up: importing takes longer than anything else.
-        running = [stack.enter_context(RunningSide(case.side, _TIMEOUT_S, build)) for build in builds]
+        running = [stack.enter_context(RunningContender(case.contender, _TIMEOUT_S, build)) for build in builds]
         for index in order:
             with running[index].turn():
                 running[index].start(case.workload)
@@ -143,7 +143,7 @@ def pair_ratio(case: Case, builds: tuple[Build, Build], number: int) -> float:
     return before / after
 
 
-def _measure(running: RunningSide, case: Case, seed: int) -> float:
+def _measure(running: RunningContender, case: Case, seed: int) -> float:
     """Run one pass and verify its bytes; return its median seconds."""
     what, count = ("sample", case.samples) if case.samples else ("timed", _REPEATS)
     with running.turn():

@@ -24,7 +24,7 @@ from llm_datadist._transport.connection import RemoteTensors
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
-from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Child, LocalPeer, PeerProcess, child_main
+from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, LocalPeer, PeerChild, PeerProcess, child_main
 
 
 class Handles:
@@ -111,7 +111,7 @@ def _no_rendezvous() -> Any:
     raise AssertionError("lanes need no rendezvous")
 
 
-class OwnerChild(Child):
+class OwnerChild(PeerChild):
     """The child's side: grants its memory by handles."""
 
     own: tuple[str, ...] = ("hold", "quiesce")

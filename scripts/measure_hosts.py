@@ -4,7 +4,7 @@
 
 The two namespaces are joined by one veth pair. Each has half of the CPUs, because two hosts share none: where both ends
 of a raw stream run on one CPU, what was sent is still in its cache when it is received. What runs in the namespaces are
-the workers of ``llm-datadist bench``, with its method: the sides take turns, the side that waits is stopped, every byte
+the workers of ``llm-datadist bench``, with its method: contenders take turns, those that wait are stopped, every byte
 is compared. Needs root or user namespaces, iproute2 and util-linux.
 """
 
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.bench.cases import Request, cases_of, size_text
+from llm_datadist.bench.contenders.base import ENV_HOST, Role
 from llm_datadist.bench.driver import run
 from llm_datadist.bench.processes import Build
-from llm_datadist.bench.report import Reporter
-from llm_datadist.bench.sides.base import ENV_HOST, Role
+from llm_datadist.bench.report import BenchReporter
 from llm_datadist.bench.workload import Op
 from llm_datadist.config import INSECURE_VARIABLE
 from tests.hosts.network import Namespace, first_namespace
@@ -64,7 +64,7 @@ def commands(made: dict[Role, Namespace], *, share_cpus: bool) -> dict[Role, lis
 
 
 def main() -> int:
-    """Measure and print; 1 when a side failed."""
+    """Measure and print; 1 when a contender failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 1024], help="KiB of a block")
     parser.add_argument("--mib", type=int, default=256, help="MiB of one transfer")
@@ -86,7 +86,7 @@ def main() -> int:
             )
         )
     ]
-    with hosts() as made, Reporter(sys.stderr) as reporter:
+    with hosts() as made, BenchReporter(sys.stderr) as reporter:
         reporter.take(cases)
         environment = {**os.environ, ENV_HOST: _ADDRESSES[Role.SOURCE], INSECURE_VARIABLE: "1"}
         build = Build(environment=environment, within=commands(made, share_cpus=options.share_cpus))

@@ -18,10 +18,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from llm_datadist.bench.contenders.base import Facts, Role
+from llm_datadist.bench.contenders.ours import KEY, Ours
 from llm_datadist.bench.progress import steps
-from llm_datadist.bench.sides.base import Facts, Role
-from llm_datadist.bench.sides.ours import KEY, Ours
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.workload import BenchWorkload, Op
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 _ALONE = 100
 
 
-def start_source(world: World, workload: Workload) -> Facts:
+def start_source(world: World, workload: BenchWorkload) -> Facts:
     """At the other end: publish."""
-    world.memory["side"] = side = Ours.over("tcp")(Role.SOURCE, workload)
-    return side.start()
+    world.memory["contender"] = contender = Ours.over("tcp")(Role.SOURCE, workload)
+    return contender.start()
 
 
 def fill_source(world: World, seed: int) -> None:
     """At the other end: write new bytes."""
-    world.memory["side"].fill(seed)
+    world.memory["contender"].fill(seed)
 
 
 def stop_source(world: World) -> None:
     """At the other end: finalize."""
-    world.memory.pop("side").stop()
+    world.memory.pop("contender").stop()
 
 
 class Puller(Ours):
@@ -59,7 +59,7 @@ class Puller(Ours):
     def pull(self, begin: int, end: int | None) -> float:
         """Pull some of the blocks; return the seconds it took."""
         started = time.perf_counter()
-        self._end.cache_manager.pull_blocks(KEY, self._cache, self._src[begin:end], self._dst[begin:end])
+        self._datadist.cache_manager.pull_blocks(KEY, self._cache, self._src[begin:end], self._dst[begin:end])
         return time.perf_counter() - started
 
     def beside(self) -> tuple[float, list[float]]:
@@ -99,7 +99,7 @@ def main() -> int:
     blocks = (options.mib << 10) // max(1, options.block_kib)
     if options.passes < 1 or options.block_kib < 1 or blocks < 2:
         parser.error("--passes must be at least 1, --block-kib too, and --mib more than one block")
-    workload = Workload(op=Op.PULL, block_bytes=options.block_kib << 10, blocks=blocks)
+    workload = BenchWorkload(op=Op.PULL, block_bytes=options.block_kib << 10, blocks=blocks)
     source, puller = ChildEnd("source", fresh=True), Puller(Role.DESTINATION, workload)
     try:
         facts = source.do(start_source, workload)

@@ -1,6 +1,6 @@
 """What the documentation says is true: files and links exist, examples run, lists are complete.
 
-`make docs` compares more (scripts/check_pages.py), checks that each page is in the index, and that each entry has a test.
+`make docs` compares more (scripts/check_pages.py), checks that each page is in the index and each entry has a test.
 """
 
 import ast

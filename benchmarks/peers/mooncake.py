@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from llm_datadist.bench.contenders import why_not_importable
+from llm_datadist.bench.contenders.base import Contender, Facts
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides import why_not_importable
-from llm_datadist.bench.sides.base import Facts, Side
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.workload import BenchWorkload, Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,14 +31,14 @@ _LARGEST_BATCH: Final = 1024
 _SMALLEST_BATCH: Final = 64
 
 
-class Mooncake(Side):
+class Mooncake(Contender):
     """Batches of blocks between two processes over tcp."""
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     env: ClassVar[Mapping[str, str]] = {"MC_TCP_BIND_ADDRESS": _HOST, "MC_LOG_LEVEL": "ERROR", "MC_FORCE_TCP": "1"}
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         """Refuse where Mooncake is not installed, too."""
         why = super().why_not(workload) or why_not_importable(
             "mooncake.engine", "--no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1"

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist.bench.contenders import why_not_importable
+from llm_datadist.bench.contenders.base import Contender, Facts, Role
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides import why_not_importable
-from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.workload import BenchWorkload, Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,14 +36,14 @@ _DRAM: Final = "DRAM"
 _TCP: Final = {"NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp"}
 
 
-class Nixl(Side):
+class Nixl(Contender):
     """Each transfer is made from prepared descriptors, posted and polled: READ to pull, WRITE to push."""
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     env: ClassVar[Mapping[str, str]] = {"NIXL_LOG_LEVEL": "ERROR"}
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         """Refuse where NIXL is not installed, too."""
         return super().why_not(workload) or why_not_importable("nixl", "--no-deps nixl==1.5.1 nixl-cu12==1.5.1")
 

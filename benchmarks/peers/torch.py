@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist.bench.contenders import why_not_importable
+from llm_datadist.bench.contenders.base import Contender, Facts, Role
 from llm_datadist.bench.memory import tensors_like
-from llm_datadist.bench.sides import why_not_importable
-from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.workload import BenchWorkload, Op
 
 if TYPE_CHECKING:
     from llm_datadist.bench.workload import Bytes
@@ -24,19 +24,19 @@ __all__ = ["Torch"]
 _ELEMENT: Final = np.dtype(np.int64)
 
 
-class Torch(Side):
+class Torch(Contender):
     """index_select of the source's blocks, index_copy_ into the destination, inside one process."""
 
     ops: ClassVar[tuple[Op, ...]] = (Op.COPY, Op.SWAP)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         """Refuse where PyTorch is not installed, too."""
         return super().why_not(workload) or why_not_importable("torch", "torch==2.13.0")
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         """The tensors, and the gathered blocks of one of them."""
         copies = 1 if workload.op is Op.COPY else 2
         return copies * workload.tensor_bytes * workload.tensors + workload.blocks * workload.block_bytes

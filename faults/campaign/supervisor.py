@@ -30,7 +30,7 @@ from faults.campaign.schedule import TRANSPORTS, WORKERS, Epoch, Event, plan_epo
 from faults.harness import holds_within
 from faults.relay import Relay
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.bench.progress import Progress
+from llm_datadist.bench.progress import BenchProgress
 from tests.support.ends import ChildEnd
 from tests.support.world import SECRETS_VARIABLE
 
@@ -173,7 +173,7 @@ def _rise(world: Any, folder: str, number: int, epoch: Epoch, port: int, ports: 
 class Supervisor:
     """Owns the workers, the relays and the schedule. One thread."""
 
-    def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: Progress) -> None:
+    def __init__(self, seed: int, transports: tuple[str, ...], folder: Path, progress: BenchProgress) -> None:
         self._seed, self._transports, self._folder, self._progress = seed, transports, folder, progress
         (folder / "sockets").mkdir()
         self._directory = Directory(folder / "directory", create=True)
@@ -452,7 +452,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         if options.secure:
             os.environ[SECRETS_VARIABLE] = str(new_secret(Path(folder) / "secrets", "campaign"))
-        with Progress(sys.stdout, "seconds") as progress:
+        with BenchProgress(sys.stdout, "seconds") as progress:
             supervisor = Supervisor(seed, tuple(options.transport), Path(folder), progress)
             supervisor.run(options.seconds, options.epoch)
     report = supervisor.report

@@ -1,6 +1,6 @@
-"""open-datadist: LLM KV caches linked, published and moved between prefill and decode processes, on ordinary hosts.
+"""open-datadist: KV caches moved between prefill and decode processes, on ordinary hosts.
 
-An independent implementation of the LLM-DataDist interface; docs/architecture.md shows how it works.
+An independent implementation of the LLM-DataDist interface; docs/architecture.md describes it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
-    # one end of the links
+__all__ = [  # noqa: RUF022 (grouped by purpose)
+    # an instance
     "LLMDataDist",
     "LLMConfig",
     "LlmConfig",
@@ -87,7 +87,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     "LayerSynchronizer",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
-    # what went wrong
+    # failures
     "LLMException",
     "LLMStatusCode",
     "Status",
@@ -97,10 +97,10 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for, not by name)
     "TensorDesc",
 ]
 
-#: All but the last three, which the original has in a package of its own.
+#: All but the last three, which the original has in another package.
 v2_list = __all__[:23]
 
-#: Loaded when they are first asked for: most programs use one of the two managers, and no layer-wise task.
+#: Imported at first use: most programs need one of the managers, and no layer-wise task.
 _LATE = {
     "CacheManager": "llm_datadist.cache_manager",
     "CacheTask": "llm_datadist._transfer.layerwise",
@@ -112,10 +112,10 @@ _LATE = {
 }
 
 
-if not TYPE_CHECKING:  # checkers would take any name for one of the module
+if not TYPE_CHECKING:  # checkers would accept any name of the module
 
     def __getattr__(name: str) -> object:
-        """Import a name of ``_LATE`` when it is first asked for."""
+        """Import a name of ``_LATE`` at first use."""
         if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module

@@ -1,8 +1,6 @@
-"""CacheManager, the v2 interface to caches (interface §6).
+"""CacheManager, the v2 interface to caches (interface §6); ``_transfer/calls.py`` does the work.
 
-Every method checks everything that can be known without the peer first, in the documented order; when a check fails
-nothing has happened. ``TypeError``, ``NoneArgument`` and ``ParamError`` are raised before, everything else after. What
-a method does then is in ``_transfer/calls.py``, which the other two interfaces share.
+A method under ``@blocking`` checks its arguments and returns the work; the decorator runs it.
 """
 
 from __future__ import annotations
@@ -54,16 +52,12 @@ __all__ = ["CacheManager"]
     transfer_cache_async="_stop",
 )
 class CacheManager(EngineUser):
-    """Caches of one LLMDataDist, from ``LLMDataDist.cache_manager``.
+    """Caches of one LLMDataDist; ``LLMDataDist.cache_manager`` returns it.
 
-    After ``finalize`` every method raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21), also when the
-    LLMDataDist was initialised again, which makes a new manager. ``<call>_async`` is a call's form for asyncio.
-
-    Where a method says nothing else, an argument of a wrong type is a TypeError (``NoneArgument`` for None), and a
-    ``Cache`` of another LLMDataDist, or of an earlier ``init``, a CacheError (``LLM_PARAM_INVALID``).
-
-    A method under ``@blocking`` checks its arguments and returns the work that is left; the decorator does that work,
-    within ``sync_kv_timeout``.
+    Errors of every method, besides those listed: TypeError for a wrong type (``NoneArgument`` for None); CacheError
+    (``LLM_PARAM_INVALID``) for a ``Cache`` of another LLMDataDist or ``init``; after ``finalize`` StateError with
+    ``LLM_ENGINE_FINALIZED`` (interface R21). Argument errors precede side effects; a ``ParamError`` about the peer's
+    cache follows one request. ``<call>_async`` is the asyncio form of a call.
 
     Threads: any.
 
@@ -73,23 +67,19 @@ class CacheManager(EngineUser):
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> Cache:
         """Allocate a continuous cache from the pool of its placement.
 
-        Key i names batch row i (``shape[0]`` rows). A row without a key gets the placeholder
-        ``CacheKey(c, req_id=2**64 - 1)``; trailing ones may be left out (interface R4). The same key twice: the last
-        row wins (interface R2). The memory goes back to the pool when the cache is deallocated *and* its keys are
-        consumed or removed. The original marks it to be deprecated; this library keeps it.
+        Key i names batch row i; of equal keys the last one binds (interface R2). The placeholder ``CacheKey(c,
+        req_id=2**64 - 1)`` binds nothing (interface R4). The memory returns to the pool once the cache is deallocated
+        *and* its keys are consumed or removed. Marked to be deprecated; this library keeps it.
 
         Args:
-            cache_desc: ``num_tensors`` tensors of ``shape``; each is a separate allocation, rounded up to pages.
-            cache_keys: At most ``shape[0]`` keys; their cluster id is ignored here.
-
-        Returns:
-            The cache; ``tensor_addrs`` has one address per tensor.
+            cache_desc: Each of its tensors becomes an allocation of whole pages.
+            cache_keys: At most ``shape[0]`` keys; their cluster id is ignored.
 
         Raises:
-            ParamError: Impossible shape, more keys than rows, no pool for that placement (interface R12).
-            KeyInUse: A key is bound to another cache (interface R3).
-            OutOfMemory: The pool is exhausted, or peers did not end their writes into memory that was given back
-                within ``sync_kv_timeout``; nothing was allocated or bound.
+            ParamError: Impossible shape, too many keys, no pool for that placement (interface R12).
+            KeyInUse: Another cache has the key (interface R3).
+            OutOfMemory: The pool is exhausted, or peers still write freed memory after ``sync_kv_timeout``. Nothing was
+                allocated or bound.
 
         Source: interface §6.1.
         """
@@ -98,15 +88,14 @@ class CacheManager(EngineUser):
         return calls.allocate(engine, "allocate_cache", cache_desc, CacheKind.CACHE, keys)
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Give an allocated continuous cache back; ``cache.tensor_addrs`` is emptied.
+        """Deallocate a continuous cache; empties ``cache.tensor_addrs``.
 
-        Keys that are bound keep the memory, and peers can still pull by key and by id, until they are consumed or
-        removed. Unknown, freed and registered caches: no-op, except that the handle is emptied. A handle of another
-        LLMDataDist, or from before ``finalize``: no-op, and a warning. The original marks it to be deprecated; this
+        Bound keys keep the memory: peers can pull by key and by id until all are consumed or removed. Unknown, freed
+        and registered caches stay as they are. A foreign handle only logs a warning. Marked to be deprecated; this
         library keeps it.
 
         Raises:
-            ParamError: A blocks cache: use :meth:`deallocate_blocks_cache`.
+            ParamError: A blocks cache.
 
         Source: interface §6.2.
         """
@@ -116,10 +105,10 @@ class CacheManager(EngineUser):
         calls.deallocate(engine, "deallocate_cache", cache)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, of a registered cache too (interface R25); later pulls by it fail.
+        """Unbind a key; running and later pulls by it fail.
 
-        May free a cache that was deallocated and waited for this key. A pull of the key that is running fails.
-        Unknown keys and placeholders: no-op. The original marks it to be deprecated; this library keeps it.
+        Registered caches lose their keys too (interface R25). A deallocated cache is freed with its last key. Unknown
+        keys and placeholders: no-op. Marked to be deprecated; this library keeps it.
 
         Source: interface §6.3.
         """
@@ -131,12 +120,11 @@ class CacheManager(EngineUser):
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
         """Allocate a blocks (paged) cache: ``shape[0]`` blocks per tensor.
 
-        One blocks cache per ``model_id`` and LLMDataDist can carry a key. The original marks it to be deprecated;
-        this library keeps it.
+        Marked to be deprecated; this library keeps it.
 
         Raises:
             ParamError, OutOfMemory: As :meth:`allocate_cache`.
-            KeyInUse: There is a blocks cache of that model.
+            KeyInUse: This LLMDataDist has a blocks cache with a key of that ``model_id``.
 
         Source: interface §6.4.
         """
@@ -145,11 +133,11 @@ class CacheManager(EngineUser):
         return calls.allocate(engine, "allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Give a blocks cache back with its key, at once (interface R27); ``cache.tensor_addrs`` is emptied.
+        """Deallocate a blocks cache and unbind its key (interface R27); empties ``cache.tensor_addrs``.
 
-        Pulls of it that are running fail. Unknown, freed and registered caches: no-op, but the handle is emptied. A
-        handle of another LLMDataDist: as :meth:`deallocate_cache`. The original marks it to be deprecated; this
-        library keeps it.
+        Running pulls of it fail. Other caches and foreign handles: as :meth:`deallocate_cache`.
+
+        Marked to be deprecated; this library keeps it.
 
         Raises:
             ParamError: Not a blocks cache.
@@ -168,24 +156,20 @@ class CacheManager(EngineUser):
         cache_keys: list[CacheKey] | tuple[CacheKey, ...] = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Enter memory of yours as a continuous cache, one address per tensor. No byte of it changes.
+        """Register memory of the caller as a continuous cache; changes no byte of it.
 
-        The kernel says whether all of it is mapped here, and its first and last page readable; memory of a device is
-        not. A page in between that cannot be read is found by the first copy, which it ends, or the process with it.
-
-        Keys bind as in :meth:`allocate_cache`, but one that is bound already keeps its first binding, and pulling
-        consumes none of them. May be called before or after linking.
+        The call asks the kernel whether each tensor is mapped, and its first and last page readable. A copy that meets
+        an unreadable page between them fails, or ends the process. Keys bind as in :meth:`allocate_cache`, but a bound
+        key keeps its first binding. Pulls consume none.
 
         Args:
-            cache_desc: Geometry of each tensor.
-            addrs: ``num_tensors`` non-zero addresses. They may lie inside a pool of this library.
+            addrs: ``num_tensors`` non-zero addresses of host memory; may lie inside a pool.
             cache_keys: At most ``shape[0]`` keys.
-            remote_accessible: None means True; False refuses peers access to this cache and nothing else
-                (interface R16). True itself may be said before ``link()`` only, as documented; leave it out after that.
+            remote_accessible: False refuses peers access (interface R16). Default: None, True.
 
         Raises:
-            ParamError: Impossible shape, wrong number of addresses, a zero address, an address without memory for its
-                tensor, more keys than rows; ``remote_accessible=True`` after ``link()``.
+            ParamError: Impossible shape, wrong number of addresses, a zero or unmapped address, too many keys;
+                ``remote_accessible=True`` (not None) after ``link()``.
 
         Source: interface §6.6.
         """
@@ -200,10 +184,9 @@ class CacheManager(EngineUser):
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Enter memory of yours as a blocks cache. As :meth:`register_cache`, except that the newest key wins.
+        """Register memory of the caller as a blocks cache.
 
-        Raises:
-            ParamError: As :meth:`register_cache`.
+        As :meth:`register_cache`, but the newest binding of a key wins.
 
         Source: interface §6.6.
         """
@@ -234,16 +217,16 @@ class CacheManager(EngineUser):
         self._of.store.unregister(cache.cache_id, self._of.deadline())
 
     def unregister_cache(self, cache_id: int) -> None:
-        """Drop a registered cache and its keys. Pulls of it that are running fail; unknown ids: no-op.
+        """Unregister a cache and its keys; then no peer and no call uses the memory.
 
-        When this returns no peer and no call uses the memory any more, and it may be freed: peers that push into it,
-        and calls of other threads that use it, are waited for within ``sync_kv_timeout``.
+        Running pulls of it fail. The call waits, within ``sync_kv_timeout``, for writing peers and other threads'
+        calls. Unknown ids: no-op.
 
         Raises:
             ParamError: Outside int64.
-            DeadlineExceeded: The memory is still in use; the text says by which peer or call. The cache stays
-                registered, with its keys.
-            StateError: Called inside of another call of this thread, as by a finalizer: it cannot wait for that.
+            DeadlineExceeded: The memory is in use by the peer or call in the text. The cache stays registered, with its
+                keys.
+            StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §6.7.
         """
@@ -253,10 +236,10 @@ class CacheManager(EngineUser):
             engine.store.unregister(cache_id, engine.deadline())
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
-        """Check the arguments and do nothing: host memory needs no repair (reserved by the interface).
+        """Check the arguments and do nothing: host memory needs no repair.
 
         Raises:
-            ParamError: Not MemInfo or a non-empty list of them, not device memory, zero address or size.
+            ParamError: Not one or more MemInfo of device memory, with address and size.
             NotLinked: There is no link.
 
         Source: interface §6.15.
@@ -277,23 +260,19 @@ class CacheManager(EngineUser):
         size: int = -1,
         req_id: int | None = None,
     ) -> Pending:
-        """Copy bytes [offset, offset + size) of a batch row to the same place of another, in every tensor.
+        """Copy a range of a row to the same place of another row.
 
-        The descriptors must match: ``num_tensors`` and ``data_type`` equal and, with ``size == -1`` (to the end of
-        the row), the row shapes too (interface R8). Placement and batch size may differ.
+        ``num_tensors`` and ``data_type`` must be equal; if ``size == -1``, the row shapes too (interface R8).
 
         Args:
-            dst: Destination, a continuous cache.
-            src: Source, a continuous cache.
-            dst_batch_index: Row of the destination.
-            src_batch_index: Row of the source.
+            dst, src: Continuous caches.
             offset: Bytes into the row.
-            size: Bytes per tensor, or -1.
-            req_id: Shown as ``req_id=N`` in every log record and error of this call (interface R9).
+            size: Bytes per tensor. Default: -1, to the end of the row.
+            req_id: Shown as ``req_id=N`` in this call's log records and errors (interface R9).
 
         Raises:
             ParamError: A blocks cache, an index or range outside a row, descriptors that do not match.
-            CacheNotFound: A cache is not there any more.
+            CacheNotFound: A cache was freed.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed bytes are undefined.
 
         Source: interface §6.5.
@@ -305,11 +284,11 @@ class CacheManager(EngineUser):
 
     @blocking
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> Pending:
-        """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
+        """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
 
         Raises:
             ParamError: Not a blocks cache, an index outside it.
-            CacheNotFound: The cache is not there any more.
+            CacheNotFound: The cache was freed.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed blocks are undefined.
 
         Source: interface §6.8.
@@ -320,15 +299,14 @@ class CacheManager(EngineUser):
 
     @blocking
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
-        """Move blocks between a device and a host blocks cache; ``{src_block: dst_block}``, in the order given.
+        """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
-        The host side is usually ``Cache.create_cpu_cache``. Block sizes and ``num_tensors`` must be equal, block
-        counts may differ. Up to four threads copy; swapping in to a device that needs staging takes four block-sized
-        buffers of device memory at first use (interface R10).
+        At most four threads copy, without a time limit. If the device needs staging, the first swap-in takes four
+        device buffers of one block (interface R10).
 
         Raises:
-            ParamError: Not blocks caches, sizes or counts differ, an index outside its cache, not one HOST and one
-                DEVICE, a zero address, one without memory for its tensor, or a deallocated cache.
+            ParamError: Not blocks caches, not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, an index
+                outside its cache, a zero or unmapped address, overlapping tensors, a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
         Source: interface §6.9.
@@ -356,25 +334,21 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Pull a row of a peer's continuous cache into row ``batch_index`` of ``cache``.
 
-        Without RCA a complete pull consumes the key at the producer, unless it is a prefix key or the cache is
-        registered; layer ranges are complete when their union is (interface R5). With RCA nothing is consumed.
+        Without RCA a complete pull consumes the key, unless it is a prefix key or the cache is registered. Layer ranges
+        are complete once their union is (interface R5). With RCA a pull consumes nothing.
 
         Args:
-            cache_key: The peer's row: by key (not with RCA), or by cache id and row. Its cluster id selects the link.
-            cache: Destination, a continuous cache of this process.
-            batch_index: Row of the destination.
-            size: Bytes per tensor; -1: a whole destination row (a longer source row is truncated).
-            src_layer_range: Layers of the source; None or empty: all.
-            dst_layer_range: Layers of the destination; None or empty: all. Lengths must be equal.
-            tensor_num_per_layer: Tensors per layer; must divide ``num_tensors`` when a range is given (interface R14).
+            cache_key: Peer row, by key (only without RCA) or by id; its cluster id selects the link.
+            size: Bytes per tensor. Default: -1, a local row; a longer peer row is truncated.
+            src_layer_range, dst_layer_range: Layers, equally many. Default: None or empty, all.
+            tensor_num_per_layer: Must divide ``num_tensors`` if a range is given (interface R14).
 
         Raises:
-            ParamError: A rule on one argument is broken, or the two caches do not fit each other.
-            CacheNotFound: No such cache here, or no such key, id or row at the peer.
-            NotLinked: No link to the key's cluster.
-            DeadlineExceeded: Longer than ``sync_kv_timeout``; the link stays usable.
-            TransferFailed: The source changed during the pull; the addressed rows are undefined.
-            PeerLost: The peer died; link again.
+            ParamError, CacheNotFound, NotLinked: A broken rule, or no such cache, key, row or link. No byte has moved,
+                unless a NotLinked has a ``phase``.
+            DeadlineExceeded: Longer than ``sync_kv_timeout``. The row is undefined; the link stays usable.
+            TransferFailed, PeerLost: The source was freed, rebound or unregistered during the copy; the peer died. The
+                row is undefined.
 
         Source: interface §6.10.
         """
@@ -407,32 +381,29 @@ class CacheManager(EngineUser):
         tensor_num_per_layer: int = 2,
         grant: Grant | None = None,
     ) -> Pending:
-        """Pull blocks of a peer's cache into blocks of ``dst_cache``.
+        """Pull blocks, or a row, of a peer's cache into blocks of ``dst_cache``.
 
-        With a BlocksCacheKey pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26);
-        nothing is consumed. With another key the peer's row is cut into pieces of the block size and piece i goes to
-        ``dst_blocks[i]``; the last piece may be short, and the key is consumed as in :meth:`pull_cache`.
+        With a BlocksCacheKey, ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26). Any other key
+        names a row, whose i-th piece of one block goes to ``dst_blocks[i]``; the last piece may be short. A row pull
+        consumes its key as :meth:`pull_cache` does.
 
         Args:
-            src_cache_key: The peer's cache. Its cluster id selects the link.
-            dst_cache: Destination, a blocks cache of this process.
-            src_blocks: Block numbers at the peer; empty unless the key is a BlocksCacheKey. A 1-D integer NumPy array
-                does as well (extension).
-            dst_blocks: Block numbers here, as many.
+            src_cache_key: Peer cache or row; its cluster id selects the link.
+            src_blocks: Peer block numbers, only with a BlocksCacheKey; list, tuple or (extension) 1-D integer array.
+            dst_blocks: Local block numbers.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
-            grant: What the owner of the blocks gave out for them (extension): the pull succeeds only if the blocks
-                were not used again meanwhile. With a BlocksCacheKey only.
+            grant: Permission for these blocks; the pull fails if it ends before the last byte. An extension.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as :meth:`pull_cache`;
-                different block sizes are a ParamError (interface R17).
-            GrantEnded: The grant has ended; the addressed blocks are undefined.
+            ParamError, CacheNotFound, NotLinked: As :meth:`pull_cache`; ParamError for unequal block sizes (interface
+                R17).
+            DeadlineExceeded, TransferFailed, GrantEnded, PeerLost: The addressed blocks are undefined.
 
         Source: interface §6.11.
         """
         engine = self._engine
         check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
-        # The rules of ARGUMENTS, called directly: small pulls and pushes of blocks are frequent.
+        # The rules of ARGUMENTS, called directly: small transfers of blocks are frequent.
         check_type("dst_cache", dst_cache, Cache)
         sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
         if not dst_cache.is_blocks_cache:
@@ -449,31 +420,23 @@ class CacheManager(EngineUser):
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
     def claim_grant(self, cluster_id: int, token: bytes, readers: int = 1, wait: bool = True) -> Grant:
-        """Get a grant from the owner of the blocks, for :meth:`pull_blocks`. An extension.
+        """Claim a grant of cluster ``cluster_id`` for :meth:`pull_blocks`. An extension.
 
-        Waits until the owner has given it (``Cache.grant(..., token=token)``), within ``sync_kv_timeout``. From then on
-        the grant ends with the link. Call :meth:`Grant.release` once the blocks are not needed any more.
+        The call waits for the owner's ``Cache.grant(..., token=token)``, within ``sync_kv_timeout``. Then the grant
+        ends with the link. Call :meth:`Grant.release` after the last pull.
 
         Args:
-            cluster_id: The owner; there must be a link.
-            token: The 16 bytes that name the grant.
-            readers: How many peers share the grant, this one too: the ranks of one engine. All of them must say the
-                same. The grant ends when all have released it.
-            wait: If False, the call does not wait for a grant that the owner has not given yet.
-
-        Returns:
-            The grant.
+            readers: Number of peers, 1 to 1024, that share the grant, equal in all their calls. It ends when all have
+                released it.
+            wait: If False, the call does not wait.
 
         Raises:
-            TypeError: Wrong types.
-            ParamError: A token of another length, or a number of readers outside [1, 1024].
-            CacheMismatch: The grant is shared by another number of readers, or has more blocks than a message holds.
-            NotLinked: There is no link to the owner.
-            GrantEnded: The grant has ended.
-            CacheNotFound: The grant has as many readers as it is for.
-            DeadlineExceeded: The owner knows of no such grant, and has not given one in time; if ``wait`` is False,
-                not yet: its ``budget_ms`` is 0 then. Retryable.
-            PeerLost: The link broke.
+            ParamError: ``token`` not of 16 bytes, or ``readers`` outside its range.
+            CacheMismatch: Another number of readers; the owner's policy refuses; too many blocks for a message.
+            CacheNotFound: All readers have claimed it.
+            GrantEnded, NotLinked, PeerLost: The grant, or the link to its owner, has ended.
+            LinkError: Too many claims of this peer wait at the owner (``LLM_LINK_BUSY``).
+            DeadlineExceeded: The owner has not made the grant yet; ``budget_ms`` is 0 if ``wait`` is False.
 
         Source: extension.
         """
@@ -484,7 +447,7 @@ class CacheManager(EngineUser):
         with engine.meters.call("claim_grant", [cluster_id]):
             return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
 
-    _give_back = staticmethod(GrantClaims.give_back)  # undoes a claim whose caller never gets the grant
+    _give_back = staticmethod(GrantClaims.give_back)  # for a claim whose caller never gets the grant
 
     @blocking
     def push_cache(
@@ -497,20 +460,18 @@ class CacheManager(EngineUser):
         size: int = -1,
         tensor_num_per_layer: int = 2,
     ) -> Pending:
-        """Push a whole row of ``src_cache`` into a row of a peer's continuous cache. Needs RCA.
+        """Push row ``src_batch_index`` of ``src_cache`` into a peer's row. Needs RCA.
 
-        A complete push consumes the key that is bound to the row at the peer (interface R5).
+        A complete push consumes the key of the peer's row (interface R5). The peer is not notified.
 
         Args:
-            dst_cache_key: The peer's cache by id, and its row.
-            src_cache: Source, a continuous cache of this process.
-            src_batch_index: Row of the source.
+            dst_cache_key: Peer cache by id, and row.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`; a range must not be empty.
-            size: Only -1.
+            size: Only -1, the whole row.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; without RCA a ParamError (interface R16).
+            ParamError, CacheNotFound, NotLinked: As :meth:`pull_cache`; ParamError without RCA (interface R16).
+            DeadlineExceeded, TransferFailed, PeerLost: The addressed row of the peer is undefined.
 
         Source: interface §6.12.
         """
@@ -539,20 +500,18 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> Pending:
-        """Push blocks of ``src_cache`` into blocks of a peer's blocks cache. Needs RCA; consumes nothing.
+        """Push blocks of ``src_cache`` into a peer's blocks cache. Needs RCA; consumes nothing.
 
-        Pair i moves ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26).
+        ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26).
 
         Args:
-            dst_cache_key: The peer's cache by model id; by cache id (batch index 0) as an extension (interface R31).
-            src_cache: Source, a blocks cache of this process.
-            src_blocks: Block numbers here.
-            dst_blocks: Block numbers at the peer, as many.
+            dst_cache_key: Peer cache by model id, or by cache id (an extension) with batch index 0 (interface R31).
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`push_cache`.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`push_cache`; different block sizes are a ParamError (interface R17).
+            ParamError, CacheNotFound, NotLinked: As :meth:`push_cache`; ParamError for unequal block sizes (interface
+                R17).
+            DeadlineExceeded, TransferFailed, PeerLost: The addressed blocks of the peer are undefined.
 
         Source: interface §6.13, R31.
         """
@@ -580,53 +539,24 @@ class CacheManager(EngineUser):
         dst_block_indices: BlockNumbers | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        """Send a cache to peers layer by layer, from a thread of its own, as the model finishes the layers.
+        """Push a cache layer by layer, from its own thread, while the model computes.
 
-        For each layer that some config contains, in ascending order: ``layer_synchronizer.synchronize_layer(layer,
-        None)`` is called once and blocks until the layer is ready, then the layer's two tensors (2l and 2l + 1) go to
-        each of these configs in the order of the list. Two tensors per layer, always. The first failure stops the whole
-        transfer; each config has its own result (interface R18), see :class:`CacheTask`. ``sync_kv_timeout``
-        bounds each layer to each config, not the synchronizer. No key is consumed (interface R5), and the receiver is
-        not told.
-
-        What of each tensor is sent, and where to:
-
-        * no block lists: row ``src_batch_index``, the whole of it; of a blocks cache block 0. To the address, the row
-          of the key, or block 0 of the blocks cache.
-        * ``dst_block_indices`` only: the whole tensor, all rows of it (``src_batch_index`` does not matter then), cut
-          into pieces of ``dst_block_memory_size``; piece i goes to block ``dst_block_indices[i]``, the last piece of a
-          tensor may be short, pieces beyond the list are not sent.
-        * both lists: pair by pair, in the order given (interface R26); blocks have the size of the source's, whose rows
-          they are.
-
-        Block b of a raw address lies b block sizes after it.
-
-        The source is kept for as long as the transfer runs: a cache that is deallocated meanwhile gives its memory back
-        afterwards, ``unregister_cache`` waits for the end, up to ``sync_kv_timeout``. ``finalize`` ends the transfer
-        within a bound; every unfinished config gets ``LLM_ENGINE_FINALIZED``. A synchronizer that never returns keeps
-        its thread, and nothing else, for ever.
+        For each layer of a config, ascending, the thread calls ``layer_synchronizer``, then sends tensors 2l and 2l + 1
+        to each config with that layer, in list order. ``sync_kv_timeout`` bounds each layer to each config, not the
+        synchronizer. The first failure stops the transfer (interface R18). No key is consumed. ``unregister_cache`` of
+        the source waits for the end.
 
         Args:
-            src_cache: Source, with DEVICE placement (interface R16) and an even number of tensors.
-            layer_synchronizer: Says when a layer is ready; called in the thread of the transfer. False stops: the
-                configs of that layer get ``LLM_PARAM_INVALID``, other unfinished ones ``LLM_FAILED``.
-            transfer_configs: Without RCA :class:`TransferConfig`: ``dst_addrs`` must lie in caches that the peer has
-                allocated or registered, and what is sent must fit; else that config ends with ``LLM_PARAM_INVALID``,
-                the error naming the address. They are written by cma, over data lanes or inside the process: with
-                ``llm.Transport=shm`` alone nothing reaches them (``LLM_FEATURE_NOT_ENABLED``). With RCA
-                :class:`TransferWithCacheKeyConfig`. Read once, now; a ``src_layer_range`` of None becomes all layers in
-                the object too.
-            src_block_indices: Blocks here; a 1-D integer NumPy array does as well (extension).
-            dst_block_indices: Blocks at the peer, as many.
-            dst_block_memory_size: Bytes of a destination block. Needed with ``dst_block_indices`` alone; with both
-                lists None, 0 or the block size; without lists None or 0.
-
-        Returns:
-            The task, to wait for and to ask for results.
+            src_cache: Local DEVICE cache with an even number of tensors.
+            transfer_configs: With RCA :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`. Read now; None
+                as ``src_layer_range`` becomes all layers.
+            src_block_indices: Local blocks. Default: None, whole tensors in pieces; without ``dst_block_indices`` row
+                ``src_batch_index``, of a blocks cache block 0.
+            dst_block_indices: Peer blocks, one for each source block or piece; pieces without one are not sent.
+            dst_block_memory_size: Bytes of a piece. With both lists None, 0 or the block size; without lists None or 0.
 
         Raises:
-            ParamError: A rule on one argument is broken; the text names it.
-            CacheNotFound: The source is not there any more.
+            ParamError, CacheNotFound: A rule is broken, or the source was freed. Nothing is sent.
 
         Source: interface §6.14, B6.
         """

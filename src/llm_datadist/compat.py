@@ -1,8 +1,6 @@
-"""Helpers that code written for the original imports by path: checks, status handling, layer arithmetic
-(interface R23).
+"""Helpers that existing code imports by path: checks, statuses, layer arithmetic (interface R23).
 
-The library itself uses ``_checks.py``, which is stricter; what differs is here, and only here. The alias modules
-(``llm_datadist.status``, ``llm_datadist.utils.utils``, ``llm_datadist.v2.llm_types`` and ``llm_utils``) import from it.
+The library uses the stricter ``_checks.py``. The alias modules (``status``, ``utils/``, ``v2/``) import from here.
 """
 
 from __future__ import annotations
@@ -52,14 +50,11 @@ def raise_if_false(
     """Log a text at ERROR and raise it unless ``pred`` is true.
 
     Args:
-        pred: Any object; its truth counts.
         fmt: The text, a template for ``args`` in ``%`` or ``{}`` style.
-        args: What goes into it.
-        status_code: What the exception carries.
+        status_code: The exception's status.
 
     Raises:
-        ParamError: With ``LLM_PARAM_INVALID`` (also an LLMException).
-        LLMException: With another status.
+        ParamError, LLMException: With ``LLM_PARAM_INVALID``; with another status.
 
     Source: interface §1.3.
     """
@@ -70,7 +65,7 @@ def raise_if_false(
 def raise_if_true(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """Do what :func:`raise_if_false` does if ``pred`` is true.
+    """Do as :func:`raise_if_false`, but if ``pred`` is true.
 
     Source: interface §1.3.
     """
@@ -79,17 +74,15 @@ def raise_if_true(
 
 
 def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: object = "") -> None:
-    """Raise for a status that is not success; the text has ``func_name``, the status' name and ``other_info``.
+    """Raise the exception of a status, unless it is ``LLM_SUCCESS``.
 
     Args:
         status: Any number; one without a name counts as ``LLM_FAILED``.
-        func_name: Name of the calling function, such as ``"[pull_cache]"``.
-        other_info: What else to say.
+        func_name: Caller's name in the text, such as ``"[pull_cache]"``.
+        other_info: End of the text.
 
     Raises:
-        ParamError: For ``LLM_PARAM_INVALID``.
-        LLMException: For any other status but ``LLM_SUCCESS``.
-        TypeError: ``status`` is no int.
+        ParamError, LLMException: As :func:`raise_if_false`.
 
     Source: interface §1.3.
     """
@@ -106,7 +99,7 @@ def _log_and_raise(text: str, status_code: LLMStatusCode) -> NoReturn:
 
 
 def _filled(fmt: str, args: tuple[object, ...]) -> str:
-    """Fill a template in either style; if the arguments do not fit it, return both."""
+    """Fill a template in either style; return both if the arguments do not fit."""
     if not args:
         return fmt
     try:
@@ -123,19 +116,16 @@ def check_isinstance(
     extra_fmt: str = "",
     allow_none: bool = True,
 ) -> None:
-    """Check the type of an argument, and of the elements of a container. **None passes** unless told otherwise.
+    """Check the type of an argument and of a container's elements. **None passes by default.**
 
     Args:
-        name: What the text calls the argument.
-        value: The argument; a bool counts as int.
-        types: The class or classes allowed.
-        inner: The class or classes of its elements (of its keys, for a dict); None: not checked.
-        extra_fmt: Put before the text.
-        allow_none: Let None pass.
+        types: Allowed class or classes; a bool counts as int.
+        inner: Those of its elements, of a dict's keys. Default: None, unchecked.
+        extra_fmt: Begin of the text.
 
     Raises:
         TypeError: ``name only support [...] but got ...``, for an element ``name inner type only support [...]``;
-            ``NoneArgument`` where None is refused.
+            ``NoneArgument`` for a refused None.
 
     Source: interface §1.3.
     """
@@ -151,10 +141,10 @@ def check_isinstance(
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
-    """Check that ``d`` is a dict, and the types of its keys, its values and their elements.
+    """Check the types of a dict's keys and values, with ``v_inner`` of the values' elements.
 
     Raises:
-        TypeError: One of them is of another type (``NoneArgument`` for None).
+        TypeError: Another type (``NoneArgument`` for None).
 
     Source: interface §1.3.
     """
@@ -167,8 +157,7 @@ def check_positive_or_set_default(name: str, value: object) -> int:
     """Return an int that is not negative, or -1 for None.
 
     Raises:
-        TypeError: No int.
-        ParamError: Negative (also a ValueError).
+        TypeError, ParamError: Not an int; negative.
 
     Source: interface §1.3.
     """
@@ -211,11 +200,10 @@ check_list_int32 = _list_check("int32", check_int32)
 
 
 def check_layer_range(name: str, layer_range: object) -> None:
-    """Check a layer range of a push or a transfer: a ``range`` with step 1 and ``0 <= start < stop``.
+    """Check a push's layer range: step 1 and ``0 <= start < stop``.
 
     Raises:
-        TypeError: No range (``NoneArgument`` for None).
-        ParamError: Another step, a negative start, or nothing in it.
+        TypeError, ParamError: Not a range; one that breaks the rule.
 
     Source: interface §6.12.
     """
@@ -223,11 +211,10 @@ def check_layer_range(name: str, layer_range: object) -> None:
 
 
 def layer_range_to_tensor_indices(layer_range: range, tensor_num_per_layer: int = 2) -> list[int]:
-    """Return the tensors of some layers: layer k has ``[k * tensor_num_per_layer, (k + 1) * tensor_num_per_layer)``.
+    """Return layers' tensor indices: of layer k ``tensor_num_per_layer`` ones from ``k * tensor_num_per_layer``.
 
     Raises:
-        TypeError: Wrong types (``NoneArgument`` for None).
-        ParamError: A range with another step or a negative start, or no tensor per layer.
+        TypeError, ParamError: Wrong types; another step, a negative start, or no tensor per layer.
 
     Source: interface §5.
     """

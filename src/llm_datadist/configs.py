@@ -1,4 +1,4 @@
-"""Another path of ``llm_datadist``'s configuration (interface R23)."""
+"""Older import path: configuration (interface R23)."""
 
 from llm_datadist.config import LLMConfig, LlmConfig
 from llm_datadist.types.cluster import LLMClusterInfo, trans_str_ip

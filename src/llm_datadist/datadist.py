@@ -1,7 +1,7 @@
-"""LLMDataDist, one end of the links: ``init`` builds the engine, ``finalize`` takes it down (interface §3).
+"""LLMDataDist, one instance: ``init`` builds its engine, ``finalize`` takes it down (interface §3).
 
-Everything runs in the caller's thread; links to several clusters are made in threads that end with the call. What only
-``init`` needs is imported late, so that importing the package stays quick.
+Calls run in the caller's thread, awaited calls in a worker, several clusters in a thread each. Imports that only
+``init`` needs are late, so that importing the package stays quick.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMDataDist", "check_timeout", "log_failure"]
 
-#: Clusters that are linked at once: one that does not answer must not cost the next one its time (interface R19).
+#: Clusters linked at once: a silent one must not use the time of the next (interface R19).
 _LINK_THREADS: Final = 128
 _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
@@ -73,21 +73,21 @@ def check_timeout(timeout: object) -> None:
 
 @public_calls_hold_signals(whole=("init", "finalize", "switch_role"), init="_undo_init", link="_unlink")
 class LLMDataDist:
-    """One end of the links: a prefill or decode process (or a part of one) that publishes and moves KV caches.
+    """One instance: links to peers, and publishes and moves KV caches.
 
-    Objects are independent; several may live in one process (interface R20). An argument of a wrong
-    type is a TypeError (``NoneArgument`` for None where it is not allowed). All but ``init``, ``finalize`` and
-    ``cluster_id`` raise NotInitialized before init and after finalize.
+    A process may have several independent instances (interface R20). A wrong type is a TypeError (``NoneArgument`` for
+    None). All but ``init``, ``finalize`` and ``cluster_id`` raise NotInitialized before ``init`` and after
+    ``finalize``.
 
     Threads: any, except that ``finalize`` must be alone (interface §11).
 
     Args:
-        role: A label in v2 mode, where either side may pull and push; in v1 mode it says which calls are allowed.
-        cluster_id: uint64, unique among all that link to each other.
-        device: What DEVICE placement means in this process; None: host memory. An extension.
+        role: A label in v2 mode; in v1 mode it decides which calls are allowed.
+        cluster_id: uint64, unique among all instances that link to each other.
+        device: Memory behind DEVICE placement. Default: None, host memory. An extension.
 
     Attributes:
-        llm_engine_instance: The most recently initialised live object of this process, or None.
+        llm_engine_instance: The live instance of this process that was initialised last, or None.
 
     Raises:
         ParamError: ``cluster_id`` outside uint64.
@@ -98,7 +98,7 @@ class LLMDataDist:
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
     _live: ClassVar[list[LLMDataDist]] = []
     _live_lock: ClassVar[threading.Lock] = threading.Lock()
-    #: In a forked child: the parent's engines, kept so that nothing of theirs is torn down here.
+    #: In a forked child: the parent's engines, referenced so that no finalizer tears them down here.
     _abandoned: ClassVar[list[Engine]] = []
 
     def __init__(self, role: LLMRole, cluster_id: int, *, device: Device | None = None) -> None:
@@ -107,22 +107,24 @@ class LLMDataDist:
         self._device = device
         self._engine: Engine | None = None
         self._manager: CacheManager | KvCacheManager | None = None
-        #: Held while the engine is made, taken down, or takes another role. Guards the next.
+        #: Held during init, finalize and switch_role. Guards the next.
         self._lifecycle = threading.Lock()
         self._init_undoable = False  # until another init() has found it initialised
 
     def init(self, options: dict[str, str]) -> None:
-        """Reserve the pools, start to listen if ``llm.listenIpInfo`` is given, and become usable.
+        """Reserve the pools, start the listener and make the instance usable.
 
-        A second call on an initialised object returns silently. After ``finalize`` it may be called again. The dict
-        is what ``LLMConfig.generate_options()`` returns, or written by hand; it is not changed.
+        On an initialised instance the call does nothing. After ``finalize``, or an error, it may be called again.
+
+        Args:
+            options: From ``LLMConfig.generate_options()``, or written by hand.
 
         Raises:
             TypeError: Not a dict of str to str.
-            ParamError: An option breaks its rule; the text names it.
-            OutOfMemory: A pool does not fit the host or its cgroup (interface R11), or no memory is left.
-            LinkError: The listen address cannot be bound (``LLM_FAILED``); the text names it.
-            LLMException: No descriptor, thread or room for a shared library is left (``LLM_FAILED``).
+            ParamError: An option, named in the text, breaks its rule.
+            OutOfMemory: A pool exceeds the host or its cgroup (interface R11), or no memory is left.
+            LinkError: The listen address cannot be bound (``LLM_FAILED``).
+            LLMException: No descriptor, thread or address space is left (``LLM_FAILED``).
 
         Source: interface §3.1.
         """
@@ -150,19 +152,18 @@ class LLMDataDist:
             logger.info("%r initialised", self)
 
     def _undo_init(self, _: None) -> None:
-        """Undo an ``init`` whose caller gets an exception of a signal's handler."""
+        """Undo an ``init`` that a signal handler's exception interrupted."""
         if self._init_undoable:
             self._finalize()
 
     def finalize(self) -> None:
-        """Give up links, listener, pools and tables. Peers are not told; they see their links end.
+        """Close links, listener, pools and tables; peers only see their links end.
 
-        No-op when not initialised. Managers taken before are dead from now on (interface R21); NumPy views stay safe to
-        read. Inside of another call of this thread, as by a finalizer (``__del__``), it is done when that one ends.
+        Managers become unusable (interface R21); NumPy views stay readable. Inside another call of this thread, as by a
+        finalizer (``__del__``), it happens when that call ends.
 
         Raises:
-            StateError: Called in the control thread, where the garbage collector may run finalizers: it cannot wait
-                for its own end.
+            StateError: Called in the control thread, as by the garbage collector: it cannot wait for its own end.
 
         Source: interface §3.2.
         """
@@ -207,27 +208,21 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to peers that listen; each link is usable both ways at once. Link failures are returned, not raised.
+        """Link to peers that listen, in parallel. Failures are returned and logged, not raised.
 
-        All clusters are linked in parallel; those that succeed stay, whatever happens to the others. The reason of
-        each failure is logged at WARNING. With ``llm.TransferBackend`` both ends may link: the second one's call
-        succeeds on the link that the first one made.
-
-        In v1 mode only a DECODER links, and all clusters of a call are linked or none: when one fails the others are
-        given up, and the status is ``LLM_LINK_FAILED``. Refused before anything is tried: another role, and a cluster
-        without exactly one local and one remote ip (``LLM_PARAM_INVALID``), a cluster id twice
-        (``LLM_REPEAT_REQUEST``). A time-out is ``LLM_WAIT_PROCESS_TIMEOUT`` there.
+        Links that succeed stay, and work both ways. With ``llm.TransferBackend`` both sides may link. In v1 mode only a
+        DECODER links, to all clusters or none: the others get ``LLM_LINK_FAILED``, a time-out is
+        ``LLM_WAIT_PROCESS_TIMEOUT``, a repeated id ``LLM_REPEAT_REQUEST``; each needs one local ip.
 
         Args:
-            clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is given and not empty),
-                and the ``remote_cluster_id``, or none to learn it (interface R28).
-            timeout: Milliseconds for all of it.
+            clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is not empty), and
+                ``remote_cluster_id``; None learns it (interface R28).
+            timeout: Milliseconds for the whole call.
 
         Returns:
-            ``(status, statuses)``: SUCCESS or the status of the last failing cluster, and one status each, whose
-            ``error`` is the exception (extension):
-            ``LLM_ALREADY_LINK``, ``LLM_LINK_FAILED`` (unreachable, refused, another cluster id), ``LLM_TIMEOUT``,
-            ``LLM_PARAM_INVALID`` (not exactly one remote ip, RCA differs between the ends).
+            ``(status, statuses)``: SUCCESS or the last failing cluster's, and one each with its ``error`` (extension):
+                ``LLM_ALREADY_LINK``, ``LLM_TIMEOUT``, ``LLM_LINK_FAILED`` (unreachable, refused, another id),
+                ``LLM_PARAM_INVALID`` (not one remote ip, RCA differs).
 
         Raises:
             ParamError: ``timeout`` not above 0, or a cluster without local ip.
@@ -237,10 +232,9 @@ class LLMDataDist:
         return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True))
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
-        """Await :meth:`link_clusters`: the same arguments and results.
+        """Await :meth:`link_clusters`. Argument errors are raised at once.
 
-        Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
-        clusters that it linked stay linked.
+        A cancelled call ends within ``timeout``, before ``CancelledError`` comes; its links stay.
 
         Source: interface §3.4; extension.
         """
@@ -277,34 +271,31 @@ class LLMDataDist:
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Give links up. A cluster that is not linked is a success. Failures are returned, not raised.
+        """Unlink clusters. A cluster that is not linked is a success; failures are returned.
 
-        Waits for running operations. Not forced: tells the peer and waits for its agreement; on ``LLM_TIMEOUT`` the
-        link is kept, at both ends. Forced: this side only, by ``remote_cluster_id`` alone, without contacting the
-        peer; operations that still run at the timeout fail. With ``llm.TransferBackend`` always as if forced.
-
-        In v1 mode running pulls are not waited for: ``LLM_LINK_BUSY``, and the link is kept. A cluster that is not
-        linked has ``LLM_NOT_YET_LINK``, which is no failure of the call. A time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
+        The call waits for running operations. Unless ``force`` is set, it also waits for the peer's agreement; after
+        ``LLM_TIMEOUT`` both sides keep the link. With ``llm.TransferBackend`` every unlink is forced. In v1 mode a link
+        with a running pull stays (``LLM_LINK_BUSY``), a cluster that is not linked has ``LLM_NOT_YET_LINK``, no failure
+        of the call, and a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
 
         Args:
             clusters: Each with ``remote_cluster_id`` and, unless forced or in v1 mode, one remote ip.
-            timeout: Milliseconds for all of it.
-            force: See above.
+            timeout: Milliseconds for the whole call.
+            force: If True, this side unlinks without the peer; operations that run at the timeout fail.
 
         Raises:
-            NoneArgument: A ``remote_cluster_id`` that is not set.
-            ParamError: ``timeout`` not above 0.
-            StateError: Called inside of another call of this thread, as by a finalizer.
+            NoneArgument, ParamError: A ``remote_cluster_id`` is not set; ``timeout`` not above 0.
+            StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §3.4, §8.
         """
         return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True))
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
-        """Await :meth:`unlink_clusters`: the same arguments and results.
+        """Await :meth:`unlink_clusters`. Argument errors are raised at once.
 
-        Argument errors are raised at once. A cancelled call ends within ``timeout`` before ``CancelledError`` comes;
-        each link is kept or gone, as after a timeout.
+        A cancelled call ends within ``timeout``, before ``CancelledError`` comes; each link is kept or gone, as after a
+        timeout.
 
         Source: interface §3.4; extension.
         """
@@ -338,15 +329,14 @@ class LLMDataDist:
         return _one_call(engine, "unlink_clusters", clusters, unlink_each, report)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
+        """Ping a peer and wait for its answer. Only in v1 mode.
 
         Raises:
-            StateError: In v2 mode (``LLM_PARAM_INVALID``): ``statistics().links`` shows the states there.
-            ParamError: Outside uint64, or this is no DECODER.
-            NotLinked: There is no link to that cluster, or it was given up meanwhile.
-            LinkError: A pull is running on the link (``LLM_LINK_BUSY``); ask again.
-            DeadlineExceeded: No answer within ``sync_kv_timeout`` (``LLM_WAIT_PROCESS_TIMEOUT``); the link is kept.
-            PeerLost: The link broke meanwhile; link again.
+            StateError: In v2 mode (``LLM_PARAM_INVALID``); use ``statistics().links``.
+            ParamError: Outside uint64, or this instance is not a DECODER.
+            NotLinked, PeerLost: There is no link, or it ended during the call.
+            LinkError: A pull is running on the link (``LLM_LINK_BUSY``); repeat the call.
+            DeadlineExceeded: No answer within ``sync_kv_timeout`` (``LLM_WAIT_PROCESS_TIMEOUT``); the link stays.
 
         Source: interface §3.7.
         """
@@ -361,38 +351,23 @@ class LLMDataDist:
         v1.check_link_status(engine.links, cluster_id, engine.deadline())
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Begin to link all members of a communicator to each other; return its id at once.
+        """Begin to link all members of a communicator to each other; return its id.
 
-        Every member calls this, in any order and without a ``listen_ip_info``, with the same name, ranks and table.
-        The preparation goes on in the background: :meth:`query_register_mem_status` is PREPARING, then OK or FAILED,
-        at the latest ``link_total_time`` seconds after the call (120 if it is 0 or not set; the environment variable
-        HCCL_CONNECT_TIMEOUT changes that). Until OK nothing can be pulled or pushed over it. The links that result
-        are like those of ``link_clusters``: each works both ways, and :meth:`explain` shows it. A link to a member
-        that is there already is used; a second communicator with the same members gets an id of its own. A member that
-        is lost while others are still missing has to come again, and is dialled again; one that is lost after OK is
-        not: ``unlink`` and ``link`` anew, at both ends. The reason of a failure is logged at WARNING and in
-        :meth:`explain_communicator`.
-
-        Of two members the one with the lower cluster id waits for the other one at its address in the table, on a
-        port that follows from ``comm_name``: one of eight in 27000-31999, the first that is free. The environment
-        variable LLM_DATADIST_LINK_PORTS ("low-high") moves that range, for all members alike. No single attempt
-        takes longer than ``link_total_time / link_retry_count``, nor longer than 5 s.
+        Every member calls this with the same arguments. :meth:`query_register_mem_status` is PREPARING, then OK or
+        FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are used. A lost
+        member is dialled again before OK, not after it. The lower cluster id listens on the first free of eight ports,
+        which ``comm_name`` selects in 27000-31999, or in LLM_DATADIST_LINK_PORTS ("low-high"), equal at all members. An
+        attempt takes at most ``link_total_time / link_retry_count``, within 0.1 to 5 s.
 
         Args:
             comm_name: 1 to 127 characters, no NUL.
-            cluster_rank_info: Cluster id -> rank of each member, this one too: 2 to 4, ranks ascending.
-            rank_table: JSON object with ``server_list``: servers with ``device`` lists, in which each device has its
-                ``rank_id``. A rank is reached at its server's ``host_ip``, else at the ``server_id`` if that is an
-                address, else at its ``device_ip``. Other fields have no effect.
-
-        Returns:
-            The communicator's id: 1, 2, ... since ``init``; never the value of a status.
+            cluster_rank_info: Cluster id -> rank of 2 to 4 members, this one too; ranks ascending.
+            rank_table: JSON object with ``server_list``, from which each rank has its address.
 
         Raises:
-            ParamError: A rule above is broken; the text names the argument, or the field of the table.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``).
-            LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``): use ``link_clusters``.
-            LinkRefused: None of the communicator's ports is free on this host (``LLM_LINK_FAILED``).
+            ParamError: An argument, table field or the environment's port range, named in the text, breaks its rule.
+            StateError, LLMException: In v1 mode; with ``llm.TransferBackend``. Statuses as of :meth:`unlink`.
+            LinkRefused: None of the ports is free on this host (``LLM_LINK_FAILED``).
 
         Source: interface §3.5, B2.3.
         """
@@ -405,16 +380,15 @@ class LLMDataDist:
             return engine.open_communicator(comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
-        """Give a communicator up, also one that is still being prepared, or has failed.
+        """End a communicator, in any state, at this side only.
 
-        Only this end: the other members see their links to it end, and each unlinks for itself. Waits for operations
-        that run, within ``sync_kv_timeout``; what runs longer fails. A member stays linked while another communicator
-        of this end names it, and where ``link_clusters`` made the link.
+        The call waits for running operations within ``sync_kv_timeout``, then they fail. A link stays if
+        ``link_clusters`` or another communicator needs it.
 
         Raises:
             ParamError: Outside uint64.
             NotLinked: There is no such communicator.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``); inside of another call of this thread, as by a finalizer.
+            StateError: In v1 mode (``LLM_PARAM_INVALID``), or inside another call of this thread, as by a finalizer.
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
 
         Source: interface §3.5, B2.3.
@@ -429,7 +403,7 @@ class LLMDataDist:
             engine.links.communicators.close(number, engine.deadline())
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far a communicator has come: PREPARING, then OK or FAILED, which it stays until ``unlink``.
+        """Return a communicator's status: PREPARING, then OK or FAILED until ``unlink``.
 
         Raises:
             ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
@@ -440,7 +414,7 @@ class LLMDataDist:
         return engine.links.communicators.status(check_uint64("comm_id", comm_id))
 
     def explain_communicator(self, comm_id: int) -> CommunicatorStatistics:
-        """Return a communicator's members, those still missing, and why it failed. An extension.
+        """Return a communicator's members, those missing, and why it failed. An extension.
 
         Raises:
             ParamError, NotLinked: As :meth:`unlink`.
@@ -457,32 +431,23 @@ class LLMDataDist:
         return engine
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, Any] | None = None) -> None:
-        """Take another role, and begin, move or cease to listen. Caches, their ids and keys are not touched.
+        """Change the role; start, move or stop the listener.
 
-        With ``llm.listenIpInfo`` in the options this end listens there from now on (the same address as before is
-        left alone); without it, it listens no more. Other options are ignored, so the dict of a whole LLMConfig will
-        do. With ``llm.TransferBackend`` the listener stays as it is.
-
-        In v2 mode the role is a label: the same role is allowed, and ``enable_switch_role`` is not asked for. In v1
-        mode ``enable_switch_role`` is needed, the role must be another one, and PROMPT needs ``llm.listenIpInfo``.
-
-        Args:
-            role: The role from now on.
-            switch_options: A dict of options, or None for none.
+        With ``llm.listenIpInfo`` in the options the instance listens there, otherwise nowhere; other options are
+        ignored. With ``llm.TransferBackend`` the listener stays. Caches, ids and keys stay. In v2 mode the role is a
+        label.
 
         Raises:
-            ParamError: ``llm.listenIpInfo`` is not of the form ip:port; in v1 mode the same role, or PROMPT without it.
-            StateError: There is a link, made by either end, or a communicator is being prepared (``LLM_EXIST_LINK``).
-            LinkError: The new address cannot be bound (``LLM_FAILED``).
-            LLMException: With ``LLM_FEATURE_NOT_ENABLED``: v1 mode without ``enable_switch_role``, or with several
-                addresses; another address with ``llm.TransferBackend``.
-
-        Whatever is raised, role and listener are as before; only when the new address shares the port of the old one,
-        and both the new and the old cannot be bound any more, this end listens no more, and the text says so.
+            ParamError: ``llm.listenIpInfo`` is not ip:port; in v1 mode the same role, or PROMPT without it.
+            StateError: A link exists, or a communicator is being prepared (``LLM_EXIST_LINK``).
+            LinkError: The new address cannot be bound (``LLM_FAILED``). Role and listener are as before. If both
+                addresses share a port and neither can be bound, the instance stops listening; the text says so.
+            LLMException: ``LLM_FEATURE_NOT_ENABLED``: v1 mode without ``enable_switch_role`` or with several addresses;
+                another address with ``llm.TransferBackend``.
 
         Source: interface §3.6, B7.
         """
-        with self._lifecycle:  # before role and engine are looked at
+        with self._lifecycle:  # before reading role and engine
             engine = self._require_engine("switch_role")
             check_type("role", role, LLMRole)
             listen = None if switch_options is None else check_type("switch_options", switch_options, dict).get(LISTEN)
@@ -525,7 +490,7 @@ class LLMDataDist:
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
-        """The KvCacheManager (v1 mode: ``llm.EnableCacheManager`` is not 1); the same object until finalize.
+        """The KvCacheManager (v1 mode); the same object until finalize.
 
         Raises:
             StateError: In v2 mode (``LLM_PARAM_INVALID``).
@@ -541,42 +506,42 @@ class LLMDataDist:
 
     @property
     def listen_port(self) -> int | None:
-        """The port this process listens on (picked, if 0 was asked for), or None. An extension."""
+        """The port this instance listens on, or None. An extension."""
         address = self._require_engine("listen_port").links.listen_address
         return None if address is None else address[1]
 
     @property
     def incarnation(self) -> str:
-        """Random id of this ``init``, hexadecimal: it tells two processes of one cluster id apart. An extension."""
+        """Random hexadecimal id of this ``init``. An extension."""
         return self._require_engine("incarnation").store.exports.incarnation.hex()
 
     def statistics(self) -> Statistics:
-        """Return pools, caches, keys with their age, pins, quarantine, swap, links and operations. An extension."""
+        """Return the present :class:`~llm_datadist.metrics.Statistics`. An extension."""
         return self._require_engine("statistics").statistics()
 
     def explain(self, remote_cluster_id: int) -> LinkStatistics:
-        """Return the link to a cluster: its state, the transport it uses and why that one. An extension.
+        """Return a link's state, its transports and the reason for them. An extension.
 
         Raises:
-            NotLinked: There is no link. The text says what became of it; after a ``link_clusters`` that failed,
-                ``__cause__`` is the exception.
+            NotLinked: There is no link. The text has its last event; after a failed ``link_clusters`` its exception is
+                the ``__cause__``.
         """
         engine = self._require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()
 
     def check_integrity(self) -> None:
-        """Check that all tables agree with each other; for tests and for idle moments. An extension.
+        """Check that all tables agree, in tests or idle moments. An extension.
 
         Raises:
-            AssertionError: They do not; the text says what.
+            AssertionError: They do not; the text names the difference.
         """
         self._require_engine("check_integrity").check_integrity()
 
 
 def _shutdown_handler() -> None:
-    """Let running layer-wise transfers end, then finalize; called when the interpreter exits."""
+    """Let running layer-wise transfers end, then finalize, at the interpreter's exit."""
     live = list(LLMDataDist._live)
-    for engine in [each._engine for each in live]:  # all of them first: one may send to another
+    for engine in [each._engine for each in live]:  # all before any finalize: one may send to another
         if engine is not None:
             engine.tasks.finish()
     for instance in live:
@@ -587,7 +552,7 @@ def _shutdown_handler() -> None:
 
 
 def _in_forked_child() -> None:
-    """Forget the parent's objects: they are not initialised here, and the child may make its own."""
+    """Mark the parent's instances as not initialised; the child may make its own."""
     LLMDataDist._live_lock = threading.Lock()
     for instance in LLMDataDist._live:
         instance._lifecycle = threading.Lock()
@@ -604,7 +569,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _import_late(options: Options) -> None:
-    """Import what an engine with these options needs, from files: without memory or descriptor init fails here."""
+    """Import the modules that an engine with these options needs."""
     names = ["_transfer.engine"] + (
         ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
     )
@@ -614,7 +579,7 @@ def _import_late(options: Options) -> None:
         with typed_memory_error("init"):
             for name in names:
                 import_module(f"llm_datadist.{name}")
-    # ImportError: a shared object for which there is no address space. SystemError: the interpreter lost a MemoryError.
+    # ImportError: no address space for a shared object. SystemError: the interpreter lost a MemoryError.
     except (OSError, ImportError, SystemError) as error:
         raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 

@@ -1,7 +1,6 @@
-"""Status codes and the exception tree: whose fault it was, whether to try again, and one line of text.
+"""Status codes and exceptions of the library (interface §1.2, §1.3).
 
-The numeric values are those of the interface (interface §1.2); the tree is ours and every class in it is an
-:class:`LLMException`, so code that catches ``LLMException`` and reads ``.status_code`` sees every failure.
+The codes are the interface's; the tree below :class:`LLMException` is an extension.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BASE = 0x5010B000
 
 
 class LLMStatusCode(IntEnum):
-    """Status of an operation (interface §1.2). ``int(LLM_SUCCESS) == 0``; ``str()`` is ``LLMStatusCode.NAME``.
+    """Status of an operation; ``str()`` is ``LLMStatusCode.NAME``.
 
     Source: interface §1.2.
     """
@@ -81,21 +80,21 @@ class LLMStatusCode(IntEnum):
 
     @property
     def error(self) -> LLMException | None:
-        """Why, in a failure that ``link_clusters`` or ``unlink_clusters`` returned; None in any other (extension)."""
+        """The exception of a failure that linking or unlinking returned. An extension."""
         return vars(self).get("_error")
 
     def because(self, error: LLMException | None) -> LLMStatusCode:
-        """Return the same status, equal to this one, with an :attr:`error` (extension)."""
+        """Return an equal status with an :attr:`error`. An extension."""
         if error is None:
             return self
         status = int.__new__(LLMStatusCode, self)
-        # A copy keeps no frames, and so none of what they have in hand.
+        # A copy has no traceback, whose frames would keep caches and links.
         vars(status).update(_name_=self.name, _value_=self.value, _error=copy.copy(error))
         return status
 
 
 def code_2_status(code: int) -> LLMStatusCode:
-    """Return the status with the numeric value ``code``; a value without a name is ``LLM_FAILED`` (interface §1.2).
+    """Return the status of a number, ``LLM_FAILED`` for one without a name.
 
     Source: interface §1.2.
     """
@@ -106,7 +105,7 @@ def code_2_status(code: int) -> LLMStatusCode:
 
 
 class Status:
-    """A status code with the question that is usually asked of it (interface §1.2).
+    """A status code and its test for success.
 
     Source: interface §1.2.
     """
@@ -131,15 +130,14 @@ class Status:
 
 
 class LLMException(RuntimeError):
-    """Root of everything this library raises about its own work (interface §1.3).
+    """Root of this library's exceptions.
 
-    Raised by hand its status defaults to ``LLM_SUCCESS``, as documented (interface R29); nothing the library itself
-    raises carries that status.
+    Raised by hand, its status is ``LLM_SUCCESS`` (interface R29); the library never raises that.
 
     Attributes:
-        retryable: True when the same call may succeed later without a change by the caller.
-        peer: Cluster id of the peer involved, or None.
-        phase: Step of the operation that failed (``resolve``, ``copy``, ...), or None.
+        retryable: True if the same call may succeed later.
+        peer: The peer's cluster id, or None.
+        phase: Step that failed (``resolve``, ``copy``, ...), or None.
 
     Source: interface §1.3.
     """
@@ -161,46 +159,48 @@ class LLMException(RuntimeError):
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """The interface's status code for this failure."""
+        """The interface's status code."""
         return self._status_code
 
     def restate(self, status_code: LLMStatusCode) -> None:
-        """Replace the status: v1 has its own for some failures (extension)."""
+        """Replace the status, for v1's own codes. An extension."""
         self._status_code = status_code
 
 
 class ParamError(LLMException, ValueError):
-    """A well-typed argument breaks a rule; nothing has happened (interface R1). The text names argument, value and
-    rule."""
+    """An argument, which the text names, breaks a rule (interface R1).
+
+    No cache, key or byte has changed. Checks against the peer's cache follow one request.
+    """
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class NoneArgument(LLMException, TypeError, AttributeError):
-    """None was given where it is not allowed; nothing has happened (interface R1)."""
+    """None where it is not allowed (interface R1)."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class StateError(LLMException):
-    """The object is in no state for this call: finalised (``LLM_ENGINE_FINALIZED``), or an illegal transition."""
+    """The object's state does not allow the call; finalized: ``LLM_ENGINE_FINALIZED``."""
 
     default_status = LLMStatusCode.LLM_FAILED
 
 
 class NotInitialized(StateError):
-    """A call that needs ``init`` before it (interface B1: a RuntimeError)."""
+    """The call needs ``init`` first (interface B1)."""
 
 
 class OutOfMemory(LLMException, MemoryError):
-    """A pool cannot serve a request. All sizes in bytes.
+    """A pool, the host or the process has too little memory; nothing was allocated.
 
     Attributes:
-        pool: Which pool.
-        requested: Bytes asked for (rounded up to pages).
-        free: Bytes free in the pool.
-        largest_hole: Largest contiguous free range.
-        quarantined: Bytes that wait for a foreign reader or writer to end.
+        pool: Name of the pool; empty without one.
+        requested: Bytes asked for, in whole pages.
+        free: Free bytes.
+        largest_hole: Bytes of the largest free range.
+        quarantined: Freed bytes that foreign writers (v1 without a pool: inproc readers too) still use.
     """
 
     default_status = LLMStatusCode.LLM_OUT_OF_MEMORY
@@ -225,93 +225,93 @@ class OutOfMemory(LLMException, MemoryError):
 
 
 class CacheError(LLMException):
-    """Something about a cache or a key, here or at the peer."""
+    """A cache or a key does not allow the operation."""
 
     default_status = LLMStatusCode.LLM_FAILED
 
 
 class CacheNotFound(CacheError, LookupError):
-    """The key or cache id is unknown: not published yet, already consumed, or freed. May be retried later."""
+    """Unknown key or cache id: not published yet, consumed, removed or freed."""
 
     default_status = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     retryable = True
 
 
 class GrantEnded(CacheError):
-    """The grant of the blocks has ended, for ever; the text says why and since when, if its owner has answered."""
+    """The grant has ended; the text has reason and age, if its owner answered."""
 
 
 class KeyInUse(CacheError):
-    """The key is bound to another cache (interface R3)."""
+    """Another cache has the key (interface R3)."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class CacheMismatch(CacheError, ParamError):
-    """The two ends' geometries do not fit each other; no byte was moved. The text gives both sides."""
+    """The caches do not fit, or the peer refuses; no byte has moved."""
 
     default_status = LLMStatusCode.LLM_PARAM_INVALID
 
 
 class LinkError(LLMException):
-    """Something about a link; other links are not touched."""
+    """A link or the listener failed; other links are not touched."""
 
     default_status = LLMStatusCode.LLM_LINK_FAILED
     retryable = True
 
 
 class NotLinked(LinkError):
-    """There is no link to that cluster."""
+    """There is no link to that cluster, or no such communicator."""
 
     default_status = LLMStatusCode.LLM_NOT_YET_LINK
 
 
 class AlreadyLinked(LinkError):
-    """There is a live link to that cluster; it is untouched."""
+    """A link to that cluster exists and stays."""
 
     default_status = LLMStatusCode.LLM_ALREADY_LINK
     retryable = False
 
 
 class LinkRefused(LinkError):
-    """The peer, or a check on this side, refused the link; the text holds the reason."""
+    """The peer or this side refused the link, for the text's reason."""
 
 
 class PeerLost(LinkError):
-    """The peer died or went silent during the operation; link again to recover (interface R22)."""
+    """The peer died, went silent or unlinked during the operation (interface R22)."""
 
     default_status = LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR
 
 
 class AuthFailed(LinkError):
-    """The peer could not prove who it is."""
+    """A side lacks credentials or has rejected them, or ``llm.PeerPolicy`` forbids the link."""
 
     retryable = False
 
 
 class TransferFailed(LLMException):
-    """Bytes may have moved but must not be used: the source changed, or the transport failed."""
+    """The source or destination ended, or the transport failed; the addressed bytes are undefined."""
 
     default_status = LLMStatusCode.LLM_FAILED
     retryable = True
 
 
 class TransferAborted(TransferFailed):
-    """The operation was given up from this side (unlink, finalize)."""
+    """This side aborted a connection; transfers raise NotLinked or PeerLost instead."""
 
 
 class ChecksumMismatch(TransferFailed):
-    """Both ends were asked after a transfer, and do not hold the same bytes. What was addressed is undefined.
+    """Source and destination differ after a transfer; the addressed bytes are undefined.
 
-    The first place that differs, as far as it was found; -1 where it was not.
+    All but ``tensors`` locate the first difference; -1 if unknown. Rows of continuous caches count as blocks.
 
     Attributes:
         cache_id: Id of the peer's cache.
-        tensors: How many tensors differ, at least.
-        local_tensor: Tensor of the cache here.
-        local_block: Its block, or its row where the cache is a continuous one.
-        remote_tensor: Tensor of the peer's cache.
-        remote_block: Its block or row.
+        tensors: Least number of tensors that differ.
+        local_tensor: Local tensor.
+        local_block: Local block.
+        remote_tensor: Peer's tensor.
+        remote_block: Peer's block.
     """
 
     def __init__(
@@ -337,11 +337,11 @@ class ChecksumMismatch(TransferFailed):
 
 
 class DeadlineExceeded(LLMException, TimeoutError):
-    """The call's time is used up.
+    """The call's time is over; the link stays usable.
 
     Attributes:
-        budget_ms: The call's whole budget in milliseconds.
-        elapsed_ms: Milliseconds since the call began.
+        budget_ms: The call's budget in milliseconds.
+        elapsed_ms: Milliseconds since its begin.
     """
 
     default_status = LLMStatusCode.LLM_TIMEOUT
@@ -362,6 +362,6 @@ class DeadlineExceeded(LLMException, TimeoutError):
 
 
 class ProtocolError(LLMException):
-    """A frame or value from the wire breaks the protocol; its connection is given up."""
+    """A message breaks the protocol; its connection ends."""
 
     default_status = LLMStatusCode.LLM_FAILED

@@ -26,11 +26,10 @@ __all__ = ["KvCache", "Tensor", "TensorDesc"]
 
 
 class KvCache:
-    """The handle of a cache that a KvCacheManager made, or of host memory for ``swap_blocks``. Not made by users.
+    """Handle of a KvCacheManager's cache, or of host memory for ``swap_blocks``. Not made by users.
 
-    A handle that is dropped while its cache is still allocated gives that back, as ``deallocate_cache`` would, at the
-    manager's next call: keep the handle for as long as you use the addresses. For the same reason there is one handle
-    to a cache: ``copy`` returns the handle itself, and it cannot be pickled.
+    Keep it while its addresses are in use: the manager's next call deallocates the cache of a dropped handle. ``copy``
+    returns the handle itself; pickling it is a TypeError.
 
     Source: interface §4.
     """
@@ -43,16 +42,15 @@ class KvCache:
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
-        """Return a blocks cache (id -1, not registered) over host memory of yours, an operand of ``swap_blocks``.
+        """Return a blocks cache (id -1, not registered) over the caller's host memory, for ``swap_blocks``.
 
         Args:
-            cache_desc: Its placement must be HOST.
-            addrs: One address per tensor; or one list of them per device, so one list.
+            addrs: One address per tensor, or a list with one such list.
 
         Raises:
             TypeError: Wrong types; ``addrs`` must be a list (``NoneArgument`` for None).
-            ParamError: Another placement, addresses and lists mixed, another number of addresses than
-                ``num_tensors``, of lists than devices (1), or none at all.
+            ParamError: Placement not HOST, mixed elements, another number of addresses than ``num_tensors``, of lists
+                than 1.
 
         Source: interface §4 (KvCache).
         """
@@ -79,11 +77,11 @@ class KvCache:
 
     @property
     def per_device_tensor_addrs(self) -> list[list[int]]:
-        """For each device (one here) the address of each tensor; empty once deallocated."""
+        """One list with the address of each tensor; empty after deallocation."""
         addresses = self._cache.tensor_addrs
         return [addresses] if addresses else []
 
-    # A second handle would deallocate the cache although the first is still in use.
+    # A second handle would deallocate the cache while the first is in use.
     def __copy__(self) -> KvCache:
         return self
 
@@ -95,7 +93,7 @@ class KvCache:
 
     @hold_signals
     def __del__(self) -> None:
-        # The collector may call this in any thread, under any lock: so it must not do more.
+        # The garbage collector calls this in any thread, under any lock, so it takes none.
         if self._forgotten is not None and self._cache.tensor_addrs:
             self._forgotten.append(self._cache.cache_id)
 
@@ -105,10 +103,6 @@ class KvCache:
 
 class TensorDesc:
     """Element type and shape of a tensor.
-
-    Args:
-        dtype: Element type.
-        shape: List or tuple of int64, none negative.
 
     Raises:
         TypeError: Wrong types (``NoneArgument`` for None).
@@ -130,7 +124,7 @@ class TensorDesc:
 
     @property
     def shape(self) -> list[int]:
-        """Shape, a list of its own for each caller."""
+        """Shape, as a new list."""
         return list(self._shape)
 
     def __repr__(self) -> str:
@@ -138,18 +132,18 @@ class TensorDesc:
 
 
 class Tensor:
-    """A tensor over memory that it does not own and never copies by itself.
+    """Tensor over memory that it neither owns nor copies.
 
     Args:
-        data: A C-contiguous array of native byte order, text (str or bytes) included; another Tensor; or the address
-            of host memory, which then needs ``tensor_desc`` and must outlive the tensor.
-        tensor_desc: What ``data`` is; None: what the array says. With ``DT_BF16``, for which NumPy has no type, the
-            array is one of bit patterns, ``uint16`` or ``float16``.
+        data: C-contiguous array of native byte order, text included; another Tensor; or an address of host memory,
+            which must outlive the tensor.
+        tensor_desc: Required for an address. Default: None, the array's. With ``DT_BF16`` the array has the bit
+            patterns as ``uint16`` or ``float16``.
 
     Raises:
-        TypeError: ``data`` or ``tensor_desc`` of a wrong type (``NoneArgument`` for None).
-        ParamError: Also a RuntimeError. An element type that the interface does not have, an array that is not
-            contiguous, a shape or type that is not that of ``tensor_desc``, an address without ``tensor_desc``.
+        TypeError: Wrong types (``NoneArgument`` for None).
+        ParamError: An unsupported element type, an array that is not contiguous, another shape or type than
+            ``tensor_desc``, an address without it.
 
     Source: interface §8.
     """
@@ -182,13 +176,12 @@ class Tensor:
             self._tensor_desc = wanted
 
     def numpy(self, copy: bool = False) -> Array:
-        """Return the tensor as an array: its own memory, or with ``copy`` a copy.
+        """Return the tensor's own array, or a copy if ``copy`` is True.
 
-        ``DT_BF16`` comes as float32, in an array of its own in any case; ``DT_FLOAT16`` as float16.
+        ``DT_BF16`` is always copied, to float32.
 
         Raises:
-            TypeError: ``copy`` is no bool.
-            ParamError: Also a RuntimeError: text (``DT_STRING``) without ``copy``.
+            ParamError: Text (``DT_STRING``) without ``copy``.
 
         Source: interface §8.
         """
@@ -205,7 +198,7 @@ class Tensor:
 
 
 def _described(array: Array) -> TensorDesc:
-    """Return the descriptor of an array; ParamError where the interface has none for it."""
+    """Return an array's descriptor; ParamError if the interface has none."""
     dtype = DataType.DT_STRING if array.dtype.kind in "US" else np_dtype_to_dtype.get(canonical_type(array.dtype))
     check_rule(dtype is not None and array.dtype.isnative, f"data: element type {array.dtype} is not supported")
     check_rule(
@@ -224,5 +217,5 @@ def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     dtype = numpy_type("tensor_desc.dtype", desc.dtype)
     nbytes = math.prod(desc.shape) * desc.dtype.itemsize
     check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
-    check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes from there on are no memory")
+    check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes there are outside [1, 2**64)")
     return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc

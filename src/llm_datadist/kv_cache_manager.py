@@ -1,5 +1,4 @@
-"""KvCacheManager, the v1 interface to caches (interface §8): other rules and codes over the same calls as
-CacheManager."""
+"""KvCacheManager, the v1 interface to caches (interface §8)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ __all__ = ["KvCacheManager"]
 
 
 def _device_cache(name: str, value: object) -> Cache:
-    """Return the v2 handle behind a KvCache, which must be on the device (interface R16)."""
+    """Return the v2 handle of a KvCache on the device (interface R16)."""
     cache = check_type(name, value, KvCache)._cache
     _require_device(name, cache.cache_desc)
     return cache
@@ -49,7 +48,7 @@ def _block_list(name: str, value: object) -> BlockList:
     return parse_blocks(name, check_type(name, value, list))
 
 
-#: v1's differences: a handle is a KvCache, on the device, and block numbers come in lists only.
+#: v1's differences: handles are KvCaches on the device, block numbers are lists.
 _ARGUMENTS: Final[Rules] = {
     **ARGUMENTS,
     **dict.fromkeys(("cache", "src_cache", "kv_cache", "decoder_kv_cache", "dst", "src"), _device_cache),
@@ -59,19 +58,15 @@ _ARGUMENTS: Final[Rules] = {
 
 @public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard", transfer_cache_async="_stop")
 class KvCacheManager(EngineUser):
-    """Caches of one LLMDataDist in v1 mode, from ``LLMDataDist.kv_cache_manager``.
+    """Caches of one LLMDataDist in v1 mode; ``LLMDataDist.kv_cache_manager`` returns it.
 
-    A PROMPT serves: only it binds and removes keys. A DECODER pulls and links. A MIX does neither, but may give a
-    blocks cache a key. All caches are on the device.
+    A PROMPT binds and removes keys; a DECODER links and pulls; other roles get ParamError. At a MIX, only blocks caches
+    can get a key. All caches are on the device. "v2" below is the method of the same name of
+    :class:`~llm_datadist.cache_manager.CacheManager`.
 
-    "v2" is the call of the same name of :class:`~llm_datadist.cache_manager.CacheManager`: docstrings here say what is
-    different.
-
-    Statuses are v1's: ``LLM_WAIT_PROCESS_TIMEOUT`` where v2 has ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` where
-    it has ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use; the classes are the same. After ``finalize`` every
-    method but ``is_initialized`` raises ``StateError`` with ``LLM_ENGINE_FINALIZED`` (interface R21). An argument of a
-    wrong type is a TypeError (``NoneArgument`` for None); a ``KvCache`` of another LLMDataDist, or of an earlier
-    ``init``, is a CacheError (``LLM_PARAM_INVALID``).
+    The errors are v2's, with v1's statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for ``LLM_TIMEOUT``,
+    ``LLM_DEVICE_OUT_OF_MEMORY`` for ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use. After ``finalize``
+    ``is_initialized`` still works.
 
     Threads: any.
 
@@ -81,7 +76,7 @@ class KvCacheManager(EngineUser):
     def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
         super().__init__(engine)
         self._role = role
-        # Ids of caches whose handle was dropped. KvCache.__del__ adds them in any thread, under any lock: no lock here.
+        # Ids of caches with dropped handles. KvCache.__del__ adds them under any lock, so this has none.
         self._forgotten: deque[int] = deque()
 
     def is_initialized(self) -> bool:
@@ -107,20 +102,18 @@ class KvCacheManager(EngineUser):
         check_rule(now is role, f"{call}: only a {role.name} may, and this is a {now.name}")
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> KvCache:
-        """Allocate a continuous cache on the device; key i names batch row i, for a DECODER to pull.
+        """Allocate a continuous cache on the device; key i names batch row i.
 
-        The memory comes from ``mem_pool_cfg``, else ``ge.flowGraphMemMaxSize`` x ``mem_utilization``, else straight
-        from the device (interface R12). It is given back once the cache is deallocated *and* its keys are pulled or
-        removed.
+        The memory is of ``mem_pool_cfg``, else of ``ge.flowGraphMemMaxSize`` x ``mem_utilization``, else the cache's
+        own (interface R12). It is freed once the cache is deallocated *and* its keys are pulled or removed.
 
         Args:
-            cache_desc: ``num_tensors`` tensors of ``shape``; placement DEVICE.
-            cache_keys: At most ``shape[0]`` keys; only a PROMPT may give any.
+            cache_desc: Placement DEVICE.
+            cache_keys: At most ``shape[0]`` keys, only at a PROMPT.
 
         Raises:
-            ParamError: HOST placement, impossible shape, more keys than rows, keys although this is no PROMPT.
-            KeyInUse: A key is bound to another cache (``LLM_FAILED``).
-            OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
+            ParamError: HOST placement, impossible shape, too many keys, keys at another role.
+            KeyInUse, OutOfMemory: As v2; nothing was allocated or bound.
 
         Source: interface §8.
         """
@@ -132,16 +125,15 @@ class KvCacheManager(EngineUser):
         return self._allocate("allocate_cache", cache_desc, CacheKind.CACHE, keys)
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> KvCache:
-        """Allocate a blocks (paged) cache on the device: ``shape[0]`` blocks per tensor. Memory as above.
+        """Allocate a blocks (paged) cache on the device, in the memory of :meth:`allocate_cache`.
 
         Args:
             cache_desc: Placement DEVICE.
-            blocks_cache_key: Names the cache for others, one per ``model_id``. A DECODER may give none.
+            blocks_cache_key: Key for peers, one cache per ``model_id``; not at a DECODER.
 
         Raises:
-            ParamError: HOST placement, impossible shape, a key although this is a DECODER.
-            KeyInUse: There is a blocks cache of that model (``LLM_FAILED``).
-            OutOfMemory: ``LLM_DEVICE_OUT_OF_MEMORY``; nothing was allocated or bound.
+            ParamError: HOST placement, impossible shape, a key at a DECODER.
+            KeyInUse, OutOfMemory: As v2; nothing was allocated or bound.
 
         Source: interface §8.
         """
@@ -159,12 +151,10 @@ class KvCacheManager(EngineUser):
             return KvCache(calls.allocate(self._engine, call, cache_desc, kind, keys), self._forgotten)
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Give a cache back, of either kind; ``per_device_tensor_addrs`` is emptied.
-
-        As v2's ``deallocate_cache`` and ``deallocate_blocks_cache``.
+        """Deallocate a cache of either kind, as v2; empties ``per_device_tensor_addrs``.
 
         Raises:
-            ParamError: A CPU cache: its memory is yours.
+            ParamError: A CPU cache: the caller owns its memory.
 
         Source: interface §8.
         """
@@ -174,12 +164,7 @@ class KvCacheManager(EngineUser):
             calls.deallocate(engine, "deallocate_cache", handle)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key; later pulls by it fail. Frees a deallocated cache that waited for it. Only on a PROMPT.
-
-        Unknown keys and placeholders: no-op.
-
-        Raises:
-            ParamError: This is no PROMPT.
+        """Unbind a key, as v2. Only at a PROMPT.
 
         Source: interface §8.
         """
@@ -199,14 +184,11 @@ class KvCacheManager(EngineUser):
         size: int = -1,
         req_id: int | None = None,
     ) -> None:
-        """Copy bytes [offset, offset + size) of a batch row to the same place of another, in every tensor.
-
-        Arguments as v2's, but both caches are on the device.
+        """Copy a range of a row to the same place of another row, as v2.
 
         Raises:
-            CacheNotFound: as v2's.
-            ParamError: as v2's, and for a CPU cache.
-            DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed bytes are undefined.
+            ParamError, CacheNotFound: As v2; ParamError for a CPU cache.
+            DeadlineExceeded: The addressed bytes are undefined.
 
         Source: interface §8.
         """
@@ -216,12 +198,11 @@ class KvCacheManager(EngineUser):
             calls.copy_cache(engine, _ARGUMENTS, given, req_id)(engine.deadline())
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks inside one blocks cache: ``{src_block: [dst_block, ...]}``, in the order given (interface R26).
+        """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order.
 
         Raises:
-            CacheNotFound: as v2's.
-            ParamError: as v2's, and for a CPU cache.
-            DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the addressed blocks are undefined.
+            ParamError, CacheNotFound: As v2; ParamError for a CPU cache.
+            DeadlineExceeded: The addressed blocks are undefined.
 
         Source: interface §8.
         """
@@ -230,14 +211,12 @@ class KvCacheManager(EngineUser):
             calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(engine.deadline())
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
-        """Move blocks between device and host memory; ``{src_block: dst_block}``, in the order given.
+        """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
 
-        As v2's, but the host side is a ``KvCache.create_cpu_cache``, and a row of a continuous cache counts as a block.
+        ``KvCache.create_cpu_cache`` makes the host side. A row of a continuous cache counts as a block.
 
         Raises:
-            ParamError: Sizes or counts differ, an index outside its cache, not one HOST and one DEVICE, a zero address,
-                one without memory for its tensor, or a deallocated cache.
-            OutOfMemory: No device memory for the staging buffers (``LLM_DEVICE_OUT_OF_MEMORY``).
+            ParamError, OutOfMemory: As v2, except for continuous caches.
 
         Source: interface §8.
         """
@@ -249,17 +228,12 @@ class KvCacheManager(EngineUser):
             calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"))(engine.deadline())
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Return one tensor of the cache for each device (one here), over the cache's own memory.
+        """Return a list with one tensor of the cache, over the cache's own memory.
 
-        What is written to ``Tensor.numpy()`` is written to the cache; ``DT_BF16`` is converted to float32 there, in
-        an array of its own.
-
-        Args:
-            cache: Of either kind.
-            tensor_index: In [0, num_tensors), int32.
+        Writes to its ``numpy()`` are writes to the cache, except for ``DT_BF16``, which is copied to float32.
 
         Raises:
-            ParamError: The index is outside, the cache was deallocated, or its elements are text (``DT_STRING``).
+            ParamError: ``tensor_index`` outside [0, num_tensors), a deallocated cache, or text (``DT_STRING``).
 
         Source: interface §8.
         """
@@ -288,20 +262,17 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Pull a row of a PROMPT's continuous cache into row ``batch_index`` of ``kv_cache``.
 
-        As v2's without remote cache access, and with offsets. Neither they nor ``size`` make a pull incomplete
-        (interface R5).
+        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5). Only at a
+        DECODER.
 
         Args:
-            cache_key: The PROMPT's row: by key, or by cache id and row.
-            kv_cache: Destination.
-            size: Bytes per tensor; -1: what the destination's row has after ``dst_cache_offset``.
-            src_cache_offset: Bytes into the source's row, in every tensor; None: 0.
-            dst_cache_offset: Bytes into the destination's row, in every tensor; None: 0.
+            cache_key: The PROMPT's row, by key or by id.
+            size: Bytes per tensor. Default: -1, the local row after ``dst_cache_offset``.
+            src_cache_offset, dst_cache_offset: Bytes into the row of every tensor. Default: None, 0.
 
         Raises:
-            CacheNotFound, NotLinked, TransferFailed, PeerLost: as v2's.
-            ParamError: as v2's, and where this is no DECODER.
-            DeadlineExceeded: ``LLM_WAIT_PROCESS_TIMEOUT``; the link stays usable.
+            ParamError, CacheNotFound, NotLinked: As v2.
+            DeadlineExceeded, TransferFailed, PeerLost: As v2; the row is undefined.
 
         Source: interface §8.
         """
@@ -330,18 +301,17 @@ class KvCacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Pull blocks of a PROMPT's blocks cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in order
-        (interface R26).
+        """Pull blocks of a PROMPT's cache: ``prompt_blocks[i]`` to ``decoder_blocks[i]``, in list order.
+
+        Nothing is consumed. Only at a DECODER.
 
         Args:
-            prompt_cache_key: The PROMPT's cache; its cluster id selects the link. Nothing is consumed.
-            decoder_kv_cache: Destination, a blocks cache of this process.
-            prompt_blocks: Block numbers at the PROMPT, a list that is not empty.
-            decoder_blocks: Block numbers here, as many.
+            prompt_cache_key: The PROMPT's cache; its cluster id selects the link.
+            prompt_blocks, decoder_blocks: Block numbers, not empty and equally many.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked, DeadlineExceeded, TransferFailed, PeerLost: as
-                :meth:`pull_cache`; different block sizes are a ParamError (interface R17).
+            ParamError, CacheNotFound, NotLinked: As v2.
+            DeadlineExceeded, TransferFailed, PeerLost: As v2; the addressed blocks are undefined.
 
         Source: interface §8.
         """
@@ -368,17 +338,12 @@ class KvCacheManager(EngineUser):
         dst_block_indices: BlockNumbers | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        """Send a cache to addresses of peers layer by layer, from a thread of its own. Only on a PROMPT.
+        """Push a cache to peers' addresses layer by layer. Only at a PROMPT.
 
-        The DECODER linked, and has told its addresses (``per_device_tensor_addrs``) by other means. Arguments and
-        results are those of v2's ``transfer_cache_async`` without remote cache access.
-
-        Returns:
-            The task, to wait for and to ask for results; a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
+        As v2 without RCA. The DECODER links, and tells its ``per_device_tensor_addrs`` by other means.
 
         Raises:
-            ParamError: This is no PROMPT, or a rule on one argument is broken.
-            CacheNotFound: The source is not there any more.
+            ParamError, CacheNotFound: As v2.
 
         Source: interface §8, §6.14.
         """

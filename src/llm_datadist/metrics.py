@@ -1,4 +1,4 @@
-"""The values of ``statistics()``: what an LLMDataDist counts about itself."""
+"""Values of ``statistics()``, ``explain()`` and ``explain_communicator()``. An extension."""
 
 from __future__ import annotations
 
@@ -26,21 +26,17 @@ __all__ = [
 
 
 DURATION_BOUNDS: Final = tuple((1 << bit) / 1e9 for bit in range(10, 35))
-"""Upper bounds of the buckets of durations, in seconds, each included: from 1.024 µs to 17.2 s, by powers of two."""
+"""Inclusive upper bounds of the duration buckets, in seconds: powers of two from 1.024 µs to 17.2 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class DurationStatistics:
-    """How long the operations of one kind took that one transport carried out, failed ones included.
+    """Durations of one operation over one transport, failed ones included.
 
     Attributes:
-        transport: What moved the bytes; empty for operations inside this process, and for those that ended before a
-            transport was asked to move anything.
-        count: Operations.
-        nbytes: Bytes that they moved.
-        seconds: Time that they took together.
-        buckets: Operations by duration: ``buckets[i]`` took at most ``DURATION_BOUNDS[i]`` seconds and more than the
-            bound before; the last one, without a bound, took longer. Their sum is ``count``.
+        transport: Transport that moved the bytes; empty inside this process, and if none was chosen.
+        buckets: ``buckets[i]`` operations took at most ``DURATION_BOUNDS[i]`` seconds, but more than the bound before.
+            The last bucket has no bound.
     """
 
     transport: str
@@ -50,14 +46,14 @@ class DurationStatistics:
     buckets: tuple[int, ...]
 
     def quantile(self, share: float) -> float:
-        """Return the bound in seconds below which that share of the operations ended; see :func:`quantile`."""
+        """Return an upper bound, in seconds, of a quantile."""
         return quantile(self.buckets, share)
 
 
 def quantile(buckets: Sequence[int], share: float) -> float:
-    """Return the upper bound, in seconds, of the bucket in which that share of the operations is reached.
+    """Return the upper bound, in seconds, of the bucket that contains a quantile.
 
-    At most twice the true value. It is 0.0 without operations, and ``inf`` beyond the last bound.
+    Above 1.024 µs at most twice the true value. Without operations 0.0; ``inf`` beyond the last bound.
     """
     needed, seen = share * sum(buckets), 0
     if not needed:
@@ -71,16 +67,15 @@ def quantile(buckets: Sequence[int], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OperationStatistics:
-    """Totals of one operation (``pull_blocks``, ``copy_cache``, ...) since init.
+    """Totals of one operation (``pull_blocks``, ``copy_cache``, ...) since ``init``.
 
     Attributes:
-        name: The operation.
         count: Operations that ended, failed ones included.
-        errors: Those that raised.
-        nbytes: Bytes that they moved.
-        seconds: Time that they took together.
-        failures: ``errors`` by the name of the exception's class.
-        transports: Durations and bytes, one entry for each transport. Their sums are the totals.
+        errors: Operations that raised.
+        nbytes: Bytes moved.
+        seconds: Sum of the durations.
+        failures: ``errors`` by exception class name.
+        transports: The same by transport.
     """
 
     name: str
@@ -92,7 +87,7 @@ class OperationStatistics:
     transports: tuple[DurationStatistics, ...] = ()
 
     def quantile(self, share: float) -> float:
-        """Return the bound in seconds below which that share of all operations ended; see :func:`quantile`."""
+        """Return an upper bound, in seconds, of a quantile over all transports."""
         return quantile(
             [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
         )
@@ -100,7 +95,7 @@ class OperationStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """The caches with memory behind them."""
+    """Caches with memory, by state and owner; ``nbytes`` is their bytes."""
 
     live: int
     deferred: int
@@ -112,9 +107,9 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatistics:
-    """One bound key: for how long it has been bound, and how many bytes pulls can consume of it (interface R5).
+    """A bound key: seconds since its binding, and bytes not consumed (interface R5).
 
-    No pull consumes a blocks key, a prefix key, or a key of a registered cache: their ``unconsumed_bytes`` are 0.
+    ``unconsumed_bytes`` is 0 for blocks keys, prefix keys and keys of registered caches: no pull consumes them.
     """
 
     key: str
@@ -126,16 +121,16 @@ class KeyStatistics:
 
 @dataclass(frozen=True, slots=True)
 class GrantStatistics:
-    """The grants that this end has given.
+    """Grants of this instance.
 
     Attributes:
-        active: That have not ended.
-        claimed: Claims of them that were not released.
-        waiting: Claims of grants that this end has not given yet.
-        released: Ended, because all readers have released them.
-        expired: Ended, because their time was over.
-        revoked: Ended by ``Grant.revoke``.
-        lost: Ended, because the link to a reader was lost.
+        active: Grants that have not ended.
+        claimed: Their claims that were not released.
+        waiting: Claims of grants that do not exist yet.
+        released: Grants that all readers released.
+        expired: Grants whose lifetime ended.
+        revoked: Grants ended by ``Grant.revoke``.
+        lost: Grants that lost the link to a reader.
     """
 
     active: int
@@ -149,7 +144,7 @@ class GrantStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SwapStatistics:
-    """The engine of swap_blocks (interface R10): worker threads, and bytes of staging held on the device."""
+    """Worker threads of ``swap_blocks`` and bytes of its staging buffers (interface R10)."""
 
     workers: int
     staging_bytes: int
@@ -157,16 +152,17 @@ class SwapStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """One link: who, in which state, over what and why, and what it moved. Also what ``explain()`` returns.
+    """One link, as ``explain()`` returns it.
 
     Attributes:
-        transport: What moves what the peer exports: its pools.
-        private_transport: What moves the peer's registered memory outside its pools; None: nothing can.
-        verified_bytes: Bytes of this end's pulls and pushes whose checksums agreed (``llm.Checksum``).
-        sealed: Both ends have authenticated each other, and all that leaves this host is encrypted.
-        authenticated_at: When they did so last, in seconds since the epoch, see ``llm.MaxLinkAge``; None where they
-            did not.
-        progress_seconds: CPU time of UCX's threads for this link, in seconds; 0 unless the transport is nixl.
+        transport: Transport for the peer's pools.
+        private_transport: Transport for the peer's non-pool memory; None if no transport reaches it.
+        reason: Reason for these transports.
+        resolved: Cached resolutions.
+        verified_bytes: Bytes of this side's pulls and pushes whose checksums agreed (``llm.Checksum``).
+        sealed: Both sides are authenticated; all bytes that leave this host are encrypted.
+        authenticated_at: Last authentication, seconds since the epoch (``llm.MaxLinkAge``), or None.
+        progress_seconds: CPU seconds of UCX's threads for this link; 0 unless the transport is nixl.
         peer_incarnation: The peer's :attr:`LLMDataDist.incarnation`.
     """
 
@@ -189,7 +185,7 @@ class LinkStatistics:
 
 @dataclass(frozen=True, slots=True)
 class RedialStatistics:
-    """A link that was lost and is being dialled again: where, how often so far, and why that failed last."""
+    """A lost link that is dialled again; ``reason`` is the last failure."""
 
     remote_cluster_id: int
     address: str
@@ -199,15 +195,13 @@ class RedialStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorStatistics:
-    """One ``link()``: how far it has come. Also what ``explain_communicator()`` returns.
+    """One communicator, as ``explain_communicator()`` returns it.
 
     Attributes:
-        comm_id: What ``link()`` returned.
-        name: The communicator's name.
         status: ``PREPARING``, ``OK`` or ``FAILED``.
-        reason: Why it failed; while it is preparing, the last thing that stood in the way.
-        members: Cluster ids of all members, this end's own too, in the order of their ranks.
-        waiting_for: Cluster ids of the members that have not joined.
+        reason: Cause of the failure; while preparing, the last obstacle.
+        members: Cluster ids of all members, by rank.
+        waiting_for: Cluster ids of the missing members.
     """
 
     comm_id: int
@@ -220,26 +214,19 @@ class CommunicatorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A consistent-enough picture of one LLMDataDist; every part is taken under its own lock.
+    """State of one LLMDataDist; its parts are read one after the other.
 
     Attributes:
         pools: One :class:`~llm_datadist._memory.pool.PoolStatistics` per configured pool.
-        caches: Counts and bytes of caches.
-        keys: Every bound key with its age.
-        pins: Peers' holds on caches.
-        unknown_releases: Releases that named no pin (expired, a lost peer's, or not asked for yet).
-        quarantined_bytes: Pool bytes that wait for a foreign writer before they are free.
-        lost_writers: Peers without a link that have not ended a write into our memory; their process may be stopped.
-        grants: Grants that this end has given.
-        swap: The engine of swap_blocks.
-        links: Every link.
-        redials: Links that were lost and are being dialled again.
-        communicators: What ``link()`` made and ``unlink()`` has not given up.
-        operations: Totals per operation.
-        links_lost: Links that ended without being unlinked, by kind of reason: ``connection`` (broken or closed),
-            ``process_ended``, ``silent``, ``unauthenticated`` (not authenticated again in time), ``replaced`` (by a
-            newer link of the same peer).
-        reconnects: Lost links that this end has dialled again with success.
+        pins: Pins of peers on caches.
+        unknown_releases: Releases without a pin: it expired, its peer was lost, or the release came first.
+        quarantined_bytes: Freed pool bytes that a foreign writer still uses.
+        lost_writers: Peers without a link that have not ended a write into this memory; they may be stopped.
+        redials: Lost links that are dialled again.
+        links_lost: Links that ended without unlinking, by cause: ``connection`` (broken or closed), ``process_ended``,
+            ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
+            id).
+        reconnects: Lost links that this instance has dialled back.
     """
 
     pools: tuple[Any, ...]

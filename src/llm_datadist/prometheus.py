@@ -1,10 +1,9 @@
-"""Prometheus metrics of an LLMDataDist, through the extra ``open-datadist[metrics]``. An extension.
+"""Prometheus metrics of LLMDataDists, from the extra ``open-datadist[metrics]``. An extension.
 
     from llm_datadist.prometheus import register
     register(datadist)                      # into prometheus_client's default registry
 
-Every scrape reads ``datadist.statistics()``; between scrapes it costs nothing. An LLMDataDist that is not initialised
-exports nothing. All that are registered with one registry share a collector.
+Each scrape reads ``statistics()`` of every registered instance that is initialised.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = ["StatisticsCollector", "register"]
 
 _PREFIX = "llm_datadist_"
 
-#: Name of the metric, its text, and the field of the statistics that it shows.
+#: Metric name, its text, and its field of the statistics.
 _OPERATION_COUNTERS = (
     ("operations", "Operations, failed ones included.", "count"),
     ("operation_errors", "Operations that raised.", "errors"),
@@ -60,12 +59,12 @@ _LINK_COUNTERS = (
     ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
     ("link_verified_bytes", "Bytes whose checksums agreed.", "verified_bytes"),
 )
-#: Exported before the first one: a rate sees no series begin.
+#: Exported from 0 on: a rate ignores the first value of a series.
 _LOSSES = ("connection", "process_ended", "silent", "unauthenticated", "replaced")
 
 
 class StatisticsCollector(Collector):
-    """Turns ``statistics()`` of LLMDataDists into metric families, labelled with the cluster id.
+    """Collector of ``statistics()`` of LLMDataDists, labelled with the cluster id.
 
     Threads: any.
     """
@@ -74,7 +73,7 @@ class StatisticsCollector(Collector):
         self._datadists = WeakSet(datadists)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of this moment."""
+        """Yield the present metric families."""
         families: dict[str, Metric] = {}
         for datadist in self._datadists:
             try:
@@ -92,17 +91,17 @@ _collectors: WeakKeyDictionary[CollectorRegistry, StatisticsCollector] = WeakKey
 
 
 def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> StatisticsCollector:
-    """Export ``datadist`` while it is initialised; return the one collector of the registry.
+    """Export ``datadist`` while it is initialised; return the registry's only collector.
 
-    ``registry.unregister`` of that collector ends the export of all that were registered.
+    ``registry.unregister`` of it ends all exports.
     """
     with _registering:
         collector = _collectors.setdefault(registry, StatisticsCollector())
         try:
-            registry.unregister(collector)  # the registry asks for names only when a collector is registered
+            registry.unregister(collector)  # the registry reads names only at a registration
         except KeyError:
             collector._datadists = WeakSet()
-        collector._datadists = collector._datadists | {datadist}  # a scrape may be in the old set
+        collector._datadists = collector._datadists | {datadist}  # a scrape may iterate over the old set
         registry.register(collector)
         return collector
 
@@ -131,7 +130,7 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     oldest = max((key.age_seconds for key in now.keys if key.unconsumed_bytes), default=0.0)
     yield gauge("oldest_key_seconds", "Age of the oldest key that waits for a pull.", [], [([], oldest)])
     yield gauge("lost_writers", "Peers without a link that have not ended a write.", [], [([], now.lost_writers)])
-    yield gauge("pins", "Holds of peers on caches.", [], [([], now.pins)])
+    yield gauge("pins", "Pins of peers on caches.", [], [([], now.pins)])
     grants = [([state], getattr(now.grants, state)) for state in ("active", "claimed", "waiting")]
     yield gauge("grants", "Grants given, claims of readers, and claims that wait for a grant.", ["state"], grants)
     ends = [([end], getattr(now.grants, end)) for end in ("released", "expired", "revoked", "lost")]
@@ -150,7 +149,7 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
 
 
 def _durations(now: Statistics, cluster: str) -> HistogramMetricFamily:
-    """Return the histogram of durations; Prometheus counts each operation in all buckets that it fits."""
+    """Return the duration histogram; Prometheus buckets are cumulative."""
     bounds = [*map(repr, DURATION_BOUNDS), "+Inf"]
     made = HistogramMetricFamily(
         _PREFIX + "operation_duration_seconds",

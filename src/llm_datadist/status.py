@@ -1,4 +1,4 @@
-"""Another path of ``llm_datadist``'s statuses (interface R23)."""
+"""Older import path: statuses (interface R23)."""
 
 from llm_datadist.compat import handle_llm_status, raise_if_false, raise_if_true
 from llm_datadist.errors import LLMException, LLMStatusCode, Status, code_2_status

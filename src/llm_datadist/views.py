@@ -1,8 +1,7 @@
-"""Arrays over a cache's memory, without a copy: NumPy, and torch where it is installed. An extension.
+"""NumPy and torch arrays over a cache's memory, without a copy. An extension.
 
-The arrays of a pool cache keep the pool mapped, so they outlive ``deallocate`` and ``finalize`` without a crash; what
-they show after ``deallocate`` is whatever the pool puts there next. Arrays over registered memory are as good as that
-memory.
+Arrays of a pool cache keep the pool mapped, and after ``deallocate`` show its next content. Arrays over registered
+memory are valid as long as that memory.
 """
 
 from __future__ import annotations
@@ -23,20 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["numpy_type", "tensor_views", "torch_views"]
 
-# NumPy has no bfloat16: the 16 bits as they are (torch_views gives torch.bfloat16). A string element is no array type.
+# NumPy has no bfloat16: its bits as uint16. Text has no array type.
 _NUMPY = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
 del _NUMPY[DataType.DT_STRING]
 
 
 def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
-    """Return one array per tensor of ``cache``, of the descriptor's shape and type, over the cache's own memory.
-
-    ``DT_BF16`` comes as ``uint16`` bit patterns.
+    """Return one array per tensor of ``cache``, over its memory; ``DT_BF16`` as ``uint16`` bit patterns.
 
     Raises:
         TypeError: Not a Cache.
-        ParamError: The cache was deallocated, its descriptor was made larger since, or its element type has no NumPy
-            counterpart (``DT_STRING``).
+        ParamError: The cache was deallocated, its descriptor was enlarged, or its elements are text (``DT_STRING``).
     """
     check_type("cache", cache, Cache)
     desc, addresses = cache.cache_desc, cache.tensor_addrs
@@ -54,7 +50,7 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
 
 
 def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
-    """Return the NumPy type of an element type, ``uint16`` for ``DT_BF16``; ParamError naming ``name`` for text."""
+    """Return the NumPy type of an element type; ParamError naming ``name`` for text."""
     dtype = _NUMPY.get(data_type)
     if dtype is None:
         raise ParamError(f"{name}={data_type.name}: NumPy has no such element type")
@@ -62,11 +58,11 @@ def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
 
 
 def torch_views(cache: Cache) -> list[torch.Tensor]:
-    """Return one torch tensor per tensor of ``cache``, over the same memory. Needs torch, which is not a dependency.
+    """Return one torch tensor per tensor of ``cache``, over its memory.
 
     Raises:
         LLMException: torch is not installed (``LLM_FEATURE_NOT_ENABLED``).
-        TypeError, ParamError: As :func:`tensor_views`; also an unsigned type that torch does not have.
+        TypeError, ParamError: As :func:`tensor_views`; also for an unsigned type that torch lacks.
     """
     try:
         import torch
@@ -77,7 +73,7 @@ def torch_views(cache: Cache) -> list[torch.Tensor]:
         ) from error
     views = tensor_views(cache)
     if cache.cache_desc.data_type is DataType.DT_BF16:
-        # By way of int16: every torch has it, and only newer ones take uint16 from NumPy.
+        # Through int16: older torch versions do not take uint16 from NumPy.
         return [torch.from_numpy(view.view(np.int16)).view(torch.bfloat16) for view in views]
     return [torch.from_numpy(view) for view in views]
 

@@ -436,8 +436,8 @@ def words(kind: str, *values: int) -> bytes:
 
 #: What is wrong in an answer, and a part of the error.
 LIES: Final[list[tuple[dict[str, Any], str]]] = [
-    ({"geometry": msgspec.Raw(b"\xc0")}, "no cache geometry"),
-    ({"geometry": geometry(kind=5)}, "no cache geometry"),
+    ({"geometry": msgspec.Raw(b"\xc0")}, "an invalid cache geometry"),
+    ({"geometry": geometry(kind=5)}, "an invalid cache geometry"),
     ({"geometry": geometry(rows=2**40)}, "impossible cache geometry"),
     ({"geometry": geometry(stride=0)}, "impossible cache geometry"),
     ({"geometry": geometry(num_tensors=5)}, "4 tensors"),

@@ -15,7 +15,8 @@ import pytest
 from msgspec import structs
 
 from faults.strangers import Stranger
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMStatusCode, RegisterMemStatus
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole, LLMStatusCode, RegisterMemStatus
+from llm_datadist._links.identity import PeerSecrets
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import CONTROL_PREAMBLE, CommunicatorId, Refused
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
@@ -27,6 +28,7 @@ from tests.support.ends import Call, ChildEnd, LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
 from tests.support.moves import Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import Pair
+from tests.support.probe import Probe
 from tests.support.ranks import FAILED, OK, PREPARING, SECONDS, Meeting, drop, explained, host, joined, settle, status
 from tests.support.refusals import NONE, RULE, TYPE, UINT64, UNLINKED, Row, Table, bad, refuse
 from tests.support.refusals import Spec as Argument
@@ -485,6 +487,23 @@ def test_strangers_at_the_port_cost_their_own_connection_only_and_the_preparatio
         wait_until(lambda: not linking.reachable(port), 5)
         assert silent.is_hung_up_on()
     bytes_move_both_ways(*ends)
+
+
+def test_a_member_that_links_again_and_again_costs_one_greeting_without_its_offers() -> None:
+    here, meeting = LLMDataDist(LLMRole.PROMPT, 1), Meeting((1, 2), table=ranks.table("127.0.0.1", "127.0.0.1"))
+    here.init(make_config(link_total_time=60))
+    here.link(meeting.name, meeting.ranks, meeting.table)
+    digest = RankTable.parse(meeting.table).digest
+    said = CommunicatorId(meeting.name, list(meeting.ranks.items()), digest, token=b"t" * 16)
+    with contextlib.ExitStack() as strangers:
+        known, incarnation, port = PeerSecrets(), bytes(range(16)), _open_port(meeting.name)
+        for sequence in range(1, 5):  # each replaces the one before, which has not answered yet
+            stranger = strangers.enter_context(Stranger(port, 2, incarnation=incarnation, known=known))
+            offers = stranger.hello().offers | {"unknown": bytes(8192)}
+            stranger.link(sequence=sequence, communicator=said, offers=offers)
+        [there] = Probe(here).engine.links.all()
+        assert [(each.communicator, each.offers) for each in there.origin.greetings] == [(said, {})]
+        here.finalize()
 
 
 def test_a_listener_of_link_clusters_at_the_port_is_passed_by(shm_pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Sides for the tests of the driver: one that moves what it should, and others that each do one thing wrong."""
+"""Contenders for the tests of the driver: one that moves what it should, and others that each do one thing wrong."""
 
 import os
 import sys
@@ -8,15 +8,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.workload import Workload
+from llm_datadist.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.bench.workload import BenchWorkload
 
 
-class Good(Side):
+class Good(Contender):
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         return None
 
     def start(self) -> Facts:
@@ -41,7 +41,7 @@ class MovesNothing(Good):
 
 
 class MovesNothingAfterTheFirst(Good):
-    """What a side would do that hands out what it once got."""
+    """What a contender would do that hands out what it once got."""
 
     _kept: ClassVar[list[NDArray[np.uint8]]] = []
 
@@ -96,7 +96,7 @@ class CannotStart(Good):
 
 class NotForThis(Good):
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         return f"never for {workload.op}"
 
 

@@ -1,6 +1,6 @@
-"""The driver catches a side that does not do its work, loses no figures of other sides, and never hangs.
+"""The driver catches a contender that does not do its work, loses no figures of other contenders, and never hangs.
 
-That every wrong byte is found is shown in test_sides.py.
+That every wrong byte is found is shown in test_contenders.py.
 """
 
 import os
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.bench import SideFailed
+from llm_datadist.bench import ContenderFailed
 from llm_datadist.bench.cases import Case
+from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.driver import prepare, run
-from llm_datadist.bench.processes import Build, Process, RunningSide
-from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.workload import Op, Workload
+from llm_datadist.bench.processes import Build, Process, RunningContender
+from llm_datadist.bench.workload import BenchWorkload, Op
 from tests.support.ends import has_ended, state_of
 from tests.support.moves import wait_until
 from tests.support.source import PATHS
@@ -24,14 +24,14 @@ from tests.support.source import PATHS
 #: For what must not take long on a machine under load, and for what has to hang.
 LONG_S, SHORT_S = 120.0, 4.0
 
-WORK = Workload(op=Op.PULL, block_bytes=512, blocks=20, tensors=2)
+WORK = BenchWorkload(op=Op.PULL, block_bytes=512, blocks=20, tensors=2)
 
 
-def side(name: str) -> str:
+def contender(name: str) -> str:
     return f"tests.bench.broken:{name}"
 
 
-GOOD = Case(side=side("Good"), call="copy", transport="hand", workload=WORK, passes=2)
+GOOD = Case(contender=contender("Good"), call="copy", transport="hand", workload=WORK, passes=2)
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Told:
     def say(self, text: str) -> None:
         self.lines.append(text)
 
-    def progress(self, case: Case, side: str, done: int, total: int) -> None:
-        self.steps.append((side, done, total))
+    def progress(self, case: Case, contender: str, done: int, total: int) -> None:
+        self.steps.append((contender, done, total))
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +57,18 @@ def told() -> Told:
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "transport"), [(side("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")]
+    ("name", "op", "transport"),
+    [(contender("Good"), Op.PULL, "hand"), ("cma", Op.PULL, "cma"), ("cma", Op.PUSH, "cma")],
 )
-def test_a_good_side_gives_a_row_and_two_processes_read_and_write_at_the_right_ends(
+def test_a_good_contender_gives_a_row_and_two_processes_read_and_write_at_the_right_ends(
     told: Told, name: str, op: Op, transport: str
 ) -> None:
-    case = replace(GOOD, side=name, workload=Workload(op=op, block_bytes=512, blocks=20))
+    case = replace(GOOD, contender=name, workload=BenchWorkload(op=op, block_bytes=512, blocks=20))
     results = run([case], told, LONG_S)
     assert results.failures == []
     [row] = results.rows
     assert (row.transport, row.passes, row.verified, row.bytes) == (transport, 2, True, 20 * 512)
-    assert told.steps == [(case.side, number, 3) for number in range(3)]
+    assert told.steps == [(case.contender, number, 3) for number in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,8 @@ def test_a_good_side_gives_a_row_and_two_processes_read_and_write_at_the_right_e
         ("CannotStart", "OSError: no such adapter"),
     ],
 )
-def test_a_bad_side_is_caught_and_has_no_row(told: Told, name: str, said: str) -> None:
-    results = run([replace(GOOD, side=side(name))], told, LONG_S)
+def test_a_bad_contender_is_caught_and_has_no_row(told: Told, name: str, said: str) -> None:
+    results = run([replace(GOOD, contender=contender(name))], told, LONG_S)
     assert results.rows == []
     [failure] = results.failures
     assert said in failure
@@ -92,41 +93,44 @@ def test_a_bad_side_is_caught_and_has_no_row(told: Told, name: str, said: str) -
 
 
 def test_bad_peers_cost_their_own_figures_only_and_limit_and_peer_stand_beside_ours(told: Told) -> None:
-    bad = [side(name) for name in ("MovesNothing", "VerifiesNothing", "Dies", "CannotStart")]
-    results = run([replace(GOOD, limit=side("Chatters"), peers=(*bad, side("Good"))), GOOD], told, LONG_S)
-    assert [(row.limit, row.peer) for row in results.rows] == [(side("Chatters"), side("Good")), (None, None)]
+    bad = [contender(name) for name in ("MovesNothing", "VerifiesNothing", "Dies", "CannotStart")]
+    results = run([replace(GOOD, limit=contender("Chatters"), peers=(*bad, contender("Good"))), GOOD], told, LONG_S)
+    assert [(row.limit, row.peer) for row in results.rows] == [(contender("Chatters"), contender("Good")), (None, None)]
     assert all(row.verified for row in results.rows)
     assert len(results.failures) == len(bad)
     assert all(any(name in failure for failure in results.failures) for name in bad)
 
 
-def test_a_side_that_hangs_ends_with_its_processes(told: Told) -> None:
-    results = run([replace(GOOD, side=side("Hangs")), GOOD], told, SHORT_S)
+def test_a_contender_that_hangs_ends_with_its_processes(told: Told) -> None:
+    results = run([replace(GOOD, contender=contender("Hangs")), GOOD], told, SHORT_S)
     assert "no answer to" in results.failures[0]
     # Under load the second case may not make it in so little time; it must not hang either.
     assert len(results.rows) + len(results.failures) == 2
 
 
-def test_a_side_that_cannot_start_leaves_no_descriptor() -> None:
+def test_a_contender_that_cannot_start_leaves_no_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(SideFailed, match="no such adapter"), RunningSide(side("CannotStart"), LONG_S) as running:
+    with (
+        pytest.raises(ContenderFailed, match="no such adapter"),
+        RunningContender(contender("CannotStart"), LONG_S) as running,
+    ):
         running.start(WORK)
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
 DRIVER = """
-from llm_datadist.bench.processes import RunningSide
-from llm_datadist.bench.workload import Op, Workload
-running = RunningSide("cma", 120)
+from llm_datadist.bench.processes import RunningContender
+from llm_datadist.bench.workload import Op, BenchWorkload
+running = RunningContender("cma", 120)
 with running.turn():
-    running.start(Workload(op=Op.PULL, block_bytes=64, blocks=2))
+    running.start(BenchWorkload(op=Op.PULL, block_bytes=64, blocks=2))
 print(*running.pids, flush=True)
 input()
 """
 
 
 def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_they_are_stopped() -> None:
-    with RunningSide("cma", LONG_S) as running:
+    with RunningContender("cma", LONG_S) as running:
         for number in range(3):
             with running.turn():
                 if number == 0:
@@ -148,22 +152,22 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
     wait_until(lambda: all(map(has_ended, pids)))
 
 
-def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_side_and_the_memory_are_there(
+def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_contender_and_the_memory_are_there(
     told: Told,
 ) -> None:
-    peers = side("NotForThis"), "nowhere:Side", side("Good"), side("Missing")
-    case = replace(GOOD, limit=side("CannotStart"), peers=peers)
+    peers = contender("NotForThis"), "nowhere:Contender", contender("Good"), contender("Missing")
+    case = replace(GOOD, limit=contender("CannotStart"), peers=peers)
     left = prepare([case, case], told, LONG_S)
-    assert [each.sides for each in left] == [(side("Good"), side("Good"))] * 2
+    assert [each.contenders for each in left] == [(contender("Good"), contender("Good"))] * 2
     assert sum("never for pull" in line for line in told.lines) == 1, "each thing is said once"
     for said in ("no such adapter", "never for pull", "No module named 'nowhere'", "has no attribute 'Missing'"):
         assert said in str(told.lines)
     assert told.steps == []
     for name in ("CannotStart", "NotForThis", "Missing"):
         told.lines.clear()
-        assert prepare([replace(GOOD, side=side(name))], told, LONG_S) == []
+        assert prepare([replace(GOOD, contender=contender(name))], told, LONG_S) == []
         assert f"left out: {GOOD.title}" in told.lines
-    large = Workload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
+    large = BenchWorkload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
     assert prepare([replace(GOOD, workload=large), GOOD], told, LONG_S) == [GOOD]
     [line] = [each for each in told.lines if "GiB are available" in each]
     assert line.startswith("left out")
@@ -171,7 +175,7 @@ def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_si
 
 
 def test_orders_are_answered_in_turn_or_refused_whatever_else_the_worker_prints() -> None:
-    worker = Process(side("Chatters"), Role.ALONE, Build())
+    worker = Process(contender("Chatters"), Role.ALONE, Build())
 
     def ask(do: Any, **fields: object) -> Any:
         worker.send(do, **fields)
@@ -179,7 +183,7 @@ def test_orders_are_answered_in_turn_or_refused_whatever_else_the_worker_prints(
 
     def refused(*orders: Any) -> None:
         for each in orders:
-            with pytest.raises(SideFailed, match="no such command, or not started"):
+            with pytest.raises(ContenderFailed, match="no such command, or not started"):
                 ask(each)
 
     try:
@@ -193,7 +197,7 @@ def test_orders_are_answered_in_turn_or_refused_whatever_else_the_worker_prints(
             assert len(times) == count
             assert min(times) > 0
             assert ask("verify", seed=5) is True
-        with pytest.raises(SideFailed, match="WrongBytes: wrong bytes inside"):
+        with pytest.raises(ContenderFailed, match="WrongBytes: wrong bytes inside"):
             ask("verify", seed=6)
         before = ask("cpu")
         assert ask("busy", on=True) is None

@@ -14,18 +14,18 @@ import pytest
 
 from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
 from llm_datadist.bench.cases import Case, Request, cases_of, size_text
+from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import show_floors, show_rows
 from llm_datadist.bench.rows import Measured, Row, make_rows
-from llm_datadist.bench.sides.base import Role
 from llm_datadist.bench.suite import floors, standard
-from llm_datadist.bench.workload import MOVES, Op, Workload
+from llm_datadist.bench.workload import MOVES, BenchWorkload, Op
 from tests.support.source import ROOT
 from tests.support.tables import WIDTHS, tables, uncoloured
 
 OURS = "open-datadist"
-WORK = Workload(op=Op.PULL, block_bytes=4096, blocks=256)
-CASE = Case(side="ours-shm", call="pull_blocks", transport="shm", workload=WORK, limit="memcpy", peers=("nixl",))
+WORK = BenchWorkload(op=Op.PULL, block_bytes=4096, blocks=256)
+CASE = Case(contender="ours-shm", call="pull_blocks", transport="shm", workload=WORK, limit="memcpy", peers=("nixl",))
 
 
 def measured(*seconds: float, cpu: float = 0.5) -> Measured:
@@ -60,7 +60,7 @@ def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> 
     peer = found["pull over shm, 4 KiB, of nixl"]
     assert (peer.measured, peer.wanted, peer.met, peer.limit) == (10.0, 10.0, True, 20.0)
     assert found["planning 122 tensors x 1000 blocks"].met is None
-    work = Workload(op=Op.LATENCY, block_bytes=65536, blocks=10)
+    work = BenchWorkload(op=Op.LATENCY, block_bytes=65536, blocks=10)
     case = replace(CASE, workload=work, samples=10, limit=None)
     latency = make_rows(case, "shm", measured(1, 3), None, {"nixl": measured(1, 1)})
     found = {floor.what: floor for floor in floors(latency)}
@@ -153,7 +153,12 @@ def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_
     unanswered = [floor.what for floor in floors(answered) if floor.measured is None]
     assert unanswered == []
     cases = standard(Request(op=Op.PULL, set_bytes=2 << 20, against=("memcpy", "nixl"), threads=3))
-    assert {side for case in cases for side in case.sides[1:]} == {"memcpy", "nixl", "nixl-tcp", "nixl-prepared"}
+    assert {contender for case in cases for contender in case.contenders[1:]} == {
+        "memcpy",
+        "nixl",
+        "nixl-tcp",
+        "nixl-prepared",
+    }
     pulls = [case for case in cases if case.workload.op is Op.PULL and case.workload.blocks not in (100, 1000, 10**6)]
     assert max(case.workload.nbytes for case in pulls) == 2 << 20
     assert {case.workload.threads for case in cases if case.workload.op in (Op.PULL, Op.COPY, Op.LATENCY)} == {3}

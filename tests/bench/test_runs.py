@@ -150,7 +150,7 @@ HUGE = "--blocks 10000000 --block-bytes 1073741824 --against"
         ("pull --timeout 3601", ["--timeout", "3601 is outside [1, 3600]"]),
         ("pull --against memcpy,ucx", ["--against", "'ucx' is unknown", "memcpy", "nixl", "mooncake", "torch"]),
         ("pull --against ours-shm", ["--against", "'ours-shm' is unknown"]),
-        ("link --transport inproc", ["--transport", "'inproc' is one process", "shm, cma or tcp"]),
+        ("link --transport inproc", ["--transport", "'inproc' is one process", "shm, cma, tcp or nixl"]),
         ("copy --transport shm", ["--transport", "bench copy does not take it", "--block-bytes"]),
         ("plan --threads 2", ["--threads", "bench plan does not take it"]),
         ("link --blocks 3", ["--blocks", "bench link does not take it", "--transport"]),
@@ -182,10 +182,10 @@ def test_a_bad_value_is_refused_and_leaves_no_file(
 #: Three steps, each with a line of its own; the number of threads meanwhile is the exit status.
 _STEPS: Final = """
 import sys, threading
-from llm_datadist.bench.progress import Progress, steps
+from llm_datadist.bench.progress import BenchProgress, steps
 for each in steps("abc", "step {}".format):
     print("did", each, flush=True)
-with Progress(sys.stderr, "frames") as progress:
+with BenchProgress(sys.stderr, "frames") as progress:
     progress.begin(2)
     for each in (1, 2):
         progress.show(each, "[red]")

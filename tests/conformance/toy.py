@@ -108,8 +108,8 @@ def _serve(plan: Plan, granted: MoveReply, request: Ask) -> Said:
     if not _current(granted):
         return Said(CHANGED, "a guard has changed", b"")
     packing, buffer = _packed(plan, request.data if request.write else None)
-    ends = (granted.tensors, buffer) if request.write else (buffer, granted.tensors)
-    execute(packing(dst=not request.write), *ends, None, NO_DEADLINE)
+    dst, src = (granted.tensors, buffer) if request.write else (buffer, granted.tensors)
+    execute(packing(dst=not request.write), dst, src, None, NO_DEADLINE)
     if not _current(granted):
         return Said(TORN, "a guard changed meanwhile", b"")
     return Said(0, "", b"" if request.write else buffer.memory.tobytes())
@@ -141,8 +141,7 @@ def _packed(plan: Plan, data: bytes | None) -> tuple[Callable[..., Plan], _Buffe
         """``dst``: the buffer is the destination."""
         runs = plan.runs.copy()
         runs[:, 0 if dst else 1] = np.cumsum(runs[:, 2]) - runs[:, 2]
-        first = {"dst_first" if dst else "src_first": 0}
-        return plan.replace(runs=runs, **first)
+        return plan.replace(runs=runs, dst_first=0) if dst else plan.replace(runs=runs, src_first=0)
 
     return packing, buffer
 

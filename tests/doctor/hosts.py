@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 from tests.support.seccomp import known
 from tests.support.source import ROOT, run
 
@@ -50,11 +50,11 @@ def found(
     return finding
 
 
-def is_(finding: Finding, state: State, value: str, mend: str) -> None:
+def is_(finding: Finding, state: Severity, value: str, mend: str) -> None:
     assert finding.state is state, finding
     assert value in finding.value, finding
     assert mend in finding.mend, finding
-    assert finding.meaning or state is State.OK, finding
+    assert finding.meaning or state is Severity.OK, finding
 
 
 def needs(*command: str) -> tuple[str, ...]:

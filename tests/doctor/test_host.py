@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
+from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
 from tests.doctor.hosts import distribution, forbid, found, is_, needs
 
-PROBLEM, WARNING = State.PROBLEM, State.WARNING
+PROBLEM, WARNING = Severity.PROBLEM, Severity.WARNING
 DENIED = "Operation not permitted"
 _PRCTL = "import ctypes; assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0"  # PR_SET_THP_DISABLE
 _AFFINITY = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
@@ -22,7 +22,7 @@ _BUFFERS = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
 _VLLM = {"installed": "vllm 0.11.0", "preparation": "sys.path[:] = sys.path[1:2]"}  # and nothing else
 _TWO = "open-datadist 0.0.1, open-datadist 0.0.2"
 #: The check, what surrounds it, and its finding.
-FINDINGS: list[tuple[str, dict[str, str], State, str, str]] = [
+FINDINGS: list[tuple[str, dict[str, str], Severity, str, str]] = [
     ("kernel", {"inside": "setarch --uname-2.6"}, PROBLEM, "2.6.", "boot Linux 6.5"),
     ("memfd", {"forbidden": "memfd_create"}, PROBLEM, DENIED, "seccomp=PROFILE.json"),
     ("pidfd", {"forbidden": "pidfd_open"}, PROBLEM, DENIED, "seccomp=PROFILE.json"),
@@ -39,14 +39,14 @@ FINDINGS: list[tuple[str, dict[str, str], State, str, str]] = [
     ("loopback", NO_NET, PROBLEM, "Network is unreachable", "ip link set lo up"),
     ("tcp_buffers", NO_NET | {"shell": _BUFFERS}, WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem="),
     ("library", {"installed": _TWO.replace("-", "_")}, WARNING, _TWO, "pip uninstall open-datadist"),
-    ("nixl", {"installed": "nixl_cu12 1.2.3"}, State.OK, "nixl-cu12 1.2.3", ""),
+    ("nixl", {"installed": "nixl_cu12 1.2.3"}, Severity.OK, "nixl-cu12 1.2.3", ""),
     ("vllm", _VLLM, WARNING, "vllm 0.11.0, without aiohttp", "pip install 'open-datadist[vllm]'"),
 ]
 
 
 @pytest.mark.parametrize(("name", "around", "state", "value", "mend"), FINDINGS, ids=[row[0] for row in FINDINGS])
 def test_a_finding_says_what_is_so_and_how_to_mend_it(
-    name: str, around: dict[str, str], state: State, value: str, mend: str, tmp_path: Path
+    name: str, around: dict[str, str], state: Severity, value: str, mend: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {**around}
     if "inside" in around:
@@ -76,7 +76,7 @@ def small_cgroup() -> Iterator[Path]:
 
 def test_small_cgroup(small_cgroup: Path) -> None:
     finding = found("cgroup_memory", shell=f"echo $$ > {small_cgroup}/cgroup.procs")
-    is_(finding, State.WARNING, "512 MiB", "docker update --memory")
+    is_(finding, Severity.WARNING, "512 MiB", "docker update --memory")
 
 
 def test_two_numa_nodes() -> None:
@@ -87,14 +87,14 @@ def test_two_numa_nodes() -> None:
     shell = f"mount -t tmpfs none {nodes}; mkdir {nodes}/node0 {nodes}/node1"
     shell += f"; echo {cpus[0]} > {nodes}/node0/cpulist; echo {cpus[1]} > {nodes}/node1/cpulist"
     finding = found("numa", inside=needs("unshare", "-m"), shell=shell)
-    is_(finding, State.WARNING, "2 of 2 nodes: node0, node1", "numactl --cpunodebind=0")
+    is_(finding, Severity.WARNING, "2 of 2 nodes: node0, node1", "numactl --cpunodebind=0")
 
 
 def test_cuda_without_a_driver(tmp_path: Path) -> None:
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is a driver")
     finding = found("cuda", path=distribution(tmp_path, "nvidia_cuda_runtime_cu12", "12.8.90"))
-    is_(finding, State.WARNING, "nvidia-cuda-runtime-cu12 12.8.90, no driver", "docker run --gpus all")
+    is_(finding, Severity.WARNING, "nvidia-cuda-runtime-cu12 12.8.90, no driver", "docker run --gpus all")
 
 
 def test_check_that_cannot_be_made_is_an_unknown_finding_and_the_worst_finding_gives_the_exit_code() -> None:
@@ -102,12 +102,12 @@ def test_check_that_cannot_be_made_is_an_unknown_finding_and_the_worst_finding_g
         raise PermissionError(1, "Operation not permitted", "/proc/x")
 
     def good() -> Finding:
-        return Finding("good", State.OK, "", "")
+        return Finding("good", Severity.OK, "", "")
 
     def bad() -> Finding:
-        return Finding("bad", State.PROBLEM, "", "", "mend")
+        return Finding("bad", Severity.PROBLEM, "", "", "mend")
 
     (unknown,) = run_checks([blocked])
-    is_(unknown, State.UNKNOWN, "/proc/x", "as root")
+    is_(unknown, Severity.UNKNOWN, "/proc/x", "as root")
     codes = [exit_code(run_checks(checks)) for checks in ([], [good], [good, blocked], [blocked, bad, good])]
     assert codes == [0, 0, 1, 2]

@@ -19,7 +19,7 @@ import pytest
 
 from faults.strangers import listener
 from llm_datadist.doctor import peer
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
@@ -76,7 +76,7 @@ def _fails(port: int, *options: str, finding: str, value: str, mend: str, **sett
     """Run the command: it finds this problem."""
     code, found = _doctor(port, *options, **settings)
     assert code == 2
-    is_(found[finding], State.PROBLEM, value, mend)
+    is_(found[finding], Severity.PROBLEM, value, mend)
     return found
 
 
@@ -87,7 +87,7 @@ def test_good_peer_with_one_secret_and_one_with_another_or_none(tmp_path: Path) 
         code, found = _doctor(port, "--secrets", there)
         assert code < 2, found
         for name in ("reachable", "clock", "link", "authentication", "latency"):
-            assert found[f"peer_{name}"].state is State.OK, found
+            assert found[f"peer_{name}"].state is Severity.OK, found
         assert found["peer_transport"].value.startswith("shm: ")
         assert "GB/s, memcpy " in found["peer_bandwidth"].value
         for options in (("--secrets", other), ()):
@@ -100,7 +100,7 @@ def test_good_peer_over_ipv6() -> None:
     with _served(host="::1") as port:
         code, found = _doctor(port, host="[::1]")
     assert code < 2, found
-    assert {found[f"peer_{name}"].state for name in ("reachable", "clock", "link")} == {State.OK}, found
+    assert {found[f"peer_{name}"].state for name in ("reachable", "clock", "link")} == {Severity.OK}, found
 
 
 def test_closed_port_and_unknown_host() -> None:
@@ -113,7 +113,7 @@ def test_closed_port_and_unknown_host() -> None:
 def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from llm_datadist.cli.doctor import _show
 
-    _show([Finding("peer_link", State.OK, "linked to pid 7 of a\x1b[2J\nok      peer_authentication: proved", "")])
+    _show([Finding("peer_link", Severity.OK, "linked to pid 7 of a\x1b[2J\nok      peer_authentication: proved", "")])
     shown = "ok      peer_link: linked to pid 7 of a?[2J?ok      peer_authentication: proved\n"
     assert capsys.readouterr().out == shown
 
@@ -124,7 +124,7 @@ def test_certificates_of_one_authority_and_of_another(tmp_path: Path) -> None:
     foreign = _given(Authority(tmp_path, "other").issue("foreign", ["*"]) | {"llm.TlsCa": str(authority.path)})
     with _served(*there) as port:
         _, found = _doctor(port, *here)
-        is_(found["peer_authentication"], State.OK, "both ends proved a secret or certificate", "")
+        is_(found["peer_authentication"], Severity.OK, "both sides proved a secret or certificate", "")
         mend = "certificates of one authority"
         _fails(port, *foreign, finding="peer_authentication", value="authenti", mend=mend)
 
@@ -137,9 +137,9 @@ def test_link_that_is_much_slower_than_one_stream() -> None:
     """A relay slows the connections of the link, and passes the raw measurements on."""
     with _served("--option", "llm.Transport=tcp") as port, _relayed(port) as slow:
         code, found = _doctor(slow)
-        assert [each for each in found.values() if each.state is State.PROBLEM] == []
+        assert [each for each in found.values() if each.state is Severity.PROBLEM] == []
         assert code == 1
-        is_(found["peer_bandwidth"], State.WARNING, "one socket stream", "llm.CopyThreads=4")
+        is_(found["peer_bandwidth"], Severity.WARNING, "one socket stream", "llm.CopyThreads=4")
         short, mend = ("--option", "llm.SyncKvCacheWaitTime=200"), "ss -ti dst 127.0.0.1"
         _fails(slow, *short, finding="peer_pull", value="200 ms", mend=mend)
 
@@ -187,14 +187,14 @@ def test_forced_tcp_no_secret_an_option_that_is_wrong_and_cma_forbidden_by_secco
     with _served() as port:
         code, found = _doctor(port, "--option", "llm.Transport=tcp")
         assert code >= 1
-        is_(found["peer_transport"], State.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
-        is_(found["peer_authentication"], State.WARNING, "not authenticated", "--secrets FILE")
+        is_(found["peer_transport"], Severity.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
+        is_(found["peer_authentication"], Severity.WARNING, "not authenticated", "--secrets FILE")
         assert "one socket stream" in found["peer_bandwidth"].value
         wrong = ("--option", "llm.Transport=pigeon")
         _fails(port, *wrong, finding="peer_link", value="pigeon", mend="correct the option")
         _, found = _doctor(port, preparation=forbid("process_vm_readv"))
         assert found["peer_transport"].value.startswith("shm: ")
-        is_(found["peer_private_transport"], State.WARNING, "not by cma", "--cap-add SYS_PTRACE")
+        is_(found["peer_private_transport"], Severity.WARNING, "not by cma", "--cap-add SYS_PTRACE")
 
 
 def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
@@ -207,7 +207,7 @@ def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
         assert end.port is not None
         found = _fails(end.port, finding=name, value=value, mend=mend)
         end.stop()
-        is_(found["peer_clock"], State.UNKNOWN, f"port {end.port + 1}", "doctor --serve")
+        is_(found["peer_clock"], Severity.UNKNOWN, f"port {end.port + 1}", "doctor --serve")
 
 
 def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_clock_that_differs() -> None:
 
     with listener(ahead) as port:
         finding = peer.clock("127.0.0.1", port - 1, deadline(60_000))
-    is_(finding, State.WARNING, "+3600", "chronyc makestep")
+    is_(finding, Severity.WARNING, "+3600", "chronyc makestep")
 
 
 class _Dribble(socketserver.BaseRequestHandler):
@@ -262,14 +262,16 @@ def test_all_questions_to_a_peer_have_one_deadline(monkeypatch: pytest.MonkeyPat
         found = _examined(here)
         link = LinkStatistics(CLUSTER, "ready", "tcp", None, "", 1, "here", 0, 0, 0)
         found["stream"] = peer.bandwidth(link, 1.0, "127.0.0.1", here, deadline(500))
-    is_(found["peer_clock"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
+    is_(
+        found["peer_clock"], Severity.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve"
+    )
     assert "peer_link" not in found
-    is_(found["stream"], State.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
+    is_(found["stream"], Severity.UNKNOWN, "not all is answered within the 0.5 s of doctor --peer", "doctor --serve")
     monkeypatch.setattr(peer, "_TOTAL_MS", 15_000)
     with _served() as port:
         found = _examined(port)
-    is_(found["peer_link"], State.OK, "", "")
-    is_(found["peer_pull"], State.PROBLEM, "within the 15 s of doctor --peer", "ss -ti dst")  # a pull may take 20 s
+    is_(found["peer_link"], Severity.OK, "", "")
+    is_(found["peer_pull"], Severity.PROBLEM, "within the 15 s of doctor --peer", "ss -ti dst")  # a pull may take 20 s
 
 
 def _examined(port: int) -> Found:
@@ -279,7 +281,7 @@ def _examined(port: int) -> Found:
 def test_finding_of_pulls_that_took_for_ever() -> None:
     link = LinkStatistics(CLUSTER, "ready", "shm", "cma", "", 1, "here", 0, 0, 0)
     finding = peer.bandwidth(link, 0.0, "127.0.0.1", 1, deadline(60_000))
-    is_(finding, State.WARNING, "", "llm.CopyThreads=4")
+    is_(finding, Severity.WARNING, "", "llm.CopyThreads=4")
 
 
 def test_port_that_is_taken_ends_serve_with_one_line() -> None:

@@ -22,7 +22,7 @@ typer = pytest.importorskip("typer")
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
 from llm_datadist.cli import main  # noqa: E402
 from llm_datadist.cli.app import app  # noqa: E402
-from llm_datadist.demo.workload import Workload  # noqa: E402
+from llm_datadist.demo.workload import DemoWorkload  # noqa: E402
 from tests.support import source  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
@@ -193,7 +193,7 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: s
     done = run("demo", "--json", "--transport", transport, "--memory", memory, PYTHONWARNINGS=LEAKS)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    workload = Workload()
+    workload = DemoWorkload()
     assert [result[each] for each in ("ok", "tokens_equal", "kv_equal", "error")] == [True, True, True, None]
     assert len(result["tokens"]) == workload.generate == 32
     assert result["blocks"] == workload.prompt_blocks

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from llm_datadist.demo.model import Array, Llama, ModelConfig, PagedKV
-from llm_datadist.demo.workload import Workload
+from llm_datadist.demo.workload import DemoWorkload
 
-SMALL = Workload(
+SMALL = DemoWorkload(
     model=ModelConfig(layers=4, hidden=128, heads=8, kv_heads=2, ffn=256, vocab=1024),
     prompt_tokens=150,
     chunk=40,

@@ -308,7 +308,7 @@ def test_what_is_no_wire_geometry_is_a_protocol_error() -> None:
     values = [[7, 4, 8, 12, 96, [8, 12], 4, 1]]  # no such kind
     values += [[0, 4, 8, 12, 96, ["8"], 4, 1], [0, 4.0, 8, 12, 96, [8, 12], 4, 1], [0, 4, None, 12, 96, [8, 12], 4, 1]]
     for wire in [b"", b"\x90", b"\xc0", *map(msgspec.msgpack.encode, values)]:
-        with pytest.raises(ProtocolError, match="no cache geometry"):
+        with pytest.raises(ProtocolError, match="an invalid cache geometry"):
             decode_geometry(wire)
 
 

@@ -465,9 +465,10 @@ def verdicts(memory: PeerMemory | LinkError | None, *, here: bool, cma: str | No
 
 
 def chosen_of(judged: dict[str, Verdict], forced: str | None) -> Choice:
-    return choose(ORDER, lambda each: judged[each.name], forced)
+    return choose(CANDIDATES, lambda each: judged[each.name], forced)
 
 
+CANDIDATES = [object.__new__(kind) for kind in ORDER]
 TOLD_NOTHING = "the peer lets this end into none of its memory"
 
 
@@ -509,7 +510,7 @@ def test_choose() -> None:
 def test_the_listener_yields_to_a_dialer_that_cannot_use_the_better_transport(
     mine: str | None, theirs: str | None, used: str | None
 ) -> None:
-    choice = yield_to(Choice("shm", mine, "mapped"), ORDER, theirs)
+    choice = yield_to(Choice("shm", mine, "mapped"), CANDIDATES, theirs)
     assert choice.private == used
     shut_out = ", but the kernel does not let the peer into this process: by tcp"
     assert choice.reason == "mapped" + (shut_out if used != mine else "")

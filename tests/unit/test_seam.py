@@ -5,16 +5,25 @@ import inspect
 import re
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 
 import llm_datadist
-from llm_datadist import config
+from llm_datadist import LLMDataDist, LLMRole, _option_kinds
+from llm_datadist._transport import instances
 from llm_datadist._transport.connection import Connection
-from llm_datadist._transport.registry import ORDER
+from llm_datadist._transport.registry import ORDER, Transports
+from llm_datadist._transport.samehost import SameHostListener
+from llm_datadist._transport.tcp import TcpTransport
+from llm_datadist.errors import LinkRefused, LLMException
+from tests.support.world import make_config
 
 ROOT = Path(llm_datadist.__file__).parent
 #: Where transports may be named: their package, the options, the tools. Docstrings are documentation.
-PLACES = {"_transport", "config.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
+PLACES = {"_transport", "config.py", "_option_kinds.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
 NAMES = {kind.name for kind in ORDER}
 LANES = {"lane", "lanes"}  # what tcp has, and the native engine that is its own
 
@@ -67,4 +76,39 @@ def test_a_connection_has_what_every_transport_has() -> None:
 
 
 def test_the_option_has_the_transports_in_the_order_of_preference() -> None:
-    assert ("auto", *(kind.name for kind in ORDER)) == config.TRANSPORTS
+    assert ("auto", *(kind.name for kind in ORDER)) == _option_kinds.TRANSPORTS
+
+
+def test_lanes_are_not_dialled_to_a_peer_that_has_offered_none() -> None:
+    """NIXL asks for lanes to fall back on without a word of the peer about them."""
+    transport = TcpTransport.__new__(TcpTransport)
+    for offered in ({}, {"tcp": b"too short"}):
+        meeting = Mock(dialled=True, theirs=offered, forced="nixl")
+        with pytest.raises(LinkRefused, match="the peer takes no data lanes"):
+            transport.connect(meeting)
+
+
+def test_a_transport_that_cannot_be_started_or_closed_costs_no_other_one() -> None:
+    transports = Transports.__new__(Transports)
+    ends: list[str] = []
+    broken = Mock(
+        close=Mock(side_effect=OSError("full")),
+        stop=Mock(side_effect=OSError("full")),
+        abandon=Mock(side_effect=OSError("full")),
+    )
+    after = Mock(**{f"{verb}.side_effect": partial(ends.append, verb) for verb in ("close", "stop", "abandon")})
+    transports.exports, transports.by_name = Mock(), {"broken": broken, "after": after}
+    for call in (transports.stop, transports.close, transports.abandon):
+        with pytest.raises(OSError, match="full"):
+            call()
+    assert ends == ["stop", "close", "abandon"]
+
+
+def test_an_init_whose_transports_cannot_start_leaves_no_instance_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = Mock(side_effect=instances.register)
+    monkeypatch.setattr(instances, "register", registered)
+    monkeypatch.setattr(SameHostListener, "start", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(LLMException, match="No space left on device"):
+        LLMDataDist(LLMRole.PROMPT, 1).init(make_config(listen_ip_info="127.0.0.1:0"))
+    [(exports,)] = [call.args for call in registered.call_args_list]
+    assert not instances.is_here(exports)

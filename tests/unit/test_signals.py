@@ -91,6 +91,8 @@ def test_what_a_call_has_made_is_taken_back_when_an_exception_replaces_it(came: 
     assert (undone, came) == (["a"], [FIRST])
     assert (Maker.make.__doc__, str(inspect.signature(Maker().make))) == ("Make it.", "(name: str) -> str")
     assert "Maker.make" in repr(Maker.make)
+    assert inspect.isfunction(Maker.make)
+    assert not inspect.iscoroutinefunction(Maker.make)
 
 
 def test_a_handler_runs_after_the_call_also_one_set_in_it_which_is_shown_as_it_was_set(came: list[int]) -> None:

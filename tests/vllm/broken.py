@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from llm_datadist.integrations.vllm import LLMDataDistConnector
-from llm_datadist.integrations.vllm.worker import Worker
+from llm_datadist.integrations.vllm.worker import RankWorker
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from llm_datadist.integrations.vllm.engines import Claimed
+    from llm_datadist.integrations.vllm.engines import ClaimedOffer
     from llm_datadist.integrations.vllm.offers import Targets
 
 __all__ = ["ZeroedConnector"]
 
 
-class _ZeroedWorker(Worker):
-    def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
+class _ZeroedWorker(RankWorker):
+    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
         found = super()._pull(claimed, targets)
         assert self._cache is not None
         assert self._layout is not None

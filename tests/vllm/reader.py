@@ -8,14 +8,14 @@ import time
 
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
-from llm_datadist.integrations.vllm.offers import Offer
+from llm_datadist.integrations.vllm.offers import KvOffer
 
 
 def main() -> None:
     """Read the params from standard input, once all is imported: that takes longer than many an offer lasts."""
     print("ready", flush=True)
     keys = ReferenceKeys(runtime_secret_file())
-    offer, token = Offer.read(json.load(sys.stdin)["datadist"], keys)
+    offer, token = KvOffer.read(json.load(sys.stdin)["datadist"], keys)
     config = LLMConfig()
     config.device_id = 0
     config.enable_cache_manager = True

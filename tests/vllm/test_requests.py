@@ -21,9 +21,9 @@ from vllm.v1.request import Request, RequestStatus
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm import engines, worker
-from llm_datadist.integrations.vllm.offers import Endpoint, Offer, Orders
+from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
-from llm_datadist.integrations.vllm.worker import Worker
+from llm_datadist.integrations.vllm.worker import RankWorker
 from tests.support.moves import wait_until
 from tests.vllm.odd import odd_params
 
@@ -63,7 +63,7 @@ class Engine:
             select_transfer_block_ids=lambda ids: ids,
         )
         self.scheduler = Scheduler(config, cache)
-        self.worker = Worker(config, cache)
+        self.worker = RankWorker(config, cache)
         self.kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8)
         self.worker.register({"layer": self.kv})
         if (endpoint := self.worker.endpoint()) is not None:
@@ -226,7 +226,7 @@ def test_a_claimed_offer_counts_no_more(make: Callable[..., Engine]) -> None:
 def signed(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return params with a changed offer, as an engine that has the secret could make them."""
     keys = ReferenceKeys(runtime_secret_file())
-    offer, _ = Offer.read(params["datadist"], keys)
+    offer, _ = KvOffer.read(params["datadist"], keys)
     return params | {"datadist": msgspec.structs.replace(offer, **changes).sign(keys)[0]}
 
 
@@ -257,7 +257,7 @@ def test_another_process_than_that_of_the_reference_is_not_read(make: Callable[.
     params = offered(prefill, "first", [1, 2, 3])
     endpoint = prefill.scheduler.ranks[0]
     wrong: dict[str, Any] = {"incarnation": "0" * 32, "cluster_id": 7, "port": 1}
-    elsewhere: Endpoint = msgspec.structs.replace(endpoint, **{change: wrong[change]})
+    elsewhere: RankEndpoint = msgspec.structs.replace(endpoint, **{change: wrong[change]})
     assert not decode.fetched("wrong", signed(params, ranks=[elsewhere]), [1, 2, 3])
     assert decode.kv.count_nonzero() == 0
     assert decode.worker.datadist.statistics().links == (), "it is linked to a process that it must not believe"
@@ -267,7 +267,7 @@ def test_another_process_than_that_of_the_reference_is_not_read(make: Callable[.
 def test_a_reference_of_another_process_cuts_no_link(make: Callable[..., Engine]) -> None:
     prefill, decode = make("prefill"), make("decode")
     assert comes(prefill, decode, "honest")
-    elsewhere: Endpoint = msgspec.structs.replace(prefill.scheduler.ranks[0], incarnation="0" * 32)
+    elsewhere: RankEndpoint = msgspec.structs.replace(prefill.scheduler.ranks[0], incarnation="0" * 32)
     assert not decode.fetched("wrong", signed(offered(prefill, "first", [1, 2, 3]), ranks=[elsewhere]), [1, 2, 3])
     assert decode.worker.datadist.explain(prefill.worker.cluster_id).state == "ready"
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+import msgspec
+
 from llm_datadist._links.channel import FrameParser, tune
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._links.link import LinkOrigin, Peer
@@ -747,7 +749,7 @@ class Listener:
                 reconnected=hello.reconnects,
                 source=handshake.source,
                 by_communicator=by_communicator,
-                greetings=[hello] if by_communicator else [],
+                greetings=[msgspec.structs.replace(hello, offers={})] if by_communicator else [],
             )
             sock, leftover = frames.socket, frames.parser.rest()
             peer, share = Peer.of(hello), new_share() if theirs.share else b""

@@ -403,7 +403,11 @@ class LinkManager:
         origin = link.origin
         # The peer may have dialled twice at once, for two communicators: both greetings count.
         if old is not None and old.peer.incarnation == link.peer.incarnation:
-            origin.greetings += old.origin.greetings
+            # One for each communicator: a peer that dials again and again costs no more.
+            said = [each.communicator.name for each in origin.greetings if each.communicator]
+            origin.greetings += [
+                each for each in old.origin.greetings if each.communicator and each.communicator.name not in said
+            ]
             old.origin.greetings = []
         # Members join once the peer answers: it may have given this attempt up by now, and would come again.
         if origin.greetings:

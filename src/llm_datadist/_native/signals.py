@@ -12,9 +12,9 @@ of the library run their work as such calls.
 
 from __future__ import annotations
 
-from functools import update_wrapper
+from functools import WRAPPER_ASSIGNMENTS, update_wrapper
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from llm_datadist._native._native import HoldingCall, do_what_was_put_off, inside_another_call, put_off
 from llm_datadist.errors import StateError
@@ -27,6 +27,9 @@ __all__ = ["do_what_was_put_off", "hold_signals", "public_calls_hold_signals", "
 F = TypeVar("F", bound="Callable[..., Any]")
 C = TypeVar("C", bound=type)
 
+#: Attributes of a function that :mod:`inspect` reads of all that looks like one.
+_COPIED: Final = (*WRAPPER_ASSIGNMENTS, "__code__", "__defaults__", "__kwdefaults__", "__globals__", "__closure__")
+
 
 def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, *, whole: bool = False) -> F:
     """Make a function hold signals; with ``whole``, also where it waits.
@@ -34,7 +37,7 @@ def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, 
     ``undo(self, result)`` reverts a call if a handler's exception replaces its result.
     """
     call = HoldingCall(function, undo, whole)
-    return update_wrapper(call, function)  # type: ignore[return-value]  # as callable
+    return update_wrapper(call, function, _COPIED)  # type: ignore[return-value]  # as callable
 
 
 def require_outermost(call: str) -> None:
@@ -51,7 +54,7 @@ def public_calls_hold_signals(*, whole: tuple[str, ...] = (), **undone_by: str) 
 
     def decorate(kind: C) -> C:
         for name, member in list(vars(kind).items()):
-            if isinstance(member, FunctionType) and not name.startswith("_"):
+            if type(member) is FunctionType and not name.startswith("_"):  # a call that holds signals looks like one
                 setattr(kind, name, hold_signals(member, _undo(undone_by.get(name)), whole=name in whole))
         return kind
 

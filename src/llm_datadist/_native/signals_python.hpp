@@ -221,6 +221,13 @@ inline PyObject* repr_of_call(PyObject* object) {
     return PyObject_Repr(reinterpret_cast<HoldingCall*>(object)->function);
 }
 
+// The class of the function: `inspect`, `pydoc` and mocks take the call for a function (signals.py copies its code).
+inline PyObject* class_of_call(PyObject* object, void*) {
+    PyObject* function = reinterpret_cast<HoldingCall*>(object)->function;
+    if (function == nullptr) return Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(object)));  // being collected
+    return PyObject_GetAttrString(function, "__class__");
+}
+
 // What makes a method of a function and an instance: the stable ABI has no PyMethod_New.
 inline nb::object& method_type() {
     static nb::object* type = new nb::object();  // kept for ever
@@ -240,6 +247,7 @@ inline void bind_signals(nb::module_& m) {
         {"__dictoffset__", T_PYSSIZET, offsetof(HoldingCall, dict), READONLY, nullptr},
         {nullptr, 0, 0, 0, nullptr}};
     static PyGetSetDef properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+                                       {"__class__", &class_of_call, nullptr, nullptr, nullptr},
                                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
     static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(&make_call)},
                                   {Py_tp_dealloc, reinterpret_cast<void*>(&free_call)},

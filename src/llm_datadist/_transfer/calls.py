@@ -119,10 +119,22 @@ def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Calla
     return call_async
 
 
+class _Annotation(str):
+    """Text of an annotation, which a signature shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _set_result(call: Callable[..., object], result: str) -> None:
     """Make ``help`` and ``inspect`` show the wrapped parameters and this result."""
     call.__annotations__ = call.__annotations__ | {"return": result}
-    call.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
+    shown = signature(call)
+    parameters = [
+        each.replace(annotation=_Annotation(each.annotation)) if isinstance(each.annotation, str) else each
+        for each in shown.parameters.values()
+    ]
+    call.__signature__ = shown.replace(parameters=parameters, return_annotation=_Annotation(result))  # type: ignore[attr-defined]
 
 
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:

@@ -128,8 +128,8 @@ class Engine:
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
             self._control.start()
-            self._control.call(self.transports.start, self._control.loop)
             undo.callback(self._control.call, self.transports.stop)
+            self._control.call(self.transports.start, self._control.loop)
             self.links.start(listening)
             if self.page is not None:
                 self._control.call(self.page.start, self._control.loop)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from llm_datadist import _native
-from llm_datadist._native import MAX_REQUEST_RUNS
+from llm_datadist._native import MAX_REQUEST_RUNS, check_plan
 from llm_datadist._native.lanes import CHANGED
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import (
@@ -74,12 +74,14 @@ def decode_request(meta: bytes, *, write: bool = False) -> MoveRequest:
 
 
 def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:
-    """Answer a peer that asks this side to move bytes. Raises LLMException to refuse it."""
+    """Answer a peer that asks this side to move bytes; all of the plan lies in the tensors. LLMException: refused."""
     request = decode_request(meta, write=write)
     reply = owner.on_move(link, request)
     if request.extent != reply.tensors.extent:
         raise ParamError(f"the tensors have {reply.tensors.extent} bytes, not {request.extent}")
-    return Move(request.handle, reply.plan or request.plan, reply)
+    plan = reply.plan or request.plan
+    check_plan(plan, reply.tensors, reply.tensors)
+    return Move(request.handle, plan, reply)
 
 
 def status_of(error: LLMException) -> tuple[int, str]:

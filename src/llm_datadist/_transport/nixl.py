@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -204,13 +204,19 @@ class NixlTransport(Transport):
         lanes = meeting.transports["tcp"]
         # The dialer of a link decides whether there is something to fall back on.
         fallback = self.shared.fallback if meeting.dialled else not lanes.lacks(meeting)
-        return NixlConnection(
-            self.shared,
-            _common(self.fabric, self._theirs(meeting)),
-            writable=meeting.exports.writable,
-            dialled=meeting.dialled,
-            fallback=meeting.connect(lanes.name) if fallback else None,
-        )
+        with ExitStack() as undo:
+            connection = meeting.connect(lanes.name) if fallback else None
+            if connection is not None:
+                undo.callback(connection.close)
+            made = NixlConnection(
+                self.shared,
+                _common(self.fabric, self._theirs(meeting)),
+                writable=meeting.exports.writable,
+                dialled=meeting.dialled,
+                fallback=connection,
+            )
+            undo.pop_all()
+        return made
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
         self.shared.quiesce(tag, private)
@@ -728,7 +734,6 @@ class Server:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         move = answer(self._nixl.owner, self.link, ask.meta, write=ask.write)
-        check_plan(move.plan, move.reply.tensors, move.reply.tensors)
         return _Served(move.plan, move.reply, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
     def _put(self, job: Callable[[], None], nbytes: int = 0, served: _Served | None = None) -> None:

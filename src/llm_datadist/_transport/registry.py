@@ -15,6 +15,7 @@ from llm_datadist._transport.transport import Context, Meeting, Transport
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -59,8 +60,7 @@ class Transports:
     def stop(self) -> None:
         """Serve no peer any more. On the control thread."""
         instances.unregister(self.exports.incarnation)
-        for each in self.by_name.values():
-            each.stop()
+        _all([each.stop for each in self.by_name.values()])
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
         """Stop all use of memory granted under ``tag``, see :meth:`Transport.quiesce`."""
@@ -69,9 +69,14 @@ class Transports:
 
     def close(self) -> None:
         """Close all. Idempotent."""
-        for each in self.by_name.values():
-            each.close()
+        _all([each.close for each in self.by_name.values()])
 
     def abandon(self) -> None:
-        for each in self.by_name.values():
-            each.abandon()
+        _all([each.abandon for each in self.by_name.values()])
+
+
+def _all(calls: Sequence[Callable[[], None]]) -> None:
+    """Make every call, in this order, even if one of them raises."""
+    with ExitStack() as stack:
+        for each in reversed(calls):
+            stack.callback(each)

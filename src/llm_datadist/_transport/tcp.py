@@ -35,6 +35,7 @@ from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
     AuthFailed,
     LinkError,
+    LinkRefused,
     LLMException,
     PeerLost,
     TransferAborted,
@@ -112,6 +113,8 @@ class TcpTransport(Transport):
         if not meeting.dialled:
             return TcpConnection(self.lanes, self._group(meeting), writable=writable)
         assert meeting.deadline is not None, "a dial has a deadline"
+        if not (verdict := self.judge(meeting)).possible:  # a transport that falls back on lanes has not asked
+            raise LinkRefused(verdict.reason)
         dial = partial(dial_lanes, meeting.address, meeting.theirs[self.name], secret=meeting.secret)
         group = self.lanes.open(dial(LANES_PER_LINK, meeting.deadline))
         return TcpConnection(self.lanes, group, writable=writable, reconnect=dial)

@@ -7,7 +7,7 @@ A transport is one module: its :class:`Transport`, and the :class:`~.connection.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Choice, Verdict, agree, choose, yield_to
@@ -57,11 +57,11 @@ class Transport:
     Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused, and then nothing of it is left.
     """
 
-    name: ClassVar[str]  # as in ``llm.Transport``
-    capabilities: ClassVar[Capabilities]  # of its connections
-    beside: ClassVar[bool] = False  # may carry non-pool memory beside a transport that does not reach that
-    peer_cannot: ClassVar[str] = "the peer cannot use it"
-    preamble: ClassVar[bytes] = b""  # of connections to the listener that are this transport's; see :meth:`admit`
+    name: str  # as in ``llm.Transport``
+    capabilities: Capabilities  # of its connections
+    beside: bool = False  # may carry non-pool memory beside a transport that does not reach that
+    peer_cannot: str = "the peer cannot use it"
+    preamble: bytes = b""  # of connections to the listener that are this transport's; see :meth:`admit`
 
     def __init__(self, context: Context) -> None:
         """Make what all connections share. Raises LLMException if the transport is asked for and cannot be had."""
@@ -169,9 +169,9 @@ class Meeting:
     def offers(self) -> dict[str, bytes]:
         """Return what this side's greeting says of each transport."""
         for name, each in self.transports.items():
-            if data := each.offer(self):
-                self.mine[name] = data
-        return self.mine
+            self.mine[name] = b""  # what fails in the middle is given back too
+            self.mine[name] = each.offer(self)
+        return {name: data for name, data in self.mine.items() if data}
 
     def bring(self, memory: PeerMemory | LinkError) -> None:
         """Take the outcome of a rendezvous; memory that comes too late is closed."""

@@ -1,19 +1,19 @@
-"""``llm-datadist bench``: this library beside the limits of the machine and other software, every byte verified.
+"""``llm-datadist bench``: this library beside machine limits and other software, every byte verified.
 
-A *side* (``sides/``) moves one workload in worker processes of its own. The driver runs all sides of a case in turn,
-pass after pass, and makes rows of results. Each exception here ends one side or one case; the run goes on.
+A *contender* (``contenders/``) moves one workload in its own worker processes. Each exception here ends one contender
+or one case; the run goes on.
 """
 
 from __future__ import annotations
 
 
 class BenchError(Exception):
-    """A comparison could not be made; the text says why."""
+    """A comparison is impossible; the text has the reason."""
 
 
 class WrongBytes(BenchError):
-    """A transfer did not move what it should have, or moved more."""
+    """A transfer left wrong bytes, inside or outside of the addressed blocks."""
 
 
-class SideFailed(BenchError):
-    """A process of a side died, hung, or reported an error."""
+class ContenderFailed(BenchError):
+    """A contender's process died, hung, or reported an error."""

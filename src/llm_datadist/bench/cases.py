@@ -1,7 +1,4 @@
-"""Cases of the bench: one of our sides beside a limit and peers, made from the options of the user.
-
-A case becomes one row of results for each peer.
-"""
+"""Cases of the bench, made from the user's options. A case becomes one row for each peer."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ import msgspec
 
 from llm_datadist._native import usable_cpus
 from llm_datadist.bench import BenchError
-from llm_datadist.bench.sides import LIMITS, PEERS
-from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.workload import MOVES, Memory, Op, Workload
+from llm_datadist.bench.contenders import LIMITS, PEERS
+from llm_datadist.bench.contenders.base import Role
+from llm_datadist.bench.workload import MOVES, BenchMemory, BenchWorkload, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +27,7 @@ _SAMPLES: Final = {Op.PLAN: 20, Op.ALLOC: 50, Op.LINK: 20}
 
 _WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "threads", "passes", "against"}
 _SHAPE: Final = {"block_bytes", "blocks", "tensors", "passes", "against"}
-#: What each op takes of the options about work; the others are refused.
+#: Options about work by op; others are refused.
 _TAKES: Final = {
     Op.PULL: _WORK,
     Op.PUSH: _WORK,
@@ -49,30 +46,25 @@ _PEERS: Final = {
     "tcp": ("nixl-tcp", "mooncake"),
     "nixl": ("nixl-tcp",),
 }
-#: What moves bytes as between two hosts.
+#: Transports that move bytes as between two hosts.
 _BETWEEN_HOSTS: Final = ("tcp", "nixl")
-#: Between two hosts there is no shared memory: what a peer does over tcp is what ours over tcp is compared with.
+#: Peers over tcp: two hosts share no memory.
 _OVER_TCP: Final = {"nixl": "nixl-tcp"}
-#: A later pass moves about so much, but repeats nothing more often than that.
+#: Bytes that a later pass moves by repetition, and the most repeats.
 _REPEATED_BYTES: Final = 16 << 20
 _MOST_REPEATS: Final = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The options of the user; None where one was not given.
+    """The user's options; None if not given.
 
     Attributes:
-        op: What is measured.
-        transport: One of ``TRANSPORTS``.
-        block_bytes: Bytes of one block of one tensor.
-        blocks: Blocks moved in each tensor.
-        tensors: Tensors of a cache.
-        memory: Where our caches lie.
-        threads: Threads that copy, in each process; None: one for each usable CPU.
-        against: Names of limits and peers; None: the usual ones.
-        passes: Passes after the first; None: 5.
-        set_bytes: What one transfer moves where ``blocks`` is not given; single steps have at most as many blocks.
+        transport: shm, cma, tcp, nixl or inproc; default shm.
+        threads: Copying threads in each process; default: the usable CPUs.
+        against: Names of limits and peers; default: the usual ones.
+        passes: Passes after the first; default 5.
+        set_bytes: Bytes of one transfer without ``blocks``; also bounds single steps.
     """
 
     op: Op
@@ -80,7 +72,7 @@ class Request:
     block_bytes: int | None = None
     blocks: int | None = None
     tensors: int | None = None
-    memory: Memory | None = None
+    memory: BenchMemory | None = None
     threads: int | None = None
     against: tuple[str, ...] | None = None
     passes: int | None = None
@@ -89,24 +81,20 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One of our sides beside a limit and peers, on one workload.
+    """One contender of this library beside a limit and peers, on one workload.
 
     Attributes:
-        side: Name of our side.
-        call: The call that is timed, as shown to the user.
-        transport: What is asked for; "local" where nothing leaves the process.
-        workload: What is moved.
-        limit: Name of the limit, or None.
+        call: The timed call, as shown to the user.
+        transport: The requested transport; "local" if nothing leaves the process.
         peers: Names of the peers, and of limits beside the first.
-        passes: Passes after the first.
         samples: Single steps in each pass; 0: everything in one transfer.
-        busy: In which of our processes a thread of pure Python runs.
+        busy: Process in which a thread of pure Python runs.
     """
 
-    side: str
+    contender: str
     call: str
     transport: str
-    workload: Workload
+    workload: BenchWorkload
     limit: str | None = None
     peers: tuple[str, ...] = ()
     passes: int = 5
@@ -114,25 +102,25 @@ class Case:
     busy: Role | None = None
 
     @property
-    def sides(self) -> tuple[str, ...]:
-        """All sides, ours first."""
-        return (self.side, *([self.limit] if self.limit else []), *self.peers)
+    def contenders(self) -> tuple[str, ...]:
+        """All contenders, this library's first."""
+        return (self.contender, *([self.limit] if self.limit else []), *self.peers)
 
     @property
     def bytes_timed(self) -> int:
-        """Bytes that one measured time stands for; 0 where nothing is moved."""
+        """Bytes of one measured time; 0 if nothing moves."""
         if self.workload.op in MOVES:
             return self.workload.nbytes
         return self.workload.block_bytes * self.workload.tensors if self.workload.op is Op.LATENCY else 0
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes that one later pass moves."""
+        """Bytes of one later pass."""
         return self.bytes_timed * (self.samples or self.repeats)
 
     @property
     def repeats(self) -> int:
-        """How often a later pass times the transfer: more often where one is short."""
+        """Transfers in a later pass."""
         if self.workload.op not in MOVES:
             return 1
         return max(1, min(_MOST_REPEATS, _REPEATED_BYTES // self.workload.nbytes))
@@ -145,12 +133,12 @@ class Case:
         shape = f"{work.blocks} x {size_text(work.block_bytes)} x {work.tensors}"
         return f"{work.op} {self.call} over {self.transport}, {shape}{busy}"
 
-    def without(self, side: str) -> Case:
-        """Return the case without a limit or peer."""
+    def without(self, contender: str) -> Case:
+        """Return the case without this limit or peer."""
         return replace(
             self,
-            limit=None if side == self.limit else self.limit,
-            peers=tuple(each for each in self.peers if each != side),
+            limit=None if contender == self.limit else self.limit,
+            peers=tuple(each for each in self.peers if each != contender),
         )
 
 
@@ -163,24 +151,20 @@ def size_text(nbytes: int) -> str:
 
 
 def cases_of(request: Request) -> list[Case]:
-    """Return the cases of one op.
-
-    Raises:
-        BenchError: An option that the op does not take, or a side that does not exist; the text names the option.
-    """
+    """Return the cases of one op; raise BenchError, which names the option, if the op does not take one."""
     check_options(request, request.op, _TAKES[request.op])
     return list(_MAKERS[request.op](request))
 
 
 def check_options(request: Request, name: str, takes: set[str]) -> None:
-    """Refuse options that are not in ``takes``, and sides that do not exist."""
+    """Refuse options that are not in ``takes``, and unknown contenders."""
     given = {each for each in _WORK if getattr(request, each) is not None}
     for each in sorted(given - takes):
         known = ", ".join(_option(one) for one in sorted(takes))
         raise BenchError(f"{_option(each)}: bench {name} does not take it; about the work it takes {known}")
-    for side in request.against or ():
-        if side not in LIMITS and side not in PEERS:
-            raise BenchError(f"--against: {side!r} is unknown, known: {', '.join([*LIMITS, *PEERS])}")
+    for contender in request.against or ():
+        if contender not in LIMITS and contender not in PEERS:
+            raise BenchError(f"--against: {contender!r} is unknown, known: {', '.join([*LIMITS, *PEERS])}")
 
 
 def _option(name: str) -> str:
@@ -188,7 +172,6 @@ def _option(name: str) -> str:
 
 
 def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
-    """Return the limit and the peers of an op where the user named none."""
     if op in (Op.PULL, Op.PUSH):
         return (_LIMIT[transport], *_PEERS[transport])
     if op in (Op.COPY, Op.SWAP):
@@ -198,7 +181,7 @@ def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
     return ()
 
 
-def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
+def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
     names = _usual_against(request.op, transport) if request.against is None else request.against
     if transport in _BETWEEN_HOSTS:
@@ -211,24 +194,23 @@ def _sides(request: Request, transport: str) -> tuple[str | None, tuple[str, ...
 
 
 def _case(
-    request: Request, side: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
+    request: Request, contender: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
 ) -> Case:
-    """Return the case of one side, with ``blocks`` blocks where the user gave no number."""
-    limit, peers = _sides(request, transport)
+    limit, peers = _contenders(request, transport)
     tensors = request.tensors or _TENSORS.get(request.op, 1)
     block_bytes = request.block_bytes or _BLOCK_BYTES
     fitting = max(1, request.set_bytes // (block_bytes * tensors))
     private = transport == "cma" and request.op is not Op.LINK
-    workload = Workload(
+    workload = BenchWorkload(
         op=request.op,
         block_bytes=block_bytes,
         blocks=request.blocks or blocks or fitting,
         tensors=tensors,
-        memory=request.memory or (Memory.REGISTERED if private else Memory.POOL),
+        memory=request.memory or (BenchMemory.REGISTERED if private else BenchMemory.POOL),
         threads=request.threads or usable_cpus(),
     )
     return Case(
-        side=side,
+        contender=contender,
         call=call,
         transport=transport,
         workload=workload,
@@ -240,16 +222,12 @@ def _case(
 
 
 def _between(request: Request) -> Iterator[Case]:
-    """Yield the one case of pull and push."""
     transport = request.transport or "shm"
     yield _case(request, f"ours-{transport}", f"{request.op}_blocks", transport)
 
 
 def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap.
-
-    A call of copy_cache copies one row, so its caches have many tensors.
-    """
+    """Yield the cases of copy and swap. A copy_cache call copies one row, so its caches have many tensors."""
     if request.op is Op.SWAP:
         yield _case(request, "ours-swap", "swap_blocks", "local")
         return
@@ -259,7 +237,6 @@ def _inside(request: Request) -> Iterator[Case]:
 
 
 def _latency(request: Request) -> Iterator[Case]:
-    """Yield single pulls of a blocks cache, then by key; idle and beside busy Python."""
     transport = request.transport or "shm"
     most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
     idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
@@ -268,8 +245,8 @@ def _latency(request: Request) -> Iterator[Case]:
     if transport == "inproc":
         return
     yield from _beside_python(idle)
-    # A pull consumes its key only where the cache is in a pool.
-    pooled = replace(request, memory=request.memory or Memory.POOL, against=())
+    # Only a pull from a pool consumes its key.
+    pooled = replace(request, memory=request.memory or BenchMemory.POOL, against=())
     by_key = _case(pooled, f"ours-{transport}-key", "pull_cache by key", transport, blocks=min(_KEY_BLOCKS, most))
     by_key = replace(by_key, samples=by_key.workload.blocks)
     yield by_key
@@ -277,17 +254,13 @@ def _latency(request: Request) -> Iterator[Case]:
 
 
 def _beside_python(idle: Case) -> Iterator[Case]:
-    """Yield the case with a busy thread on either side, without peers.
-
-    It has fewer steps, because one may take 10 ms.
-    """
+    """Yield the case beside a busy thread in either process, without peers; with few steps, as one may take 10 ms."""
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)
 
 
 def _single(request: Request) -> Iterator[Case]:
-    """Yield the cases of plan, alloc and link, which move nothing."""
     if request.op is Op.PLAN:
         for blocks in (1000,) if request.blocks else _PLANNED:
             yield _case(request, "ours-plan", "plan_blocks", "local", blocks=blocks, samples=_SAMPLES[Op.PLAN])
@@ -297,9 +270,9 @@ def _single(request: Request) -> Iterator[Case]:
     else:
         transport = request.transport or "shm"
         if transport == "inproc":
-            raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma or tcp")
-        side = f"ours-{transport}-link"
-        yield _case(request, side, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
+            raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma, tcp or nixl")
+        contender = f"ours-{transport}-link"
+        yield _case(request, contender, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
 
 
 _MAKERS: Final = {

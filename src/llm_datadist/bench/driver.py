@@ -1,7 +1,6 @@
-"""Runs cases: all sides of a case in turn, pass after pass, every byte verified.
+"""Driver of cases: all contenders of a case in turns, pass after pass, every byte verified. One thread.
 
-Everything here runs in one thread; the sides are in processes of their own. A side that fails loses its own figures
-only, unless it is ours: then its case is left out.
+A contender that fails loses only its own figures. If it is this library's, its case is left out.
 """
 
 from __future__ import annotations
@@ -13,53 +12,47 @@ from typing import TYPE_CHECKING, Final, ParamSpec, Protocol
 import msgspec
 
 from llm_datadist._memory.host import available_memory
-from llm_datadist.bench import BenchError, sides
+from llm_datadist.bench import BenchError, contenders
 from llm_datadist.bench.cases import Case, size_text
-from llm_datadist.bench.processes import Build, RunningSide
+from llm_datadist.bench.processes import Build, RunningContender
 from llm_datadist.bench.rows import Measured, Row, make_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llm_datadist.bench.workload import Workload
+    from llm_datadist.bench.workload import BenchWorkload
 
 _P = ParamSpec("_P")
 
-#: Of the memory that is available, so that measuring it does not make the machine swap or kill.
+#: Usable part of the available memory; with more the machine might swap or kill.
 _SHARE: Final = 0.9
-#: A side is tried on this before anything is measured.
+#: Workload of the trial before any measurement.
 _TINY_BLOCKS: Final = 2
 _TINY_BYTES: Final = 4096
 
 
-class Listener(Protocol):
-    """Receives the progress of a run."""
+class BenchListener(Protocol):
+    """Receiver of a run's progress."""
 
     def say(self, text: str) -> None:
         """Take one line for the user."""
 
-    def progress(self, case: Case, side: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` passes are done and ``side`` runs now."""
+    def progress(self, case: Case, contender: str, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` passes are done and ``contender`` runs."""
 
 
 @dataclass(slots=True)
 class Results:
-    """The results of a run.
-
-    Attributes:
-        rows: The results.
-        failures: What went wrong while it ran, one line each.
-    """
+    """Rows, and a line for each failure during the run."""
 
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
-def prepare(cases: Iterable[Case], tell: Listener, timeout_s: float) -> list[Case]:
-    """Return the cases that can run, and say once what is left out.
+def prepare(cases: Iterable[Case], tell: BenchListener, timeout_s: float) -> list[Case]:
+    """Return the cases that can run, and say why others, or some contenders, are left out.
 
-    A side cannot run when it says so, when its processes cannot be started and connected, or when its case needs more
-    memory than there is.
+    A contender may decline the workload, or fail to connect; a case may exceed the memory.
     """
     check = _Check(tell, timeout_s)
     checked = [check.case(each) for each in cases]
@@ -67,9 +60,7 @@ def prepare(cases: Iterable[Case], tell: Listener, timeout_s: float) -> list[Cas
 
 
 class _Check:
-    """Finds out which sides can run, and tries each once."""
-
-    def __init__(self, tell: Listener, timeout_s: float) -> None:
+    def __init__(self, tell: BenchListener, timeout_s: float) -> None:
         self._tell = tell
         self._timeout_s = timeout_s
         self._tried: dict[str, str | None] = {}
@@ -78,27 +69,27 @@ class _Check:
 
     def case(self, case: Case) -> Case | None:
         """Return the case as it can run, or None."""
-        possible = self._without_unable(case, sides.why_not)
+        possible = self._without_unable(case, contenders.why_not)
         if possible is None or not self._fits(possible):
             return None
         return self._without_unable(possible, self._try)
 
-    def _without_unable(self, case: Case, why_not: Callable[[str, Workload], str | None]) -> Case | None:
-        """Return the case without sides for which ``why_not`` has a reason; None without ours."""
-        for side in case.sides:
-            reason = why_not(side, case.workload)
+    def _without_unable(self, case: Case, why_not: Callable[[str, BenchWorkload], str | None]) -> Case | None:
+        """Return the case without contenders that have a reason; None without this library's."""
+        for contender in case.contenders:
+            reason = why_not(contender, case.workload)
             if reason is not None:
-                self._say(f"{side}: {reason}")
-                if side == case.side:
+                self._say(f"{contender}: {reason}")
+                if contender == case.contender:
                     self._say(f"left out: {case.title}")
                     return None
-                case = case.without(side)
+                case = case.without(contender)
         return case
 
-    def _try(self, side: str, workload: Workload) -> str | None:
-        """Start a side once on two small blocks; return why it fails, or None."""
-        if side not in self._tried:
-            self._tell.say(f"trying {side}")
+    def _try(self, contender: str, workload: BenchWorkload) -> str | None:
+        """Start a contender once on two small blocks; return the reason of a failure, or None."""
+        if contender not in self._tried:
+            self._tell.say(f"trying {contender}")
             tiny = msgspec.structs.replace(
                 workload,
                 blocks=min(workload.blocks, _TINY_BLOCKS),
@@ -106,22 +97,22 @@ class _Check:
                 tensors=1,
             )
             try:
-                with RunningSide(side, self._timeout_s) as running:
+                with RunningContender(contender, self._timeout_s) as running:
                     running.start(tiny)
                     running.prepare(0)
-                self._tried[side] = None
+                self._tried[contender] = None
             except (BenchError, OSError) as error:
-                self._tried[side] = str(error)
-        return self._tried[side]
+                self._tried[contender] = str(error)
+        return self._tried[contender]
 
     def _fits(self, case: Case) -> bool:
-        needed = sum(sides.find(side).footprint(case.workload) for side in case.sides)
+        needed = sum(contenders.find(contender).footprint(case.workload) for contender in case.contenders)
         fits = needed <= self._memory * _SHARE
         if not fits:
             self._say(
-                f"left out: {case.title}: {', '.join(case.sides)} together need {size_text(needed)}, and "
+                f"left out: {case.title}: {', '.join(case.contenders)} together need {size_text(needed)}, and "
                 f"{self._memory / 2**30:.1f} GiB are available ({self._bound}); "
-                "fewer --blocks, or fewer sides --against"
+                "fewer --blocks, or fewer contenders --against"
             )
         return fits
 
@@ -131,8 +122,8 @@ class _Check:
             self._tell.say(text)
 
 
-def run(cases: Sequence[Case], tell: Listener, timeout_s: float, build: Build | None = None) -> Results:
-    """Run the cases one after the other, with workers of ``build``; report sides that fail."""
+def run(cases: Sequence[Case], tell: BenchListener, timeout_s: float, build: Build | None = None) -> Results:
+    """Run the cases in order, with workers of ``build``."""
     results = Results()
     for case in cases:
         race = _CaseRun(case, tell, timeout_s, results.failures, build)
@@ -145,62 +136,62 @@ def run(cases: Sequence[Case], tell: Listener, timeout_s: float, build: Build | 
 
 
 class _CaseRun:
-    """One case that is running: its sides and what was measured of them."""
-
-    def __init__(self, case: Case, tell: Listener, timeout_s: float, failures: list[str], build: Build | None) -> None:
+    def __init__(
+        self, case: Case, tell: BenchListener, timeout_s: float, failures: list[str], build: Build | None
+    ) -> None:
         self._case = case
         self._tell = tell
         self._timeout_s = timeout_s
         self._failures = failures
         self._build = build
         self._measured: dict[str, Measured] = {}
-        self._running: dict[str, RunningSide] = {}
+        self._running: dict[str, RunningContender] = {}
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
-            # All processes are launched before the first is set up: importing takes longer than anything else.
-            for side in self._case.sides:
-                self._guarded(side, self._launch, stack, side)
-            for side in list(self._running):
-                self._guarded(side, self._start, side)
+            # All processes start before the first setup: imports take longest.
+            for contender in self._case.contenders:
+                self._guarded(contender, self._launch, stack, contender)
+            for contender in list(self._running):
+                self._guarded(contender, self._start, contender)
             for number in range(self._case.passes + 1):
-                for side in list(self._running):
-                    self._tell.progress(self._case, side, number, self._case.passes + 1)
-                    self._guarded(side, self._pass, side, number)
-            transport = str(self._running[self._case.side].facts.get("transport", self._case.transport))
+                for contender in list(self._running):
+                    self._tell.progress(self._case, contender, number, self._case.passes + 1)
+                    self._guarded(contender, self._pass, contender, number)
+            transport = str(self._running[self._case.contender].facts.get("transport", self._case.transport))
         limit = self._measured.get(self._case.limit or "")
         peers = {name: self._measured[name] for name in self._case.peers if name in self._measured}
-        return make_rows(self._case, transport, self._measured[self._case.side], limit, peers)
+        return make_rows(self._case, transport, self._measured[self._case.contender], limit, peers)
 
-    def _guarded(self, side: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Run an action of a side; drop the side when it fails, unless it is ours."""
+    def _guarded(self, contender: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Run an action of a contender; on failure drop the contender, unless it is this library's."""
         try:
             action(*args, **kwargs)
         except (BenchError, OSError) as error:
-            if side == self._case.side:
+            if contender == self._case.contender:
                 raise
             self._failures.append(f"{self._case.title}: {error}")
             self._tell.say(self._failures[-1])
-            self._measured.pop(side, None)
-            lost = self._running.pop(side, None)
+            self._measured.pop(contender, None)
+            lost = self._running.pop(contender, None)
             if lost is not None:
                 lost.kill()
 
-    def _launch(self, stack: ExitStack, side: str) -> None:
-        self._running[side] = stack.enter_context(RunningSide(side, self._timeout_s, self._build))
-        self._measured[side] = Measured()
+    def _launch(self, stack: ExitStack, contender: str) -> None:
+        self._running[contender] = stack.enter_context(RunningContender(contender, self._timeout_s, self._build))
+        self._measured[contender] = Measured()
 
-    def _start(self, side: str) -> None:
-        running = self._running[side]
+    def _start(self, contender: str) -> None:
+        running = self._running[contender]
         with running.turn():
             running.start(self._case.workload)
-            self._measured[side].way = running.facts.get("way", "")
-            if side == self._case.side and self._case.busy:
+            self._measured[contender].way = running.facts.get("way", "")
+            if contender == self._case.contender and self._case.busy:
                 running.busy(self._case.busy, on=True)
 
-    def _pass(self, side: str, number: int) -> None:
-        running = self._running[side]
-        # Every pass of every side has bytes of its own.
+    def _pass(self, contender: str, number: int) -> None:
+        running = self._running[contender]
+        # Each pass moves other bytes.
         seed = number + 1
         with running.turn():
             running.prepare(seed)
@@ -209,4 +200,4 @@ class _CaseRun:
             else:
                 seconds, cpu_seconds = running.run("timed", self._case.repeats if number else 1)
             running.verify(seed)
-        self._measured[side].add(number, seconds, cpu_seconds)
+        self._measured[contender].add(number, seconds, cpu_seconds)

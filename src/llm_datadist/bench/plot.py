@@ -1,4 +1,4 @@
-"""Results as pictures, one question each: GB/s over the block size, or microseconds. Needs matplotlib."""
+"""Pictures of results: GB/s over the block size, or microseconds; one question each. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from llm_datadist.bench.rows import Row
 
 _OURS: Final = "open-datadist"
-#: Inches. A phone shows it 350 pixels wide, and the text is readable there.
+#: Inches; readable at a phone's 350 pixels.
 _WIDTH: Final = 4.6
-#: Of text, grid and paper; of our own curve, the limit and peers.
+#: Colours of text, grid, paper, own curve, limit and peers.
 _INK, _GRID, _PAPER, *_COLOURS = "#1f2328", "#d8dee4", "#ffffff", "#0969da", "#6e7781", "#bc4c00", "#1a7f37"
 _IN_THE_DARK: Final = ("#e6edf3", "#3d444d", "#131416", "#4493f8", "#9198a1", "#f0883e", "#3fb950")
 _STYLE: Final[dict[Any, Any]] = {
@@ -33,11 +33,11 @@ _STYLE: Final[dict[Any, Any]] = {
 }
 
 Points = dict[str, dict[int, float]]
-"""Side -> block size -> GB/s."""
+"""Contender -> block size in bytes -> GB/s."""
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Write a picture for each question that the rows answer, in colours for light and for dark.
+    """Write a picture for each question that the rows answer, in colours for light and dark.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -58,23 +58,23 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
 
 def _rates(rows: Sequence[Row]) -> dict[str, Points]:
-    """Return the points of ops that move many blocks, by what was called, over what."""
+    """Return the points of ops that move many blocks."""
     found: dict[str, Points] = {}
     for row in rows:
         if row.op not in MOVES or row.gb_per_s is None:
             continue
         where = "" if row.transport == "local" else f" over {row.transport}"
-        sides = found.setdefault(f"{row.call}{where}", {})
-        limit = row.limit and row.limit.partition(" (")[0]  # without its fastest way, another one for each size
+        contenders = found.setdefault(f"{row.call}{where}", {})
+        limit = row.limit and row.limit.partition(" (")[0]  # without its fastest way, which differs between sizes
         for name, rate in ((_OURS, row.gb_per_s), (limit, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
             if name is not None and rate is not None:
-                # Where blocks of one size were moved in several numbers the largest set counts, and comes first.
-                sides.setdefault(name, {}).setdefault(row.block_bytes, rate)
+                # Of several sets of one block size the largest counts; it comes first.
+                contenders.setdefault(name, {}).setdefault(row.block_bytes, rate)
     return found
 
 
 def _times(rows: Sequence[Row]) -> dict[str, tuple[str, dict[str, float]]]:
-    """Return the questions about single steps by name, each with medians: label -> microseconds."""
+    """Return the questions by name, with medians: label -> microseconds."""
     asked: dict[str, tuple[str, dict[str, float]]] = {
         "latency": ("How long does one block take?", {}),
         "busy": ("How long, beside a busy Python thread?", {}),
@@ -131,7 +131,7 @@ def _draw_times(axis: Any, bars: dict[str, float]) -> None:  # noqa: ANN401
 
 
 def _save(figure: Any, path: Path) -> None:  # noqa: ANN401
-    """Write it, with a style sheet that changes its colours in the dark."""
+    """Write a figure, with a style sheet for dark pages."""
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     pairs = zip((_INK, _GRID, _PAPER, *_COLOURS), _IN_THE_DARK, strict=True)

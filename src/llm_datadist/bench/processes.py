@@ -1,7 +1,6 @@
-"""The worker processes of a side, from the driver: start them, give orders, and end them in every case.
+"""A contender's worker processes, seen from the driver.
 
-The thread ``bench-answers`` of each process reads its answers; everything else is used by one thread. A process that
-dies, hangs or reports an error is a :class:`SideFailed`, with the end of what it wrote to standard error.
+A process that dies, hangs or reports an error raises :class:`ContenderFailed` with the end of its standard error.
 """
 
 from __future__ import annotations
@@ -20,33 +19,32 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llm_datadist.bench import SideFailed
-from llm_datadist.bench.sides import find
-from llm_datadist.bench.sides.base import Role
+from llm_datadist.bench import ContenderFailed
+from llm_datadist.bench.contenders import find
+from llm_datadist.bench.contenders.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from llm_datadist.bench.workload import Workload
+    from llm_datadist.bench.workload import BenchWorkload
 
 _STOP_S: Final = 5.0
 _KILL_S: Final = 10.0
 _TAIL_BYTES: Final = 600
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
-# Each side sets its own number of threads; what NumPy or a peer would start by itself must not come on top.
+# Contenders set their number of threads; NumPy and peers must start no others.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# On one host all that runs on UCX takes the loopback device: with more devices UCX spreads messages over all of them.
+# On one host UCX must use one device; it would spread messages over all.
 _LOOPBACK: Final = {"UCX_NET_DEVICES": "lo"}
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The installation of llm_datadist whose workers are started; without arguments this one.
+    """An installation of llm_datadist that runs workers; by default this one.
 
     Attributes:
-        python: Its interpreter.
-        environment: Of its workers, or None for that of this process.
-        within: By role, the beginning of a command that runs the rest of it elsewhere, in a network namespace say.
+        environment: Environment of its workers; None: this process's.
+        within: By role, a command prefix, for example for a network namespace.
     """
 
     python: str = sys.executable
@@ -55,17 +53,13 @@ class Build:
 
 
 class Process:
-    """One worker process.
+    """One worker process. Thread ``bench-answers`` reads its answers."""
 
-    Attributes:
-        name: "side (role)", for messages.
-    """
-
-    def __init__(self, side: str, role: Role, build: Build) -> None:
-        self.name = side if role is Role.ALONE else f"{side} ({role})"
+    def __init__(self, contender: str, role: Role, build: Build) -> None:
+        self.name = contender if role is Role.ALONE else f"{contender} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
-            [*build.within.get(role, ()), build.python, "-m", "llm_datadist.bench.worker", side, role],
+            [*build.within.get(role, ()), build.python, "-m", "llm_datadist.bench.worker", contender, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -73,9 +67,9 @@ class Process:
                 **(os.environ if build.environment is None else build.environment),
                 **_ENVIRONMENT,
                 **({} if build.within else _LOOPBACK),
-                **find(side).env,
+                **find(contender).env,
             },
-            # Ctrl-C goes to the driver alone, which ends the others in order.
+            # Ctrl-C reaches only the driver, which ends the workers in order.
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -88,7 +82,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its id."""
         return self._process.pid
 
     def send(self, do: str, **fields: object) -> None:
@@ -105,31 +99,31 @@ class Process:
         """Return the value of the next answer.
 
         Raises:
-            SideFailed: The process reported an error, ended, or said nothing for ``timeout_s`` seconds.
+            ContenderFailed: The process reported an error, ended, or said nothing for ``timeout_s`` seconds.
         """
         try:
             line = self._answers.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
-            raise SideFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
+            raise ContenderFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
         if line is None:
-            raise SideFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
+            raise ContenderFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
         try:
             answer = _decode(line)
         except msgspec.DecodeError:
-            raise SideFailed(f"{self.name}: {what}: not an answer: {line[:_TAIL_BYTES]!r}") from None
+            raise ContenderFailed(f"{self.name}: {what}: not an answer: {line[:_TAIL_BYTES]!r}") from None
         if "error" in answer:
-            raise SideFailed(f"{self.name}: {what}: {answer['error']}")
+            raise ContenderFailed(f"{self.name}: {what}: {answer['error']}")
         return answer["value"]
 
     def end(self) -> None:
-        """Ask the process to stop, else kill it, and free pipes and thread. Idempotent."""
+        """Ask the process to stop, or kill it after 5 s. Idempotent."""
         self.send("stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process if it lives, and free pipes and thread. Idempotent."""
+        """Kill the process if it lives; free pipes and thread. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_KILL_S)
@@ -145,29 +139,24 @@ class Process:
         self._answers.put(None)
 
     def _tail(self) -> str:
-        """Return the end of what the process wrote to standard error."""
+        """Return the last 600 bytes of its standard error."""
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
 
-class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
-    """The processes of one side, launched at once. A context manager, which ends them.
+class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
+    """A contender's processes. Leaving the context ends them; ``facts``: results of ``start`` and ``connect``."""
 
-    Attributes:
-        side: Its name.
-        facts: What its processes returned from ``start`` and ``connect``, for example ``transport``.
-    """
-
-    def __init__(self, side: str, timeout_s: float, build: Build | None = None) -> None:
-        self.side = side
+    def __init__(self, contender: str, timeout_s: float, build: Build | None = None) -> None:
+        self.contender = contender
         self.facts: dict[str, Any] = {}
         self._timeout_s = timeout_s
         self._failed = False
         self.processes: list[Process] = []
         try:
-            for role in find(self.side).roles:
-                self.processes.append(Process(self.side, role, build or Build()))
+            for role in find(self.contender).roles:
+                self.processes.append(Process(self.contender, role, build or Build()))
         except BaseException:
             self.kill()
             raise
@@ -177,21 +166,18 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
             self.kill()
         else:
             self._signal(signal.SIGCONT)
-            # The initiator first, as a user would: it unlinks while its peer is still there.
+            # The initiator ends first, so it unlinks while its peer lives.
             for process in reversed(self.processes):
                 process.end()
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of its processes."""
+        """Their ids."""
         return [process.pid for process in self.processes]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the processes run during a ``with`` block, and stop them behind it.
-
-        So nothing that waits for its turn costs another side anything: threads that poll, say.
-        """
+        """Let the processes run during a ``with`` block; stopped ones cost others nothing."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -209,34 +195,28 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
             process.kill()
 
     def prepare(self, seed: int) -> None:
-        """Give the source new bytes and poison the destination, both processes at once."""
+        """Give the source new bytes and poison the destination."""
         self.ask_all([("fill", {"seed": seed}), ("poison", {})])
 
     def run(self, what: str, count: int) -> tuple[list[float], float]:
-        """Run ``count`` transfers ("timed") or steps ("sample").
-
-        Returns the seconds of each, and the CPU seconds of all processes.
-        """
+        """Run ``count`` transfers ("timed") or steps ("sample"); return the seconds of each, and CPU seconds in all."""
         before = sum(self.ask_all([("cpu", {})]))
         initiator = self.processes[-1]
         seconds = self.ask(initiator, what, count=count)
         return seconds, sum(self.ask_all([("cpu", {})])) - before
 
     def verify(self, seed: int) -> None:
-        """Compare all bytes.
-
-        Raises SideFailed when they are wrong, or when no process had any to compare.
-        """
+        """Compare all bytes; raise ContenderFailed if some are wrong, or no process had any."""
         if not any(self.ask_all([("verify", {"seed": seed})])):
-            raise SideFailed(f"{self.side}: no process verified anything")
+            raise ContenderFailed(f"{self.contender}: no process verified anything")
 
     def busy(self, role: Role, *, on: bool) -> None:
-        """Run a thread of pure Python in the process of that role, or end it."""
+        """Start or end a thread of pure Python in that process."""
         index = 0 if role is Role.SOURCE else -1
         self.ask(self.processes[index], "busy", on=on)
 
     def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
-        """Give every process all orders at once; return the answers to the last one."""
+        """Give every process all orders; return the answers to the last."""
         deadline = time.monotonic() + self._timeout_s
         for process in self.processes:
             for what, fields in orders:
@@ -248,8 +228,8 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
             answers.append(value)
         return answers
 
-    def start(self, workload: Workload) -> None:
-        """Set up the memory of all processes, and connect them."""
+    def start(self, workload: BenchWorkload) -> None:
+        """Set up memory, and connect the processes."""
         told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
         self.facts.update(told[-1])
         if len(self.processes) > 1:
@@ -264,7 +244,7 @@ class RunningSide(contextlib.AbstractContextManager["RunningSide"]):
     def _answer(self, process: Process, what: str, deadline: float) -> Any:  # noqa: ANN401  a JSON value
         try:
             return process.answer(what, deadline - time.monotonic())
-        except SideFailed:
-            # The other process may wait for this one for ever, so both are killed at the end.
+        except ContenderFailed:
+            # The other process may wait for this one for ever: kill both.
             self._failed = True
             raise

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere. Needs rich for the bar."""
+"""Progress of long work: a bar on a terminal with rich, else plain lines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ if TYPE_CHECKING:
     from typing import Any, Self
 
 _T = TypeVar("_T")
-#: Between two drawings of the bar.
+#: Between two refreshes of the bar.
 _SECONDS: Final = 0.1
 
 
-class Progress:
-    """Lines, and a bar below them where the stream is a terminal. A context manager.
+class BenchProgress:
+    """Lines, and on a terminal a bar below them. A context manager.
 
-    The bar is drawn inside of calls only. A thread that draws it would take time from what is measured.
-
-    Args:
-        stream: Where to; standard error as a rule, so that results can be redirected.
-        unit: What is counted.
+    Only calls draw the bar: a thread for it would take time from the measured work.
 
     Attributes:
-        live: There is a bar.
+        live: True if there is a bar.
     """
 
     def __init__(self, stream: TextIO, unit: str = "") -> None:
@@ -60,7 +56,7 @@ class Progress:
             self._bar.stop()
 
     def begin(self, total: float) -> None:
-        """Say how much there is to do."""
+        """Set the amount of work."""
         if self.live:
             self._bar.update(self._task, total=total)
 
@@ -73,7 +69,7 @@ class Progress:
             self._stream.flush()
 
     def show(self, done: float, what: str) -> None:
-        """Move the bar to ``done``, and name what runs now. Nothing is shown without a terminal."""
+        """Move the bar to ``done`` and name the current work, if there is a bar."""
         if not self.live:
             return
         self._bar.update(self._task, completed=done, description=what)
@@ -85,9 +81,9 @@ class Progress:
 def steps(
     items: Iterable[_T], name: Callable[[_T], object] = str, unit: str = "steps", stream: TextIO | None = None
 ) -> Iterator[_T]:
-    """Yield the items; show on standard error which one of how many is in work: a bar, or a line for each."""
+    """Yield the items; show their number and name on standard error: a bar, or a line for each."""
     known = list(items)
-    with Progress(stream or sys.stderr, unit) as progress:
+    with BenchProgress(stream or sys.stderr, unit) as progress:
         progress.begin(len(known))
         for number, item in enumerate(known):
             what = str(name(item))

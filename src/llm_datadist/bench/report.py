@@ -1,4 +1,4 @@
-"""Output of the bench: lines and a bar while it runs, tables at the end. Needs rich."""
+"""Output of the bench: lines and a bar during the run, tables afterwards. Needs rich."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from llm_datadist._tables import show_table
 from llm_datadist.bench.cases import Case, size_text
-from llm_datadist.bench.progress import Progress
+from llm_datadist.bench.progress import BenchProgress
 from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llm_datadist.bench.suite import Floor
 
 
-class Reporter(Progress):
+class BenchReporter(BenchProgress):
     """Progress on standard error: a bar on a terminal, else a line for each case. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -24,15 +24,15 @@ class Reporter(Progress):
         self._cases: list[Case] = []
 
     def take(self, cases: Sequence[Case]) -> None:
-        """Take note of the cases that will run."""
+        """Set the cases that will run."""
         self._cases = list(cases)
         self.begin(len(cases))
 
-    def progress(self, case: Case, side: str, done: int, total: int) -> None:
-        """Move the bar by the part of the passes that is done."""
+    def progress(self, case: Case, contender: str, done: int, total: int) -> None:
+        """Move the bar by the finished part of the passes."""
         number = self._cases.index(case)
-        self.show(number + done / total, f"{case.title}: {side}")
-        if not self.live and done == 0 and side == case.side:
+        self.show(number + done / total, f"{case.title}: {contender}")
+        if not self.live and done == 0 and contender == case.contender:
             self.say(f"{number + 1} of {len(self._cases)}: {case.title}")
 
 
@@ -44,7 +44,7 @@ def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
-    """Print the floors, and which of them are met."""
+    """Print the floors and their verdicts."""
     rows = [
         {
             "what": floor.what,

@@ -1,4 +1,4 @@
-"""Rows of results, computed from what was measured."""
+"""Rows of results, computed from measurements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ _GIB: Final = 1 << 30
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One of our cases beside the limit and at most one peer.
-
-    docs/performance.md says what each field means.
-    """
+    """One case beside its limit and at most one peer; docs/performance.md has the fields."""
 
     op: str
     call: str
@@ -57,14 +54,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Measured:
-    """Times of one side. Only passes whose bytes were verified count.
+    """Times of one contender, from verified passes.
 
     Attributes:
-        first: Seconds of the first pass, which touches memory for the first time; of single steps their median.
+        first: Seconds of the first pass, which touches memory first; of single steps their median.
         steady: Seconds of the later passes, or of all their single steps.
-        cpu_seconds: CPU seconds of all its processes, of each later pass.
-        passes: How many later passes.
-        way: Which of its ways the side found to be the fastest, or nothing.
+        cpu_seconds: CPU seconds of all its processes, for each later pass.
+        way: The contender's fastest way, or empty.
     """
 
     first: float = 0.0
@@ -84,18 +80,18 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Median seconds of the steady state."""
+        """Median of ``steady``."""
         return statistics.median(self.steady)
 
     def cpu_per_gib(self, nbytes: int) -> float | None:
-        """CPU seconds for each GiB moved by later passes, each of which moved ``nbytes``."""
+        """Return CPU seconds for each GiB that later passes of ``nbytes`` bytes moved."""
         return sum(self.cpu_seconds) * _GIB / (self.passes * nbytes) if nbytes else None
 
 
 def make_rows(
     case: Case, transport: str, ours: Measured, limit: Measured | None, peers: dict[str, Measured]
 ) -> list[Row]:
-    """Return one row for each peer, or one without a peer where there is none."""
+    """Return one row for each peer, or one without a peer."""
     named: Sequence[tuple[str | None, Measured | None]] = list(peers.items()) or [(None, None)]
     return [_row(case, transport, ours, limit, name, peer) for name, peer in named]
 

@@ -1,4 +1,4 @@
-"""The standard suite: every path of the library, and the floors that it must reach."""
+"""The standard suite: cases for every path of the library, and floors that it must reach."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
-from llm_datadist.bench.sides.base import Role
-from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.bench.contenders.base import Role
+from llm_datadist.bench.workload import BenchMemory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,15 +20,15 @@ _SIZES: Final = tuple(size * _KIB for size in (4, 16, 64, 256, 1024))
 _FEW_SIZES: Final = tuple(size * _KIB for size in (4, 64, 1024))
 _COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
 _SMALLEST_SET: Final = 1 << 20
-#: Of the memory that is there: three sides, each with both ends, twice what is moved.
+#: Bytes for each moved byte: three contenders, source and destination, twice the moved blocks.
 _MEMORY_PER_SET: Final = 3 * 2 * 2
 _SHARE: Final = 0.8
-#: Blocks of that size and above move over tcp at the speed of a stream.
+#: Smallest block that tcp moves at the speed of a stream.
 _TCP_LARGE: Final = 64 * _KIB
 _BY_KEY: Final = "pull_cache by key"
-#: How long a thread of Python keeps the interpreter from another one that waits for it (sys.getswitchinterval()).
+#: Wait for the interpreter beside a busy thread (sys.getswitchinterval()).
 _SWITCH_US: Final = 5000.0
-#: After the first: few, because setting up and touching the memory of every side takes longer than all of them.
+#: Few: setup and first touch of memory take longer.
 _PASSES: Final = 3
 
 
@@ -36,11 +36,10 @@ def standard(request: Request) -> list[Case]:
     """Return the cases of the standard suite, in the order of the table.
 
     Args:
-        request: Its ``threads``, ``against`` and ``set_bytes`` are used, the set smaller where memory is short; its op
-            is not.
+        request: Only ``threads``, ``against`` and ``set_bytes``, which shrinks to fit memory.
 
     Raises:
-        BenchError: Another option is given, or a side does not exist.
+        BenchError: Another option is given, or a contender does not exist.
     """
     check_options(request, "standard", {"threads", "against"})
     request = replace(request, set_bytes=_fitting(request.set_bytes))
@@ -57,18 +56,18 @@ def _all(request: Request) -> Iterator[Case]:
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
             yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size, passes=_PASSES))
-    registered = replace(half, transport="tcp", memory=Memory.REGISTERED, against=("tcp-raw",), passes=_PASSES)
+    registered = replace(half, transport="tcp", memory=BenchMemory.REGISTERED, against=("tcp-raw",), passes=_PASSES)
     for op in (Op.PULL, Op.PUSH):
         yield from cases_of(replace(registered, op=op))
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
             cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))
-            # A row of a continuous cache is a whole sequence, never as small as 4 KiB.
+            # A row of a continuous cache is a whole sequence, never 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
     yield from _counts(request)
     for transport in ("shm", "cma", "tcp"):
         asked = replace(whole, op=Op.LATENCY, transport=transport, passes=2)
-        # Beside a busy Python thread where the owner is asked, and where it is not.
+        # Busy Python matters differently where the owner answers (tcp) and where it does not (shm).
         yield from (case for case in cases_of(asked) if transport != "cma" or case.busy is None)
     yield from cases_of(Request(op=Op.PLAN, passes=2))
     yield from cases_of(Request(op=Op.ALLOC, passes=2))
@@ -77,7 +76,6 @@ def _all(request: Request) -> Iterator[Case]:
 
 
 def _counts(request: Request) -> Iterator[Case]:
-    """Yield 4 KiB blocks from 10^2 to 10^6 against a memcpy of the same ones."""
     for blocks in _COUNTS:
         if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
             continue
@@ -86,7 +84,7 @@ def _counts(request: Request) -> Iterator[Case]:
 
 
 def _fitting(nbytes: int) -> int:
-    """Return ``nbytes``, halved until three sides fit into memory."""
+    """Return ``nbytes``, halved until three contenders fit into memory, at least 1 MiB."""
     available, _ = available_memory()
     while nbytes * _MEMORY_PER_SET > available * _SHARE and nbytes > _SMALLEST_SET:
         nbytes //= 2
@@ -94,26 +92,26 @@ def _fitting(nbytes: int) -> int:
 
 
 def _against(case: Case, names: tuple[str, ...] | None) -> Case:
-    """Return the case without the limits and peers that the user did not name."""
     if names is None:
         return case
-    for side in (case.limit, *case.peers):
-        if side is not None and side.removesuffix("-tcp").removesuffix("-prepared") not in names and side not in names:
-            case = case.without(side)
+    for contender in (case.limit, *case.peers):
+        if (
+            contender is not None
+            and contender.removesuffix("-tcp").removesuffix("-prepared") not in names
+            and contender not in names
+        ):
+            case = case.without(contender)
     return case
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Something this library must reach.
+    """A bound that this library must reach.
 
     Attributes:
-        what: For the user.
-        measured: The worst value that counts, or None where nothing was measured.
-        wanted: The bound.
-        unit: Of both.
-        at_most: True when smaller is better.
-        limit: The same of the raw limit, where the bound is about a peer: above that nothing can get.
+        measured: The worst value that counts; None if nothing was measured.
+        at_most: True if smaller is better.
+        limit: For a bound beside a peer: the raw limit's ratio to that peer.
     """
 
     what: str
@@ -125,14 +123,14 @@ class Floor:
 
     @property
     def met(self) -> bool | None:
-        """True if it is reached; None where nothing was measured."""
+        """True if the bound is reached; None if nothing was measured."""
         if self.measured is None:
             return None
         return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
 
 
 def floors(rows: Sequence[Row]) -> list[Floor]:
-    """Return all floors with what was measured; the worst row counts."""
+    """Return all floors; the worst row counts."""
     return [*_floors_between(rows), *_floors_inside(rows), *_floors_of_time(rows)]
 
 
@@ -200,7 +198,7 @@ def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
 
 
 def _beside_python(rows: Sequence[Row], transport: str, call: str, busy: Role) -> Floor:
-    """Return the floor of a call beside a busy thread of Python: it waits for the interpreter once, or not at all."""
+    """Return the floor of a call beside busy Python: at most one wait for the interpreter."""
     quiet, found = _micros(rows, transport, call, None), _micros(rows, transport, call, busy)
     once = call == _BY_KEY or busy is Role.DESTINATION
     wanted = ((_SWITCH_US + quiet) * 1.2 if once else quiet * 2) if quiet else 0.0
@@ -221,7 +219,7 @@ def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
 
 
 def _limits_own(rows: Sequence[Row]) -> float | None:
-    """Return the ratio of the raw limit to the peer in the same rows."""
+    """Return the raw limit's ratio to the peer."""
     return _worst([row.ratio_to_peer / row.ratio_to_limit for row in rows if row.ratio_to_peer and row.ratio_to_limit])
 
 

@@ -1,9 +1,8 @@
-"""One process of a side: ``python -m llm_datadist.bench.worker SIDE ROLE``.
+"""One process of a contender: ``python -m llm_datadist.bench.worker CONTENDER ROLE``.
 
-Reads one JSON object a line from its standard input, ``{"do": command, ...}``, and answers each with one line on its
-standard output: ``{"value": ...}``, or ``{"error": text}``. When its input ends the driver has ended, and the process
-exits at once; the kernel kills it, if the driver has stopped it. What other code prints on standard output goes to
-standard error.
+A line of standard input is an order, ``{"do": command, ...}``; a line of standard output its answer,
+``{"value": ...}`` or ``{"error": text}``. The process exits when its input ends. If the driver dies, the kernel kills
+the process, even a stopped one.
 """
 
 from __future__ import annotations
@@ -20,31 +19,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llm_datadist.bench.sides import find
-from llm_datadist.bench.sides.base import Role, Side
-from llm_datadist.bench.workload import Workload
+from llm_datadist.bench.contenders import find
+from llm_datadist.bench.contenders.base import Contender, Role
+from llm_datadist.bench.workload import BenchWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ORPHANED: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
-_OF_THE_SIDE: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
+_OF_THE_CONTENDER: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
 
 Order = dict[str, Any]
 _decode_order: Final = msgspec.json.Decoder(Order).decode
 
 
-class Worker:
-    """Executes orders: commands of its own, and methods of its side.
+class BenchWorker:
+    """Executor of orders: own commands, and methods of its contender with the order's fields as keyword arguments."""
 
-    The other fields of an order are the keywords.
-    """
-
-    def __init__(self, side: str, role: Role) -> None:
-        self._name = side
+    def __init__(self, contender: str, role: Role) -> None:
+        self._name = contender
         self._role = role
-        self._side: Side | None = None
+        self._side: Contender | None = None
         self._busy: Busy | None = None
         self._own: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
@@ -64,32 +60,31 @@ class Worker:
     def stop(self) -> None:
         """Free everything. Idempotent."""
         self._be_busy(on=False)
-        side, self._side = self._side, None
-        if side is not None:
-            side.stop()
+        contender, self._side = self._side, None
+        if contender is not None:
+            contender.stop()
 
     def _command(self, name: str) -> Callable[..., object]:
         if name in self._own:
             return self._own[name]
-        if self._side is None or name not in _OF_THE_SIDE:
+        if self._side is None or name not in _OF_THE_CONTENDER:
             raise ValueError(f"{name}: no such command, or not started")
         command: Callable[..., object] = getattr(self._side, name)
         return command
 
     def _start(self, workload: object) -> object:
-        work = msgspec.convert(workload, Workload)  # noqa: TID251 (in the only thread)
+        work = msgspec.convert(workload, BenchWorkload)  # noqa: TID251 (in the only thread)
         self._side = find(self._name)(self._role, work)
         return self._side.start()
 
     def _be_busy(self, *, on: bool) -> None:
-        """Run a thread of pure Python beside the side, or end it."""
         if self._busy is not None:
             self._busy.end()
         self._busy = Busy() if on else None
 
 
 class Busy:
-    """A thread ``bench-busy`` that counts in pure Python and never blocks, until :meth:`end`."""
+    """A thread ``bench-busy`` that counts in pure Python until :meth:`end`."""
 
     def __init__(self) -> None:
         self._ended = False
@@ -97,7 +92,7 @@ class Busy:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop and join it."""
+        """Stop and join the thread."""
         self._ended = True
         self._thread.join()
 
@@ -108,7 +103,7 @@ class Busy:
 
 
 def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) -> None:
-    # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+    # Unbuffered: a daemon thread that holds the lock of sys.stdin makes the interpreter's exit fail.
     with io.FileIO(0, closefd=False) as stdin:
         while line := stdin.readline():
             orders.put(line)
@@ -116,21 +111,21 @@ def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) ->
 
 
 def _take_stdout() -> io.FileIO:
-    """Return the real standard output; redirect that of all other code to standard error."""
+    """Return the real standard output; redirect other code's to standard error."""
     answers = io.FileIO(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the driver until it says stop."""
+    """Execute orders until the driver sends ``stop``."""
     name, role = arguments
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = _take_stdout()
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     stopping = threading.Event()
     threading.Thread(target=_read_orders, args=(orders, stopping), name="bench-orders", daemon=True).start()
-    worker = Worker(name, Role(role))
+    worker = BenchWorker(name, Role(role))
     while True:
         order = _decode_order(orders.get())
         last = order.get("do") == "stop"
@@ -139,7 +134,7 @@ def main(arguments: list[str]) -> int:
             stopping.set()
         answers.write(msgspec.json.encode(answer) + b"\n")
         if last:
-            # Not by way of the interpreter's end: a peer's library that hangs there would hang the bench.
+            # A peer's library may hang the interpreter's shutdown.
             os._exit(0)
 
 

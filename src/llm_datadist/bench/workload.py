@@ -1,4 +1,4 @@
-"""What is moved: sizes, block numbers, and bytes that differ from block to block so that any error shows."""
+"""The work of a case: sizes, block numbers, and bytes that differ from block to block."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-"""One tensor at one end: uint8, shape (rows, block_bytes)."""
+"""One tensor of one side: uint8, shape (rows, block_bytes)."""
 
 POISON: Final = 0xA5
-"""What every byte of a destination is before a pass."""
+"""Value of every byte of a destination before a pass."""
 
 SPREAD: Final = 2
-"""Blocks in memory for one block moved: sources have even numbers and destinations odd ones, so none are adjacent."""
+"""Blocks in memory for each moved block: sources are even, destinations odd, so none are adjacent."""
 
 _WORD: Final = np.dtype(np.uint64)
 
-# Rows are written and compared in parts of about this many bytes, so that temporary arrays stay in the cache.
+# Bytes written or compared at once: temporary arrays stay in the cache.
 _CHUNK_BYTES: Final = 1 << 19
 
 
 class Op(StrEnum):
-    """What ``llm-datadist bench`` measures."""
+    """Operations that ``llm-datadist bench`` measures."""
 
     PULL = "pull"
     PUSH = "push"
@@ -46,45 +46,41 @@ class Op(StrEnum):
 
 
 MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
-"""Those that move many blocks in one call: their results are rates, those of the others times."""
+"""Ops that move many blocks in one call: their results are rates, others times."""
 
 
-class Memory(StrEnum):
-    """Where our own caches lie; peers and limits have no such choice."""
+class BenchMemory(StrEnum):
+    """Memory of this library's caches."""
 
     POOL = "pool"
     REGISTERED = "registered"
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of work, the same for all sides of a case.
+class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of work, equal for all contenders of a case.
 
     Attributes:
-        op: What is done.
         block_bytes: Bytes of one block of one tensor.
-        blocks: Blocks moved in each tensor.
-        tensors: Tensors; the same block numbers in each.
-        memory: Where our own caches lie.
-        threads: Threads that copy, in each process.
-        seed: Of the order of the blocks.
+        blocks: Blocks moved in each tensor; the same numbers in each.
+        threads: Copying threads in each process.
     """
 
     op: Op
     block_bytes: int
     blocks: int
     tensors: int = 1
-    memory: Memory = Memory.POOL
+    memory: BenchMemory = BenchMemory.POOL
     threads: int = 1
     seed: int = 1
 
     @property
     def rows(self) -> int:
-        """Blocks of one tensor in memory, moved or not."""
+        """Blocks of one tensor, moved or not."""
         return self.blocks * SPREAD
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of one tensor in memory."""
+        """Bytes of one tensor."""
         return self.rows * self.block_bytes
 
     @property
@@ -94,12 +90,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def src_blocks(self) -> NDArray[np.int64]:
-        """Numbers of the blocks that are read, in order: shape (blocks,), all even."""
+        """Blocks to read: shape (blocks,), all even."""
         return self._shuffled(0)
 
     @property
     def dst_blocks(self) -> NDArray[np.int64]:
-        """Numbers of the blocks that are written: shape (blocks,), all odd; number i takes ``src_blocks[i]``."""
+        """Blocks to write: shape (blocks,), all odd; number i takes ``src_blocks[i]``."""
         return self._shuffled(1)
 
     def _shuffled(self, first: int) -> NDArray[np.int64]:
@@ -108,10 +104,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fill(views: Sequence[Bytes], seed: int) -> None:
-    """Fill every block of every tensor with bytes of its own.
-
-    They are a random pattern, shifted by the block's number.
-    """
+    """Fill each block with its own bytes: a random pattern, shifted by its number."""
     for tensor, view in enumerate(views):
         windows = _windows(view, seed, tensor)
         for part in _parts(*view.shape):
@@ -124,25 +117,23 @@ def poison(views: Sequence[Bytes]) -> None:
         view.fill(POISON)
 
 
-def poison_blocks(views: Sequence[Bytes], workload: Workload) -> None:
-    """Poison only the blocks that are to be written, for copies inside one cache."""
+def poison_blocks(views: Sequence[Bytes], workload: BenchWorkload) -> None:
+    """Poison only destination blocks, for copies inside one cache."""
     for view in views:
         view[1::SPREAD] = POISON
 
 
-def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: bool = False) -> None:
-    """Compare every byte of the destination: the blocks that were addressed, and all others.
+def verify(views: Sequence[Bytes], workload: BenchWorkload, seed: int, *, in_place: bool = False) -> None:
+    """Compare every byte of the destination: addressed blocks and all others.
 
     Args:
-        views: The destination's tensors.
-        workload: What should have been moved.
-        seed: With which the source was filled.
-        in_place: Source and destination are one memory: what was not addressed holds the source's bytes, not poison.
+        seed: Seed of the source's bytes.
+        in_place: Source and destination are one memory: other blocks hold the source's bytes, not poison.
 
     Raises:
-        WrongBytes: Some byte is not what it must be; the text names the tensor and the block.
+        WrongBytes: The text names tensor and block.
     """
-    # By destination block, all of which are odd: what was written is read from front to back and never gathered.
+    # By destination block: reads go from front to back, without a gather.
     sources = workload.src_blocks[np.argsort(workload.dst_blocks)]
     with ThreadPoolExecutor(usable_cpus()) as threads:
         for tensor, view in enumerate(views):
@@ -157,12 +148,8 @@ def verify(views: Sequence[Bytes], workload: Workload, seed: int, *, in_place: b
                 pass
 
 
-def verify_front(views: Sequence[Bytes], workload: Workload, seed: int) -> None:
-    """Compare every byte of a destination that took the first ``blocks`` rows of the source, in order.
-
-    Raises:
-        WrongBytes: As ``verify``.
-    """
+def verify_front(views: Sequence[Bytes], workload: BenchWorkload, seed: int) -> None:
+    """Compare every byte of a destination of the source's first ``blocks`` rows in order, or raise WrongBytes."""
     for tensor, view in enumerate(views):
         windows = _windows(view, seed, tensor)
         for part in _parts(workload.blocks, view.shape[1]):
@@ -185,10 +172,7 @@ def _compare(got: Bytes, expected: Bytes | np.uint8, tensor: int, first: int) ->
 
 
 def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
-    """Compare eight bytes at a time if the block size allows it.
-
-    Single bytes would take longer than the transfer.
-    """
+    """Compare eight bytes at a time if possible; single bytes are slower than the transfer."""
     if got.shape[1] % _WORD.itemsize:
         return bool((got == expected).all())
     words = expected.view(_WORD) if isinstance(expected, np.ndarray) else np.full(_WORD.itemsize, expected).view(_WORD)
@@ -196,10 +180,7 @@ def _equal(got: Bytes, expected: Bytes | np.uint8) -> bool:
 
 
 def _windows(view: Bytes, seed: int, tensor: int) -> Bytes:
-    """Return what every row of a tensor holds, as a view of one small pattern.
-
-    Shape (rows, block_bytes).
-    """
+    """Return a tensor's expected rows, shape (rows, block_bytes), as a view of a small pattern."""
     rows, block_bytes = view.shape
     pattern = np.random.default_rng([seed, tensor]).integers(0, 256, rows + block_bytes, dtype=np.uint8)
     return np.lib.stride_tricks.sliding_window_view(pattern, block_bytes)[:rows]

@@ -11,10 +11,7 @@ _EXTRA: Final = {"typer", "rich", "textual"}
 
 
 def main() -> int:
-    """Run the command line; return the exit status.
-
-    It is 2 for wrong usage, or when the extra is not installed.
-    """
+    """Run the command line; return the exit status, 2 for wrong usage or without the extra."""
     try:
         from llm_datadist.cli.app import run
     except ModuleNotFoundError as error:
@@ -22,6 +19,6 @@ def main() -> int:
             raise
         print(f"llm-datadist needs {error.name}: pip install 'open-datadist[cli]'", file=sys.stderr)
         return _USAGE_ERROR
-    except KeyboardInterrupt:  # of the imports; commands answer it themselves
+    except KeyboardInterrupt:  # during the imports; commands handle their own
         return _INTERRUPTED
     return run()

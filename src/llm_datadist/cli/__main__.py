@@ -1,4 +1,4 @@
-"""``python -m llm_datadist.cli`` is ``llm-datadist``."""
+"""Entry of ``python -m llm_datadist.cli``."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-# Imported for itself: without it the demo's terminal output and typer's help are not what the extra promises.
+# The extra promises rich: without it the command must not start.
 import rich  # noqa: F401
 import typer
 
@@ -17,11 +17,11 @@ from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, about, answer, examples
 from llm_datadist.config import TRANSPORT
 from llm_datadist.demo.runner import run_demo
-from llm_datadist.demo.workload import Memory, Setup, Transport
+from llm_datadist.demo.workload import DemoMemory, DemoTransport, Setup
 
 app = typer.Typer(
     name="llm-datadist",
-    help="KV caches linked, published and moved between prefill and decode processes.",
+    help="Try, measure and examine the library that moves KV caches between prefill and decode processes.",
     no_args_is_help=True,
     cls=Group,
     epilog=examples("llm-datadist demo", "LLM_DATADIST_LOG=info llm-datadist demo", "llm-datadist bench --help"),
@@ -59,18 +59,21 @@ def _common(
 )
 def demo(
     transport: Annotated[
-        Transport, typer.Option(help=f"{about(TRANSPORT)} inproc runs both roles in one process.")
-    ] = Transport.AUTO,
+        DemoTransport, typer.Option(help=f"{about(TRANSPORT)} inproc runs both roles in one process.")
+    ] = DemoTransport.AUTO,
     memory: Annotated[
-        Memory, typer.Option(help="pool: the library allocates; registered: the roles bring memory of their own.")
-    ] = Memory.POOL,
+        DemoMemory, typer.Option(help="pool: the library allocates; registered: the roles bring their own memory.")
+    ] = DemoMemory.POOL,
     secure: Annotated[
         bool,
-        typer.Option("--secure", help="Both roles prove a secret to each other; what leaves the host is encrypted."),
+        typer.Option(
+            "--secure",
+            help="Authenticate both roles by a secret; encrypt what leaves the host, except KV bytes over nixl.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
-    """Move a real KV cache from a prompt to a decoder process. Its tokens are compared with those of one process."""
+    """Move a real KV cache from a prompt to a decoder process. Compare its tokens with those of one process."""
     raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json, secure=secure))
 
 

@@ -1,4 +1,4 @@
-"""The command ``llm-datadist bench``: its options, its files and its exit status."""
+"""The command ``llm-datadist bench``: options, files and exit status."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Request, cases_of
 from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.plot import draw
-from llm_datadist.bench.report import Reporter, show_floors, show_rows
+from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
-from llm_datadist.bench.workload import Memory, Op
+from llm_datadist.bench.workload import BenchMemory, Op
 from llm_datadist.cli.usage import about
 
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _MIB: Final = 20
-#: From 1 to this. Checked here, because not every version of typer names value and range.
+#: Upper bounds, checked here: not every version of typer names value and range.
 _HIGHEST: Final = {
     "block_bytes": 1 << 30,
     "blocks": 10_000_000,
@@ -50,8 +50,8 @@ class What(StrEnum):
     LINK = "link"
 
 
-class Transport(StrEnum):
-    """What ``--transport`` accepts."""
+class BenchTransport(StrEnum):
+    """Values of ``--transport``."""
 
     SHM = "shm"
     CMA = "cma"
@@ -63,34 +63,45 @@ class Transport(StrEnum):
 def bench(
     what: Annotated[What, typer.Argument(metavar="WHAT", show_default=False)] = What.STANDARD,
     transport: Annotated[
-        Transport | None, typer.Option(help="pull, push, latency, link: over what (shm).", show_default=False)
+        BenchTransport | None, typer.Option(help="Transport of pull, push, latency and link (shm).", show_default=False)
     ] = None,
     block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
-    blocks: Annotated[int | None, typer.Option(help="Blocks moved in each tensor (as many as the set holds).")] = None,
-    tensors: Annotated[int | None, typer.Option(help="Tensors of a cache (1; plan, alloc: 122).")] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Blocks moved in each tensor (pull, push, copy, swap: what the set holds).")
+    ] = None,
+    tensors: Annotated[
+        int | None, typer.Option(help="Tensors of a cache (1; copy_cache: 64; plan, alloc: 122).")
+    ] = None,
     memory: Annotated[
-        Memory | None, typer.Option(help="Where our caches lie (pool; over cma: registered).", show_default=False)
+        BenchMemory | None, typer.Option(help="Memory of our caches (pool; over cma: registered).", show_default=False)
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help=f"{about('llm.CopyThreads')} In each process (the usable CPUs).")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Limits and peers, by commas; an empty text: none (the usual ones of the op).")
+        str | None, typer.Option(help="Limits and peers, separated by commas; empty text: none (the op's usual ones).")
     ] = None,
     passes: Annotated[int | None, typer.Option(help="Passes after the first (5).")] = None,
-    set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, where --blocks is not given.")] = 512,
-    timeout: Annotated[int, typer.Option(help="Seconds that a side may take for one step.")] = 120,
+    set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, unless --blocks is given.")] = 512,
+    timeout: Annotated[int, typer.Option(help="Seconds for one step of a contender.")] = 120,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there, a list of rows.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, a list of rows.")
     ] = None,
     plot_folder: Annotated[
         Path | None,
-        typer.Option("--plot", exists=True, file_okay=False, writable=True, help="Draw there: a .svg a question."),
+        typer.Option(
+            "--plot",
+            exists=True,
+            file_okay=False,
+            writable=True,
+            help="Draw pictures in this folder, one .svg for each question.",
+        ),
     ] = None,
 ) -> None:
-    """Measure speed beside the machine's limits and other software. Every byte is verified.
+    """Measure speed beside the machine's limits and other software. Verify every byte.
 
-    Without an argument: the standard suite, which takes --threads, --against and --set-mib of the options about work.
+    Without an argument run the standard suite, which takes --threads, --against and --set-mib of the options about
+    work.
     """
     work = {"block_bytes": block_bytes, "blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
     for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
@@ -115,7 +126,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         asked = standard(request) if suite else cases_of(request)
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
-    with Reporter(sys.stderr) as reporter:
+    with BenchReporter(sys.stderr) as reporter:
         cases = prepare(asked, reporter, timeout)
         if not cases:
             reporter.say("nothing is left to run")
@@ -140,7 +151,7 @@ def _check_range(name: str, value: int | None) -> None:
 
 
 def _check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before minutes are spent on its contents."""
+    """Refuse a file that cannot be written, before minutes of work."""
     if path is None:
         return
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""The command ``llm-datadist doctor``: its options, its table and its exit status."""
+"""The command ``llm-datadist doctor``: options, table and exit status."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.console import Console
 from llm_datadist.cli.usage import about
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.doctor import kernel, limits, peer, versions
-from llm_datadist.doctor.finding import Finding, State, exit_code, run_checks
+from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
 from llm_datadist.doctor.serve import CLUSTER, serving
 from llm_datadist.errors import LLMException
 from llm_datadist.types.cluster import show_address
 
 _FAILED: Final = 2
 _PORT: Final = 26000
-_STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "red", State.UNKNOWN: "cyan"}
+_STYLES: Final = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red", Severity.UNKNOWN: "cyan"}
 
 
 def doctor(
@@ -30,20 +30,24 @@ def doctor(
     ] = None,
     cluster_id: Annotated[
         int,
-        typer.Option(min=0, max=(1 << 64) - 1, help="With --peer: of a peer that is no doctor.", show_default=False),
+        typer.Option(
+            min=0, max=(1 << 64) - 1, help="With --peer: cluster id of a peer that is not a doctor.", show_default=False
+        ),
     ] = CLUSTER,
-    serve: Annotated[bool, typer.Option("--serve", help="Be the peer of another doctor, until interrupted.")] = False,
-    host: Annotated[str, typer.Option(help="With --serve: the address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="With --serve: the port; the one above it is used, too.")] = _PORT,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Act as the peer of another doctor, until interrupted.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="With --serve: the listen address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="With --serve: the port; the next one is used, too.")] = _PORT,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
     secrets: Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
     ] = None,
 ) -> None:
-    """Say what this host can do for the library. Each finding has its meaning, and the command that mends it.
+    """Examine this host and the way to a peer. Print each finding's meaning and the command that mends it.
 
-    The exit status is 0, 1 where there are warnings, 2 where there are problems.
+    The exit status is 0, 1 with warnings or unknowns, 2 with problems.
     """
     given = dict(_pair(text) for text in option or [])
     if secrets is not None:
@@ -77,7 +81,7 @@ def _serve(host: str, port: int, given: dict[str, str]) -> int:
     ends = {signal.SIGINT, signal.SIGTERM}
     if not 0 < port < (1 << 16) - 1:
         raise typer.BadParameter(f"--port {port} is outside [1, 65534]")
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before threads are made, which have the same mask
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # threads that start later inherit the mask
     try:
         with serving(host, port, given):
             print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
@@ -97,7 +101,7 @@ def _show(findings: list[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for each in findings:
         console.print(f"{each.state:8}", style=_STYLES[each.state], end="")
-        value = "".join(c if c.isprintable() else "?" for c in each.value)  # it may be a peer's own words
+        value = "".join(c if c.isprintable() else "?" for c in each.value)  # perhaps a peer's text
         console.print(f"{each.name}: {value}", markup=False)
-        if each.state is not State.OK:
+        if each.state is not Severity.OK:
             console.print(f"        means: {each.meaning}\n        mend:  {each.mend}", markup=False)

@@ -1,4 +1,4 @@
-"""``llm-datadist keys``: make secret files and small CAs, and say what they hold, without the secrets."""
+"""``llm-datadist keys``: make and show secret files and small CAs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-keys = typer.Typer(help="Secrets and certificates by which links are authenticated.", no_args_is_help=True)
+keys = typer.Typer(help="Make and show secrets and certificates for links.", no_args_is_help=True)
 
 _YEARS = 2
 _DAY = datetime.timedelta(days=1)
@@ -32,15 +32,15 @@ _DAY = datetime.timedelta(days=1)
 )
 def new(
     path: Annotated[Path, typer.Argument(help="File of secrets, or folder of a CA.", show_default=False)],
-    name: Annotated[str, typer.Option("--id", help="Of the new secret; by default today's date.")] = "",
+    name: Annotated[str, typer.Option("--id", help="Id of the new secret; by default today's date.")] = "",
     ca: Annotated[bool, typer.Option("--ca", help="Make a CA and certificates instead, for tests.")] = False,
     cluster: Annotated[
-        list[str] | None, typer.Option(help="With --ca: a cluster id to make a certificate for, or *. Repeatable.")
+        list[str] | None, typer.Option(help="With --ca: cluster id of a certificate, or *. Repeatable.")
     ] = None,
 ) -> None:
-    """Add a secret to a file, or make a small CA for a test. A new secret comes behind those of the file.
+    """Add a secret to a file, or make a small CA for a test. The new secret is the file's last.
 
-    The first secret of a file is the one that an end shows; it believes all of them.
+    An instance shows the first secret of its file, and believes all of them.
     """
     try:
         if ca:
@@ -55,7 +55,7 @@ def new(
 def show(
     path: Annotated[Path, typer.Argument(help="File of secrets, or a certificate in PEM.", show_default=False)],
 ) -> None:
-    """Say what a file of secrets or a certificate holds. Of secrets ids and digests are shown, nothing more."""
+    """Show what a file of secrets or a certificate holds. Of secrets, show only ids and digests."""
     try:
         if path.read_bytes().startswith(b"-----BEGIN CERTIFICATE"):
             _show_certificate(path)
@@ -77,9 +77,9 @@ def _failed(error: Exception) -> typer.Exit:
 def _new_secret(path: Path, name: str) -> None:
     present = read_secrets(path) if path.exists() else []
     if name in {each.id for each in present} or not name or name.split() != [name] or name.startswith("#"):
-        raise typer.BadParameter(f"--id {name!r} is taken, or no single word")
+        raise typer.BadParameter(f"--id {name!r} is taken, or is not one word")
     new_secret(path, name)
-    print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by ends that use this file")
+    print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by instances that use this file")
 
 
 def _new_authority(folder: Path, clusters: list[str]) -> None:
@@ -87,7 +87,7 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own: of two authorities of one name OpenSSL says only that a signature is wrong.
+    # Unique: for two authorities of one name OpenSSL reports only a wrong signature.
     authority = f"open-datadist test CA {secrets.token_hex(4)}"
     _write_pair(folder / "ca", key, _certificate(key, key, authority, authority, None))
     for cluster in clusters:
@@ -100,7 +100,7 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that is new, for this user only."""
+    """Write a new file, for this user only."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
 
@@ -116,7 +116,7 @@ def _write_pair(path: Path, key: EllipticCurvePrivateKey, certificate: Certifica
 def _certificate(
     key: EllipticCurvePrivateKey, issuer: EllipticCurvePrivateKey, authority: str, name: str, cluster: str | None
 ) -> Certificate:
-    """Return a certificate for a cluster, or that of the CA itself."""
+    """Return a certificate for a cluster, or the CA's own."""
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA256
 
@@ -130,7 +130,7 @@ def _certificate(
         .issuer_name(called(authority))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY)  # clocks of hosts differ
+        .not_valid_before(now - _DAY)  # hosts' clocks differ
         .not_valid_after(now + _YEARS * 365 * _DAY)
         .add_extension(
             x509.BasicConstraints(ca=cluster is None, path_length=0 if cluster is None else None), critical=True

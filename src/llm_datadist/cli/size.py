@@ -1,4 +1,4 @@
-"""``llm-datadist size``: what a cache of blocks takes of a pool, and the options of that pool."""
+"""``llm-datadist size``: bytes of a blocks cache in a pool, and that pool's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from llm_datadist.types import DataType
 
-#: The interface has no FP8: a type of the same size.
+#: The interface has no FP8; DT_INT8 has its size.
 _TYPES: Final = {"bf16": "DT_BF16", "fp16": "DT_FLOAT16", "fp32": "DT_FLOAT", "fp8": "DT_INT8"}
 
 
@@ -22,7 +22,7 @@ def size(
     tensors_per_layer: Annotated[int, typer.Option(min=1, help="K and V; 1 for the latent tensor of MLA.")] = 2,
     page_shift: Annotated[int, typer.Option(min=10, max=30, help="Log2 of the bytes of a page.")] = 16,
 ) -> None:
-    """Say what a model's KV cache takes of a pool. Print the shape of the cache, and the options of the pool."""
+    """Compute what a model's KV cache takes of a pool. Print the cache's shape and the pool's options."""
     if dtype not in _TYPES:
         raise typer.BadParameter(f"--dtype {dtype!r} is none of {', '.join(_TYPES)}")
     count, blocks, name = layers * tensors_per_layer, -(-tokens // block_size), _TYPES[dtype]

@@ -1,4 +1,4 @@
-"""``llm-datadist top``: the LLMDataDists of this user on this host or another one, live or once."""
+"""``llm-datadist top``: this user's instances on one host, live or once."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _WAIT_SECONDS: Final = 10.0
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line: once, or each second.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line: once, or each second.")
+    ] = False,
     hide_idle: Annotated[
         bool, typer.Option("--hide-idle", help="Leave out instances without a link that have moved nothing.")
     ] = False,
     connect: Annotated[
-        str | None, typer.Option("--connect", metavar="HOST", help="The instances of this user there, over ssh.")
+        str | None, typer.Option("--connect", metavar="HOST", help="Show this user's instances there, over ssh.")
     ] = None,
     command: Annotated[
-        str, typer.Option("--command", help="With --connect: how the shell there finds this program.")
+        str, typer.Option("--command", help="With --connect: this program's name for the shell there.")
     ] = "llm-datadist",
 ) -> None:
     """Show links, operations, pools and grants of your instances. They are of one host, read once a second."""

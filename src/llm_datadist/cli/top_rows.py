@@ -1,4 +1,4 @@
-"""What ``llm-datadist top`` shows of instances: rows, from names of columns to cells."""
+"""Rows of ``llm-datadist top``: name of column -> cell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING: Final = "no LLMDataDist of this user runs on this host"
 
 
 class Rates:
-    """What counters of the instances grow by each second, from the last two pages of each."""
+    """Growth of counters per second, from an instance's last two pages."""
 
     def __init__(self) -> None:
         self._before: dict[Hashable, tuple[float, tuple[int, ...]]] = {}
@@ -33,14 +33,14 @@ class Rates:
 
 
 def busy(found: list[Instance]) -> list[Instance]:
-    """Leave out instances without a link that have moved nothing; one that is read over shm does not know it."""
+    """Leave out instances without a link that have moved nothing; reads by peers over shm do not count."""
     return [
         each for each in found if (now := each["statistics"])["links"] or any(o["nbytes"] for o in now["operations"])
     ]
 
 
 def instance_rows(found: list[Instance]) -> Rows:
-    """Return a row for each instance: who it is, the age of its page, pools, grants, quarantine."""
+    """Return a row for each instance."""
     rows = []
     for each in found:
         now = each["statistics"]
@@ -56,7 +56,7 @@ def instance_rows(found: list[Instance]) -> Rows:
 
 
 def link_rows(found: list[Instance], rates: Rates) -> Rows:
-    """Return a row for each link: peer, state, transport, bytes read and written, and those of a second."""
+    """Return a row for each link."""
     rows = []
     for instance, each in _each(found, "links"):
         peer, moved = each["remote_cluster_id"], (each["read_bytes"], each["written_bytes"])
@@ -69,7 +69,7 @@ def link_rows(found: list[Instance], rates: Rates) -> Rows:
 
 
 def operation_rows(found: list[Instance], rates: Rates) -> Rows:
-    """Return a row for each operation and transport: calls, bytes, bounds of p50 and p99, failures by exception."""
+    """Return a row for each operation and transport."""
     rows = []
     for instance, each in _each(found, "operations"):
         failures = ", ".join(f"{kind}: {count}" for kind, count in each["failures"].items())
@@ -79,7 +79,7 @@ def operation_rows(found: list[Instance], rates: Rates) -> Rows:
             key = instance["pid"], instance["cluster_id"], each["name"], by["transport"]
             grown = rates.of(key, instance["published_at"], by["count"])
             rows.append(row | {"calls/s": f"{grown[0]:.1f}" if grown else "", "failures": failures})
-            failures = ""  # they are those of all transports
+            failures = ""  # counted for all transports together
     return rows
 
 

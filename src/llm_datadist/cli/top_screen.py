@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Top(App[None]):
-    """Instances, and the links and operations of all or one of them; reads them once a second."""
+    """Instances, and links and operations of all or one, read once a second."""
 
     BINDINGS: ClassVar = [
         ("i", "next_instance", "next instance, or all"),
@@ -34,7 +34,7 @@ class Top(App[None]):
         self._read = read
         self.found: list[Instance] = []
         self._hide_idle = hide_idle
-        self._chosen: tuple[int, int] | None = None  # pid and cluster id of the instance that is shown, None for all
+        self._chosen: tuple[int, int] | None = None  # pid and cluster id of the shown instance; None: all
         self._rates = Rates()
 
     def compose(self) -> ComposeResult:
@@ -53,9 +53,9 @@ class Top(App[None]):
         self.set_interval(1.0, self.refresh_tables)
 
     def refresh_tables(self) -> None:
-        """Show what the instances publish now; after a failure, what they published before it, and the failure."""
+        """Show the newest pages; after a failure, the last ones and the failure."""
         if not self.query("#remark"):
-            return  # the screen is being taken down
+            return  # the screen is closing
         remark = ""
         try:
             found = self._read(0.0)
@@ -72,7 +72,7 @@ class Top(App[None]):
         self._fill("#operations", operation_rows(shown, self._rates))
 
     def _fill(self, name: str, rows: Rows) -> None:
-        """Show rows in place of those that a table has, without columns that are empty."""
+        """Replace a table's rows, without empty columns."""
         table = self.query_one(name, DataTable)
         row, across = table.cursor_row, table.scroll_x
         table.clear(columns=True)
@@ -86,19 +86,19 @@ class Top(App[None]):
         return [each for each in self.found if self._chosen in (None, _identity(each))]
 
     def action_next_instance(self) -> None:
-        """Show the links and operations of the next instance alone; after the last one those of all."""
+        """Show the links and operations of the next instance alone, or of all."""
         choices = [None, *map(_identity, self.found)]
         place = choices.index(self._chosen) if self._chosen in choices else 0
         self._chosen = choices[(place + 1) % len(choices)]
         self.refresh_tables()
 
     def action_hide_idle(self) -> None:
-        """Leave out instances that have no link and have moved nothing, or show them again."""
+        """Hide or show idle instances."""
         self._hide_idle = not self._hide_idle
         self.refresh_tables()
 
     def action_explain(self) -> None:
-        """Say why the link under the cursor has its transport."""
+        """Show the reason for the transport of the link under the cursor."""
         every = [link for each in self._shown() for link in each["statistics"]["links"]]
         row = self.query_one("#links", DataTable).cursor_row
         reason = every[row]["reason"] if 0 <= row < len(every) else "no link"

@@ -1,4 +1,4 @@
-"""Where ``llm-datadist top`` reads instances: the pages of this host, or those of another host over ssh."""
+"""Sources of ``llm-datadist top``: the statistics pages of this host, or another host's over ssh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _END_SECONDS: Final = 5.0
 
 
 class SourceError(Exception):
-    """The other host cannot be read. The text is for the user."""
+    """The other host cannot be read; the text is for the user."""
 
 
 class _Reading(msgspec.Struct):
@@ -44,14 +44,14 @@ def encode(found: list[Instance]) -> str:
 
 
 class Remote:
-    """The instances of this user on another host: what ``llm-datadist top --json`` prints there, run by ssh.
+    """This user's instances on another host, from ``llm-datadist top --json`` there, run by ssh.
 
-    A thread takes the lines from ssh. Everything else is done by the thread of the caller.
+    Threads: one takes lines from ssh, the caller's does the rest.
     """
 
     def __init__(self, host: str, command: str) -> None:
         self._host = host
-        # "--": what follows is no option, whatever it looks like.
+        # "--": a host that begins with "-" is not an option.
         self._command = ["ssh", "-o", "BatchMode=yes", "--", host, f"{command} top --json"]
         self.ssh: subprocess.Popen[str] | None = None
         self._lines: SimpleQueue[str | None] = SimpleQueue()
@@ -59,9 +59,10 @@ class Remote:
         self._error, self._again = "", 0.0
 
     def read(self, timeout: float = 0.0) -> list[Instance] | None:
-        """Return the newest reading; None if there is none after ``timeout`` seconds. Raises SourceError.
+        """Return the newest reading; None if there is none within ``timeout`` seconds.
 
-        After an error a later call begins again, at the earliest after three seconds.
+        Raises:
+            SourceError: ssh failed; calls fail for three seconds, then start it again.
         """
         if self.ssh is None:
             if time.monotonic() < self._again:
@@ -80,7 +81,7 @@ class Remote:
         ssh, self.ssh, self._last = self.ssh, None, None
         if ssh is not None:
             with self._complaints, suppress(ProcessLookupError):
-                os.killpg(ssh.pid, signal.SIGKILL)  # with the programs that ssh has started
+                os.killpg(ssh.pid, signal.SIGKILL)  # with programs that ssh started
             ssh.wait()
 
     def _begin(self) -> subprocess.Popen[str]:
@@ -89,12 +90,12 @@ class Remote:
         try:
             ssh = subprocess.Popen(
                 self._command,
-                stdin=subprocess.DEVNULL,  # the keys are for the screen
+                stdin=subprocess.DEVNULL,  # the screen reads the keys
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C ends this program, which then ends ssh
+                start_new_session=True,  # Ctrl-C reaches this program, which ends ssh
             )
         except OSError as error:
             self._complaints.close()

@@ -1,4 +1,4 @@
-"""What a user meets at the command line beside the commands: examples, one line for a mistake, the end by Ctrl-C."""
+"""Examples, mistakes and Ctrl-C of all commands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llm_datadist.config import OPTIONS
 _FAILED: Final = 1
 _USAGE_ERROR: Final = 2
 _INTERRUPTED: Final = 130
-#: ClickException, the base of all mistakes in arguments. Newer typers bring a click of their own.
+#: ClickException; newer typers bring their own click.
 _Mistake: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
 
 class Group(TyperGroup):
-    """The commands. Ctrl-C ends each of them with one line and status 130."""
+    """The commands; Ctrl-C ends each with one line and status 130."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's Context, whichever click it has
         """Run a command."""
@@ -36,12 +36,12 @@ def about(option: str) -> str:
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help: commands to copy, a line each."""
+    """Return the end of a command's help: commands to copy."""
     return "\n".join(["\b", "Examples:", *(f"  {each}" for each in commands)])
 
 
 def answer(app: typer.Typer, name: str) -> int:
-    """Run a command line and return its exit status; a mistake of the user is one line on standard error."""
+    """Run a command line and return its exit status; a mistake is one line on standard error."""
     try:
         status = app(prog_name=name, standalone_mode=False)
     except SystemExit as end:
@@ -50,14 +50,14 @@ def answer(app: typer.Typer, name: str) -> int:
         print(_line(mistake, name), file=sys.stderr)
         return _USAGE_ERROR
     except BrokenPipeError:
-        # What reads this output has ended; the interpreter must not complain when it flushes.
+        # The reader has ended; the interpreter must not complain when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     return status if isinstance(status, int) else 0
 
 
 def _line(mistake: typer.BadParameter, name: str) -> str:
-    """Return what was wrong and where to read on; the help itself where no command was named."""
+    """Return the mistake and the help's command, or the whole help."""
     text = mistake.format_message()
     if "\n" in text:
         return text

@@ -1,6 +1,6 @@
-"""The structs of the C++-shaped interface, checked and turned into the values that the library takes.
+"""Checks of the C++ structs, and their values for the library.
 
-A wrong type is TypeError, everything else ParamError; errors name the field. Nothing has happened when one is raised.
+A wrong type is TypeError, all else ParamError; errors name the field and precede any side effect.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 
 def role(name: str, value: LlmRole) -> types.LLMRole:
-    """Return the role that the engine knows."""
-    check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: this is no role")
+    """Return the engine's role."""
+    check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: not a role")
     return types.LLMRole(int(value))
 
 
 def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:
-    """Return the clusters as the calls of LLMDataDist take them.
+    """Return the clusters for LLMDataDist's calls.
 
-    With ``local_ip`` each has to name this host; with ``learn`` a cluster id of 0 stands for what the peer announces.
+    ``local_ip``: each must have a local ip. ``learn``: a cluster id of 0 is learned from the peer.
     """
     given = check_list("clusters", clusters, ClusterInfo, tuple_ok=True)
     check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
@@ -73,7 +73,7 @@ def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: boo
         info.append_local_ip_info(ip, port)
     check_rule(info.local_ip_info_list or not local_ip, f"{name}.local_ip_infos is empty: this host's ip is needed")
     if not info.local_ip_info_list:
-        info.append_local_ip_info(0, 0)  # any address does
+        info.append_local_ip_info(0, 0)  # no effect
     for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos, named=True):
         info.append_remote_ip_info(ip, port)
     return info
@@ -88,12 +88,12 @@ def _endpoints(name: str, infos: object, *, named: bool) -> list[tuple[int | str
 
 
 def cache_id(name: str, cache: object) -> int:
-    """Return the id of a local cache: the one field that the transfers read (interface R31)."""
+    """Return a local cache's id, the only field that transfers read (interface R31)."""
     return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
 
 
 def _geometry(name: str, cache_desc: object) -> Geometry:
-    """Return the geometry of a cache that serves as rows and as blocks."""
+    """Return the geometry of a cache of rows and blocks."""
     desc = check_type(name, cache_desc, CacheDesc)
     placement = check_type(f"{name}.placement", desc.placement, CachePlacement)
     num_tensors = check_uint32(f"{name}.num_tensors", desc.num_tensors)
@@ -107,7 +107,7 @@ def _geometry(name: str, cache_desc: object) -> Geometry:
 
 
 def operand(name: str, cache: object) -> int | Operand:
-    """Return one side of CopyKvBlocks: the id of a local cache, or host memory without one (interface R13)."""
+    """Return one side of CopyKvBlocks: a local cache's id, or host memory (interface R13)."""
     number = cache_id(name, cache)
     if number >= 1:
         return number
@@ -131,9 +131,9 @@ def operand(name: str, cache: object) -> int | Operand:
 
 
 def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:
-    """Return how the peer is asked for a cache; without ``row``, for blocks, which are in no row.
+    """Return the name of a peer's cache; ``row`` False: for blocks.
 
-    ``own_cluster_id``: ours where it is no possible peer: pulling from oneself is refused (interface R28).
+    ``own_cluster_id`` is refused as the peer of a pull (interface R28); None for a push.
     """
     given = check_type(name, index, CacheIndex)
     cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)
@@ -147,7 +147,7 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
 
 
 def layers(name: str, ext_param: object) -> LayerSelection:
-    """Return which layers take part (interface R14)."""
+    """Return the layers of a transfer (interface R14)."""
     ext = check_type(name, ext_param, KvCacheExtParam)
     per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
     check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")
@@ -159,7 +159,7 @@ def layers(name: str, ext_param: object) -> LayerSelection:
 
 
 def _layer_range(name: str, pair: object) -> range | None:
-    # A client may call once per layer and tensor: a correct pair is recognised without further calls.
+    # Some clients call once per layer and tensor: no further calls for a correct pair.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
         if type(first) is int and type(last) is int and 0 <= first <= last < 2**31:
@@ -177,7 +177,7 @@ def _layer_range(name: str, pair: object) -> range | None:
     return range(first, last + 1)
 
 
-#: The differences from v2, all in one place: caches are named by their id, descriptors and layers come in structs.
+#: Differences from v2: caches by id, descriptors and layers in structs.
 ARGUMENTS: Final[Rules] = {
     **V2_ARGUMENTS,
     "cache_desc": _geometry,

@@ -1,4 +1,4 @@
-"""LlmDataDist, the class of the C++ header (interface §9): the calls of LLMDataDist and CacheManager with statuses."""
+"""LlmDataDist, the class of the C++ header (interface §9): calls that return statuses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from llm_datadist.datadist import Pending, Report
     from llm_datadist.types.descriptors import BlockNumbers
 
-#: Errors that become a status; those of the operating system too.
+#: Errors that become a status.
 _FAILURES: Final = (LLMException, OSError, MemoryError)
 
 _ALL_LAYERS: Final = KvCacheExtParam()
@@ -54,31 +54,24 @@ _NO_OPTIONS: Final[dict[str, str]] = {}
 
 @public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"), Initialize="_undo_initialize")
 class LlmDataDist:
-    """One end of the links, as C++ sees it.
+    """One instance, with the calls of the C++ class.
 
-    Docstrings name the Python call that a call works like, and say what is different. Every call
-    returns ``LLM_FAILED`` when not initialised, may return it where the operating system refuses something, and raises
-    TypeError for an argument of a wrong type. There is no destructor: an object that is dropped goes on listening and
-    serving until Finalize or the end of the process.
-
-    The transfers (PullKvCache, PullKvBlocks, PushKvCache, PushKvBlocks) need a link (LinkLlmClusters at either end),
-    consume no key, and return, besides what each one names: ``LLM_PARAM_INVALID``: a rule on one argument is broken, or
-    the two caches do not fit each other; nothing has happened. ``LLM_KV_CACHE_NOT_EXIST``: no such cache here, or no
-    such cache or row there. ``LLM_NOT_YET_LINK``. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``; the
-    link stays usable (interface R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died; link again. ``LLM_FAILED``: the other
-    end's cache changed meanwhile. After the last three the addressed destination is undefined. Of local caches only
-    ``cache_id`` is read. ``ext_param`` follows interface R14: both ranges (-1, -1) move every tensor, one of them
-    stands for all layers, and a given range needs ``tensor_num_per_layer`` to divide ``num_tensors``.
+    Every call returns ``LLM_FAILED`` before Initialize, and if the operating system refuses something. A dropped object
+    serves until Finalize or its process's end. Transfers (Pull, Push) need a link. Of local caches they read
+    ``cache_id`` only. Only PushKvCache consumes a key, that of the peer's row. Their statuses: ``LLM_PARAM_INVALID``,
+    ``LLM_KV_CACHE_NOT_EXIST``, ``LLM_NOT_YET_LINK``: no byte has moved. ``LLM_TIMEOUT``: longer than
+    ``OPTION_SYNC_CACHE_WAIT_TIME``; the link stays usable (interface R7). ``LLM_SUSPECT_REMOTE_ERROR``: the peer died.
+    ``LLM_FAILED``: the peer's cache was freed or unregistered during the copy. After these three the destination is
+    undefined.
 
     Threads: any, except that Finalize must be alone (interface §11).
 
     Args:
-        cluster_id: uint64, unique among all that link to each other. Checked by Initialize.
-        role: A label; either side may pull and push. Checked by Initialize.
-        device: What kDevice means in this process; None: host memory. An extension.
+        cluster_id, role: As of LLMDataDist; Initialize checks them.
+        device: Memory behind kDevice. Default: None, host memory. An extension.
 
     Raises:
-        TypeError: Wrong types (``NoneArgument`` for None).
+        TypeError: Wrong types, in every call (``NoneArgument`` for None).
 
     Source: interface §9.
     """
@@ -92,25 +85,23 @@ class LlmDataDist:
         self._errors = threading.local()
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
-        """Become usable: listen if ``OPTION_LISTEN_IP_INFO`` is given, reserve pools if there are options for them.
+        """Reserve the pools, start the listener and make the instance usable, as ``LLMDataDist.init``.
 
-        Always CacheManager mode with remote cache access, whatever the options say. A repeated call succeeds and does
-        nothing; after Finalize it may be called again.
+        Always in CacheManager mode with RCA, in spite of options.
 
         Args:
-            options: The ``OPTION_*`` keys, and every option that ``LLMDataDist.init`` takes. ``OPTION_DEVICE_ID`` is
-                required. ``llm.MemPoolConfig`` and ``llm.HostMemPoolConfig`` size the pools of AllocateCache.
+            options: ``OPTION_*`` keys, and every option of ``LLMDataDist.init``. ``OPTION_DEVICE_ID`` is required.
+                ``llm.MemPoolConfig`` and ``llm.HostMemPoolConfig`` size the pools of AllocateCache.
 
         Returns:
-            ``LLM_PARAM_INVALID``: a cluster id outside uint64, ``kEnd``, an option that breaks its rule.
-            ``LLM_OUT_OF_MEMORY``: a pool does not fit the host. ``LLM_FAILED``: the address cannot be bound.
+            Statuses of ``LLMDataDist.init``'s errors; ``LLM_PARAM_INVALID`` for ``kEnd`` too.
 
         Source: interface §9, §3.1.
         """
         given = check_dict("options", options, str, str)
         with _Call(self, "Initialize") as call:
             with self._making:
-                # Made at the first call: what is wrong with the constructor's arguments is a status.
+                # Made at the first call: bad arguments of the constructor are a status.
                 if self._dist is None:
                     self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
             self._dist._init_undoable = False
@@ -128,7 +119,9 @@ class LlmDataDist:
             self._dist._undo_init(None)
 
     def Finalize(self) -> LLMStatusCode:
-        """Give up links, listener, pools and tables; peers are not told. ``LLM_SUCCESS``, also when not initialised.
+        """Close links, listener, pools and tables, as ``LLMDataDist.finalize``.
+
+        ``LLM_SUCCESS`` without Initialize too.
 
         Source: interface §9, §3.2.
         """
@@ -139,13 +132,13 @@ class LlmDataDist:
 
     @property
     def last_error(self) -> Exception | None:
-        """The reason of this thread's last failed status; None if all calls succeeded. An extension."""
+        """The exception of this thread's last failed status, or None. An extension."""
         error: Exception | None = getattr(self._errors, "last", None)
         return error
 
     @property
     def datadist(self) -> LLMDataDist:
-        """The LLMDataDist underneath: ``statistics``, ``explain``, ``listen_port``, ``check_integrity``. An extension.
+        """The LLMDataDist underneath. An extension.
 
         Raises:
             NotInitialized: Before the first Initialize.
@@ -162,17 +155,15 @@ class LlmDataDist:
     def LinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to peers that listen, all in parallel; those that succeed stay. As ``LLMDataDist.link_clusters``.
+        """Link to peers that listen, as ``LLMDataDist.link_clusters``.
 
         Args:
-            clusters: Each with one remote ip and port. A local ip is needed only where neither
-                ``OPTION_LOCAL_COMM_RES`` nor ``OPTION_LISTEN_IP_INFO`` was given.
-            timeout: Milliseconds for all of it, int32 above 0.
+            clusters: A local ip is needed unless ``OPTION_LOCAL_COMM_RES`` or ``OPTION_LISTEN_IP_INFO`` was given.
+            timeout: Milliseconds for the whole call, int32 above 0.
 
         Returns:
-            ``(status, statuses)``: the status of the last cluster that failed, and one each.
-            ``(LLM_PARAM_INVALID, [])`` when an argument is wrong: no cluster, an address that is none, ``timeout`` not
-            above 0; then nothing has happened.
+            ``(status, statuses)``; ``(LLM_PARAM_INVALID, [])`` for no cluster, a bad address or ``timeout``: nothing
+                has happened.
 
         Source: interface §9, §3.4.
         """
@@ -187,16 +178,10 @@ class LlmDataDist:
     def UnlinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Give links up; a cluster that is not linked is a success. As ``LLMDataDist.unlink_clusters``.
-
-        Args:
-            clusters: Each with ``remote_cluster_id`` and, unless forced, one remote ip.
-            timeout: As :meth:`LinkLlmClusters`.
-            force: This side only, without contacting the peer.
+        """Unlink clusters, as ``LLMDataDist.unlink_clusters``.
 
         Returns:
-            As :meth:`LinkLlmClusters`; per cluster ``LLM_UNLINK_FAILED`` or ``LLM_TIMEOUT`` where the peer did not
-            agree, and then the link is kept.
+            As :meth:`LinkLlmClusters`; ``LLM_TIMEOUT`` for a cluster that did not agree in time: its link stays.
 
         Source: interface §9, §3.4.
         """
@@ -209,19 +194,14 @@ class LlmDataDist:
         return call.status, call.statuses
 
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
-        """Take another role, and begin, move or cease to listen. As ``LLMDataDist.switch_role``.
-
-        ``OPTION_ENABLE_SET_ROLE`` is not needed: that is the older generation's rule.
+        """Change the role; start, move or stop the listener. As ``LLMDataDist.switch_role``.
 
         Args:
-            role: The role from now on; the same one is allowed.
-            options: With ``OPTION_LISTEN_IP_INFO`` this end listens there from now on, without it no more. Other keys
-                are ignored.
+            options: With ``OPTION_LISTEN_IP_INFO`` the instance listens there, otherwise nowhere.
 
         Returns:
-            ``LLM_EXIST_LINK``: there is a link, no matter which end made it. ``LLM_PARAM_INVALID``: ``kEnd``, or no
-            ip:port. ``LLM_FAILED``: the address cannot be bound. ``LLM_FEATURE_NOT_ENABLED``: another address with
-            ``OPTION_TRANSFER_BACKEND``.
+            ``LLM_EXIST_LINK``: a link exists. ``LLM_PARAM_INVALID``: ``kEnd``, or not ip:port. ``LLM_FAILED``: the
+                address cannot be bound. ``LLM_FEATURE_NOT_ENABLED``: another address with ``OPTION_TRANSFER_BACKEND``.
 
         Source: interface §9, §3.6.
         """
@@ -235,19 +215,13 @@ class LlmDataDist:
     def RegisterKvCache(
         self, cache_desc: CacheDesc, addrs: list[int], cfg: RegisterCfg = _NO_CFG
     ) -> tuple[LLMStatusCode, int | None]:
-        """Register memory of yours as a cache that peers may read and write, by batch row and by block.
+        """Register memory of the caller, as ``CacheManager.register_cache``; usable by row and block.
 
-        No byte of it changes. It must stay mapped until UnregisterKvCache or Finalize has returned.
-
-        Args:
-            cache_desc: ``num_tensors`` tensors of ``shape``.
-            addrs: The address of each, uint64, not zero.
-            cfg: Reserved.
+        It must stay mapped until UnregisterKvCache or Finalize has returned. ``cfg`` is reserved.
 
         Returns:
             ``(LLM_SUCCESS, cache_id)``, an id that no earlier Initialize of this process has used;
-            ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, no address, another number of them than
-            tensors, a zero address, one without memory for its tensor.
+                ``(LLM_PARAM_INVALID, None)``.
 
         Source: interface §9, §6.6.
         """
@@ -261,11 +235,11 @@ class LlmDataDist:
         return call.status, cache_id
 
     def UnregisterKvCache(self, cache_id: int) -> LLMStatusCode:
-        """Drop a registered cache; an unknown id is a success. As ``CacheManager.unregister_cache``.
+        """Unregister a cache, as ``CacheManager.unregister_cache``.
 
         Returns:
-            ``LLM_SUCCESS``: no call and no peer uses the memory any more. ``LLM_PARAM_INVALID``: an id outside int64.
-            ``LLM_TIMEOUT``: the memory is still in use; the cache stays registered.
+            ``LLM_SUCCESS``: no call and no peer uses the memory. ``LLM_TIMEOUT``: the memory is in use; the cache stays
+                registered.
 
         Source: interface §9, §6.7.
         """
@@ -277,14 +251,12 @@ class LlmDataDist:
         return call.status
 
     def AllocateCache(self, cache_desc: CacheDesc) -> tuple[LLMStatusCode, Cache | None]:
-        """Allocate a cache from the pool of its placement (``llm.MemPoolConfig``, ``llm.HostMemPoolConfig``).
-
-        It serves as a registered one does. Pool memory is what peers on the same host reach fastest.
+        """Allocate a cache from the pool of its placement, usable by row and by block.
 
         Returns:
-            ``(LLM_SUCCESS, cache)`` with id and addresses, which stay mapped for as long as the struct lives;
-            ``(LLM_PARAM_INVALID, None)``: an impossible descriptor, or no pool for that placement (interface R12);
-            ``(LLM_OUT_OF_MEMORY, None)``: the pool is exhausted; nothing was allocated.
+            ``(LLM_SUCCESS, cache)``; its addresses stay mapped while the struct lives. ``(LLM_PARAM_INVALID, None)``:
+                an impossible descriptor, or no pool (interface R12). ``(LLM_OUT_OF_MEMORY, None)``: nothing was
+                allocated.
 
         Source: interface §9, §6.1.
         """
@@ -296,17 +268,14 @@ class LlmDataDist:
                 entry = engine.store.allocate(geometry, [], engine.deadline())
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
-            # C++ would let the addresses dangle after Finalize; Python should not crash.
+            # In C++ the addresses dangle after Finalize; Python must not crash.
             cache._memory = Mapped(tuple(segment.view() for segment in entry.storage.segments))
         return call.status, cache
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
-        """Give an allocated cache back; unknown, freed and registered ids are a success, and nothing happens.
+        """Deallocate a cache; unknown, freed and registered ids: ``LLM_SUCCESS`` without effect.
 
-        Peers that read it fail. The memory is used again only when no peer writes it any more.
-
-        Returns:
-            ``LLM_PARAM_INVALID``: an id outside int64.
+        Running reads of peers fail. The memory is reused once no peer writes it.
 
         Source: interface §9, §6.2.
         """
@@ -325,7 +294,9 @@ class LlmDataDist:
         size: int = -1,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``. As ``CacheManager.pull_cache``.
+        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``.
+
+        As ``CacheManager.pull_cache``.
 
         Source: interface §9, §6.10.
         """
@@ -347,10 +318,10 @@ class LlmDataDist:
         dst_blocks: BlockNumbers,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in the order given (interface R26).
+        """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in order.
 
-        As ``CacheManager.pull_blocks``; ``src_cache_index.batch_index`` is 0. Different block sizes are
-        ``LLM_PARAM_INVALID`` (interface R17).
+        As ``CacheManager.pull_blocks``; ``src_cache_index.batch_index`` is 0. ``LLM_PARAM_INVALID``: unequal block
+        sizes too (interface R17).
 
         Source: interface §9, §6.11.
         """
@@ -373,9 +344,9 @@ class LlmDataDist:
         size: int = -1,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Push a whole row of ``src_cache``, which is on kDevice (interface R16), into a row of a peer's cache.
+        """Push a row of ``src_cache`` into a row of a peer's cache.
 
-        As ``CacheManager.push_cache``.
+        As ``CacheManager.push_cache``; ``src_cache`` is on kDevice (interface R16).
 
         Source: interface §9, §6.12.
         """
@@ -399,11 +370,10 @@ class LlmDataDist:
         dst_blocks: BlockNumbers,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in the order given
-        (interface R26).
+        """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in order.
 
-        As ``CacheManager.push_blocks`` by cache id (interface R31); ``dst_cache_index.batch_index`` is 0. Different
-        block sizes are ``LLM_PARAM_INVALID`` (interface R17).
+        As ``CacheManager.push_blocks`` by cache id (interface R31); ``dst_cache_index.batch_index`` is 0.
+        ``LLM_PARAM_INVALID``: unequal block sizes too (interface R17).
 
         Source: interface §9, §6.13.
         """
@@ -427,14 +397,13 @@ class LlmDataDist:
         offset: int = 0,
         size: int = -1,
     ) -> LLMStatusCode:
-        """Copy bytes [offset, offset + size) of a batch row to the same place of another, in every tensor.
+        """Copy a range of a row, as ``CacheManager.copy_cache``.
 
-        As ``CacheManager.copy_cache``, but the source comes first, and is on kDevice. Only ``cache_id`` is read.
+        The source comes first and is on kDevice. Only ``cache_id`` is read.
 
         Returns:
-            ``LLM_PARAM_INVALID``: a source on kHost, an index or range outside a row, descriptors that do not match.
-            ``LLM_KV_CACHE_NOT_EXIST``: no such cache. ``LLM_TIMEOUT``: longer than ``OPTION_SYNC_CACHE_WAIT_TIME``;
-            the addressed bytes are undefined.
+            ``LLM_PARAM_INVALID``, ``LLM_KV_CACHE_NOT_EXIST``: nothing was copied. ``LLM_TIMEOUT``: the addressed bytes
+                are undefined.
 
         Source: interface §9, §6.5.
         """
@@ -460,25 +429,21 @@ class LlmDataDist:
     def CopyKvBlocks(
         self, src_cache: Cache, dst_cache: Cache, src_blocks: BlockNumbers, dst_blocks_list: list[list[int]]
     ) -> LLMStatusCode:
-        """Copy blocks to several places: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every k, in every tensor.
+        """Copy blocks: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every list k, in order.
 
-        Device to device (a shared, partly filled block that is about to be written), device to host and host to
-        device (swap). The pairs take effect list by list, in the order given (interface R26). A cache with ``cache_id``
-        1 or above is looked up; -1 with placement kHost is host memory of yours, described by ``cache_desc`` and
-        ``tensor_addrs``.
+        Device to device, device to host and host to device; list by list (interface R26). A ``cache_id`` from 1 names a
+        cache; -1 on kHost is host memory at ``tensor_addrs``. Source and destination may be one cache.
 
         Args:
-            src_cache: Source.
-            dst_cache: Destination; may be the source.
-            src_blocks: Block numbers, not empty. A 1-D integer NumPy array does as well (extension).
+            src_blocks: Block numbers, not empty. A 1-D integer NumPy array is allowed (extension).
             dst_blocks_list: At least one list, each as long as ``src_blocks``.
 
         Returns:
-            ``LLM_PARAM_INVALID``: host to host, an empty list, unequal lengths, different block sizes or
-            ``num_tensors``, an index outside its cache; nothing was copied. ``LLM_KV_CACHE_NOT_EXIST``: no cache with
-            that id. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (interface R10). ``LLM_TIMEOUT``: a copy on
-            the device took longer than ``OPTION_SYNC_CACHE_WAIT_TIME``, and the addressed blocks are undefined; between
-            host and device there is no limit, as for ``swap_blocks`` (interface R6).
+            ``LLM_PARAM_INVALID``: host to host, an empty list, unequal lengths, block sizes or ``num_tensors``, an
+                index outside its cache, overlapping tensors; nothing was copied. ``LLM_KV_CACHE_NOT_EXIST``: no such
+                cache. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (interface R10). ``LLM_TIMEOUT``: a copy
+                on the device exceeded ``OPTION_SYNC_CACHE_WAIT_TIME``; the addressed blocks are undefined. Other copies
+                have no limit (interface R6).
 
         Source: interface §9.
         """
@@ -494,7 +459,10 @@ class LlmDataDist:
 
 
 class _Call(AbstractContextManager["_Call"]):
-    """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
+    """Context of one call, which turns exceptions except TypeError into its ``status``.
+
+    Threads: one.
+    """
 
     __slots__ = ("_owner", "_what", "status", "statuses")
 
@@ -506,7 +474,7 @@ class _Call(AbstractContextManager["_Call"]):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the LLMDataDist underneath; raises NotInitialized if there is none."""
+        """The engine underneath; NotInitialized if there is none."""
         dist = self._owner._dist
         engine = None if dist is None else dist._engine
         if engine is None:
@@ -514,7 +482,7 @@ class _Call(AbstractContextManager["_Call"]):
         return engine
 
     def for_each(self, infos: list[LLMClusterInfo], timeout: int, begin: Callable[[Report], Pending]) -> None:
-        """Link or unlink, and keep the status of each cluster; raise a LinkError with every reason if some failed."""
+        """Link or unlink, and keep each cluster's status; LinkError with every reason if some failed."""
         errors: dict[int, LLMException] = {}  # by the identity of the cluster info
 
         def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
@@ -533,14 +501,14 @@ class _Call(AbstractContextManager["_Call"]):
         raise LinkError(text, status_code=overall)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        # None where it is not allowed is an LLMException and a TypeError (interface R1); here it is the latter.
+        # NoneArgument is an LLMException and a TypeError (interface R1); here it is a TypeError.
         if not isinstance(error, _FAILURES) or isinstance(error, TypeError):
             return False
         status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         self.status = status or LLMStatusCode.LLM_FAILED
         text = " ".join(str(error).splitlines())
         logger.warning("%s returns %s: %s", self._what, self.status, text, stacklevel=3)
-        # last_error may be kept for long: without the frames, which hold caches and links.
+        # last_error may live long: without the frames, which refer to caches and links.
         each: BaseException | None = error
         while each is not None:
             each.__traceback__ = None
@@ -554,6 +522,6 @@ def _not_initialized(what: str) -> NotInitialized:
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
-    """Check that a source is on kDevice; ids are never reused, so it is the cache that the call uses."""
+    """Check that a source is on kDevice; ids are never reused."""
     placement = engine.store.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")

@@ -1,6 +1,6 @@
 """Enumerations, structs and option keys of the C++ header (interface §1.2, §2, §9).
 
-Plain mutable values, as in C++: a field may hold anything until a call takes the struct; the call checks it.
+Mutable values: a field may hold anything until a call takes and checks the struct.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ __all__ = [
 ]
 
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
-"""Required: the device, in digits; 0: only the host is there. Python's ``ge.exec.deviceId`` counts if given too."""
+"""Required: device number, 0 without devices. Python's ``ge.exec.deviceId`` wins over it."""
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
-"""ip:port to listen on; port 0 picks a free one. Python's ``llm.listenIpInfo`` counts if given too."""
+"""ip:port to listen on; port 0 picks a free one. Python's ``llm.listenIpInfo`` wins over it."""
 OPTION_SYNC_CACHE_WAIT_TIME: Final = "llm.SyncKvCacheWaitTime"
-"""Milliseconds that one operation may take; 1000 when left out."""
+"""Milliseconds for one operation. Default: 1000."""
 OPTION_LOCAL_COMM_RES: Final = "llm.LocalCommRes"
-"""Any text; with it no cluster needs a local ip. No other effect here."""
+"""Any text; then no cluster needs a local ip. No other effect."""
 OPTION_TRANSFER_BACKEND: Final = "llm.TransferBackend"
-"""Only "hixl"; both ends then listen, and either may link."""
+"""Only "hixl": both sides listen, and either may link."""
 OPTION_GLOBAL_RESOURCE_CONFIG: Final = "llm.GlobalResourceConfig"
-"""JSON; no effect here."""
+"""JSON; checked, no effect."""
 OPTION_BUF_POOL_CFG: Final = "llm.BufPoolCfg"
-"""JSON with size classes; checked, no effect here."""
+"""JSON with size classes; checked, no effect."""
 OPTION_ENABLE_SET_ROLE: Final = "llm.EnableSwitchRole"
-"""What the older generation needs before SetRole; accepted, not needed here."""
+"""Accepted; SetRole does not need it."""
 
 
 class LlmRole(IntEnum):
-    """What an instance does in a cluster: a label with no effect on transfers. ``kEnd`` is no role.
+    """Role of an instance, a label without effect; ``kEnd`` is not a role.
 
     Source: interface §1.2.
     """
@@ -65,7 +65,7 @@ class LlmRole(IntEnum):
 
 
 class CachePlacement(IntEnum):
-    """Where a cache's memory is.
+    """Place of a cache's memory.
 
     Source: interface §1.2.
     """
@@ -75,7 +75,7 @@ class CachePlacement(IntEnum):
 
 
 class Undefined(Enum):
-    """The type of :data:`DT_UNDEFINED`.
+    """Type of :data:`DT_UNDEFINED`.
 
     Source: interface §9.
     """
@@ -87,15 +87,14 @@ class Undefined(Enum):
 
 
 DT_UNDEFINED: Final = Undefined.DT_UNDEFINED
-"""No element type yet: what a new :class:`CacheDesc` has."""
+"""Element type of a new :class:`CacheDesc`: none."""
 
 
 @dataclass(slots=True)
 class CacheDesc:
-    """What a cache looks like. Another class than :class:`llm_datadist.CacheDesc`, with the defaults of C++.
+    """Geometry of a cache, with C++'s defaults; not :class:`llm_datadist.CacheDesc`.
 
     Attributes:
-        placement: Where the memory is.
         num_tensors: uint32.
         data_type: Element type; a call needs one.
         shape: Shape of one tensor, int64; ``shape[0]`` counts batch rows or blocks.
@@ -110,10 +109,7 @@ class CacheDesc:
 
 
 class Mapped:
-    """Keeps the memory that a cache's addresses point into mapped for as long as the struct lives.
-
-    A copy of the struct holds the same memory; in another process, where the addresses mean nothing, it holds none.
-    """
+    """Reference that keeps a cache's memory mapped; empty in another process."""
 
     __slots__ = ("_views",)
 
@@ -132,9 +128,9 @@ class Cache:
     """A cache of this process.
 
     Attributes:
-        cache_id: int64, from RegisterKvCache or AllocateCache; what the calls look the cache up by. -1: none.
+        cache_id: int64, from RegisterKvCache or AllocateCache; -1: none.
         tensor_addrs: Address of each tensor.
-        cache_desc: What it looks like.
+        cache_desc: Its geometry.
 
     Source: interface §9.
     """
@@ -147,12 +143,12 @@ class Cache:
 
 @dataclass(slots=True)
 class CacheIndex:
-    """A cache of a peer, and one of its batch rows.
+    """A peer's cache and one of its batch rows.
 
     Attributes:
-        cluster_id: uint64: the owner; selects the link.
-        cache_id: int64: the cache's id there.
-        batch_index: uint32: the row; 0 where blocks are addressed.
+        cluster_id: uint64, the owner; selects the link.
+        cache_id: int64, the cache's id there.
+        batch_index: uint32, the row; 0 for blocks.
 
     Source: interface §9.
     """
@@ -164,7 +160,7 @@ class CacheIndex:
 
 @dataclass(slots=True)
 class IpInfo:
-    """An endpoint: ``ip`` of the form 1.2.3.4 or an IPv6 address, of a peer also a name; ``port`` in uint16.
+    """An endpoint: IPv4 or IPv6 text, for a peer also a host name; port uint16.
 
     Source: interface §9.
     """
@@ -175,13 +171,13 @@ class IpInfo:
 
 @dataclass(slots=True)
 class ClusterInfo:
-    """One cluster to link to, or to unlink from.
+    """One cluster to link or to unlink.
 
     Attributes:
-        remote_cluster_id: uint64. LinkLlmClusters learns it in the handshake where it is left 0 (interface R28).
-        remote_role_type: Has no effect, as documented.
-        local_ip_infos: This host's address; the port does not matter.
-        remote_ip_infos: The peer's listening endpoint, exactly one.
+        remote_cluster_id: uint64; LinkLlmClusters learns it if it is 0 (interface R28).
+        remote_role_type: No effect.
+        local_ip_infos: This host's address; the port has no effect.
+        remote_ip_infos: The peer's listen address, exactly one.
 
     Source: interface §9.
     """
@@ -194,12 +190,12 @@ class ClusterInfo:
 
 @dataclass(slots=True)
 class KvCacheExtParam:
-    """Which layers a pull or push moves (interface R14).
+    """Layers of a pull or push (interface R14); by default every tensor moves.
 
     Attributes:
         src_layer_range: First and last layer at the source, both **inclusive**, int32; (-1, -1): all.
         dst_layer_range: The same at the destination; as many layers.
-        tensor_num_per_layer: uint8; must divide ``num_tensors`` when a range is given.
+        tensor_num_per_layer: uint8; must divide ``num_tensors`` if a range is given.
 
     Source: interface §9.
     """
@@ -211,7 +207,7 @@ class KvCacheExtParam:
 
 @dataclass(slots=True)
 class RegisterCfg:
-    """Reserved by the interface: it has no fields.
+    """Reserved; without fields.
 
     Source: interface §9.
     """

@@ -1,1 +1,1 @@
-"""The demo: a prompt process computes a KV cache, a decoder process pulls it and generates tokens from it."""
+"""Demo: a prompt process computes a KV cache; a decoder process pulls it and generates tokens."""

@@ -1,7 +1,6 @@
-"""One process of the demo: ``python -m llm_datadist.demo reference|prompt|decoder|both TRANSPORT``.
+"""One process of the demo: ``python -m llm_datadist.demo reference|prompt|decoder|both TRANSPORT MEMORY``.
 
-Started by :mod:`llm_datadist.demo.runner`, which reads events from its standard output and writes orders to its
-standard input. When that input ends the runner is gone, and the process exits at once.
+Writes events to standard output, reads orders from standard input, and exits when the input ends.
 """
 
 from __future__ import annotations
@@ -18,59 +17,56 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Order, Said
+from llm_datadist.demo.messages import DemoFailed, DemoOffer, Event, Finish, Order, Said
 from llm_datadist.demo.model import Llama
 from llm_datadist.demo.roles import DecoderSide, Emit, PromptSide, run_reference
-from llm_datadist.demo.workload import Memory, Setup, Transport, Workload
+from llm_datadist.demo.workload import DemoMemory, DemoTransport, DemoWorkload, Setup
 
 _ORPHANED: Final = 3
-# The runner's own bound is shorter and its end is noticed at once; this one only excludes waiting for ever.
+# Bounds every wait; the runner's bound is shorter.
 _ORDER_TIMEOUT_S: Final = 600.0
 _decode: Final = msgspec.json.Decoder(Order).decode
 
-_Order = TypeVar("_Order", Offer, Finish)
+_Order = TypeVar("_Order", DemoOffer, Finish)
 
 
 class _Orders:
-    """Orders from standard input, read by the thread ``demo-orders``.
-
-    The thread ends the process when the input ends.
-    """
+    """Orders from standard input; thread ``demo-orders`` ends the process with it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Order] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="demo-orders", daemon=True).start()
 
     def wait(self, kind: type[_Order]) -> _Order:
-        """Return the next order, which has to be a ``kind``."""
+        """Return the next order, which must be a ``kind``."""
         order = self._queue.get(timeout=_ORDER_TIMEOUT_S)
         if not isinstance(order, kind):
             raise TypeError(f"order: got {order}, expected a {kind.__name__}")
         return order
 
     def _read(self) -> None:
-        # Unbuffered: a daemon thread inside the lock of sys.stdin makes the interpreter's own exit fail.
+        # Unbuffered: a daemon thread that holds the lock of sys.stdin makes the interpreter's exit fail.
         with io.FileIO(0, closefd=False) as stdin:
             while line := stdin.readline():
                 self._queue.put(_decode(line))
         os._exit(_ORPHANED)
 
 
-def _prompt(workload: Workload, setup: Setup, emit: Emit, orders: _Orders) -> None:
+def _prompt(workload: DemoWorkload, setup: Setup, emit: Emit, orders: _Orders) -> None:
     with closing(PromptSide(workload, setup)) as prompt:
         emit(Said(f"listens on port {prompt.datadist.listen_port}"))
         emit(prompt.publish(Llama(workload.model), emit))
         orders.wait(Finish)
 
 
-def _decoder(workload: Workload, setup: Setup, emit: Emit, orders: _Orders) -> None:
+def _decoder(workload: DemoWorkload, setup: Setup, emit: Emit, orders: _Orders) -> None:
     with closing(DecoderSide(workload, setup)) as decoder:
         model = Llama(workload.model)
         emit(Said("ready"))
-        emit(decoder.run(orders.wait(Offer), model, emit))
+        emit(decoder.run(orders.wait(DemoOffer), model, emit))
 
 
-def _both(workload: Workload, setup: Setup, emit: Emit) -> None:
+def _both(workload: DemoWorkload, setup: Setup, emit: Emit) -> None:
     model = Llama(workload.model)
     with closing(PromptSide(workload, setup)) as prompt, closing(DecoderSide(workload, setup)) as decoder:
         offer = prompt.publish(model, emit)
@@ -79,7 +75,7 @@ def _both(workload: Workload, setup: Setup, emit: Emit) -> None:
 
 
 def _run(role: str, setup: Setup, emit: Emit) -> None:
-    workload, orders = Workload(), _Orders()
+    workload, orders = DemoWorkload(), _Orders()
     match role:
         case "reference":
             emit(run_reference(workload, emit))
@@ -95,12 +91,12 @@ def main() -> int:
     """Run the role named on the command line; return 0 if it succeeded, else 1."""
     parser = argparse.ArgumentParser(prog="python -m llm_datadist.demo", description="One process of the demo.")
     parser.add_argument("role", choices=["reference", "prompt", "decoder", "both"])
-    parser.add_argument("transport", choices=list(Transport), type=Transport)
-    parser.add_argument("memory", choices=list(Memory), type=Memory)
+    parser.add_argument("transport", choices=list(DemoTransport), type=DemoTransport)
+    parser.add_argument("memory", choices=list(DemoMemory), type=DemoMemory)
     parser.add_argument("--secrets", type=Path)
     arguments = parser.parse_args()
     events = sys.stdout
-    # Text that other code prints must not get between the events.
+    # Other code must not print between the events.
     sys.stdout = sys.stderr
 
     def emit(event: Event) -> None:
@@ -110,7 +106,7 @@ def main() -> int:
     try:
         _run(arguments.role, Setup(arguments.transport, arguments.memory, arguments.secrets), emit)
     except Exception as error:  # noqa: BLE001  the runner shows it
-        emit(Failed(f"{type(error).__name__}: {error}"))
+        emit(DemoFailed(f"{type(error).__name__}: {error}"))
         return 1
     return 0
 

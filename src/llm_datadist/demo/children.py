@@ -1,4 +1,4 @@
-"""The processes of the demo, from the runner: start them, read their events, and end them in every case."""
+"""The demo's processes, seen from the runner."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llm_datadist.demo.messages import Event, Order, Said
 if TYPE_CHECKING:
     from llm_datadist.demo.workload import Setup
 
-# One thread each: sums in the same order everywhere, so that equal inputs give equal bits, and two processes share a
-# small machine. MKL_CBWR makes MKL's results independent of how its arrays happen to be aligned.
+# One thread each: equal inputs give equal bits, and two processes fit a small machine. MKL_CBWR makes MKL's results
+# independent of the alignment of arrays.
 _ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -33,23 +33,19 @@ _decode: Final = msgspec.json.Decoder(Event).decode
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process has ended.
-
-    Attributes:
-        returncode: Exit status, or minus the signal's number.
-    """
+    """The process has ended, with an exit status or minus a signal's number."""
 
     returncode: int
 
 
 Inbox = queue.SimpleQueue[tuple[str, Event | Exited]]
-"""(role, what happened) of all children, in the order of arrival."""
+"""(role, event) of all children, in the order of arrival."""
 
 
-class Child:
+class DemoChild:
     """One process of the demo.
 
-    Threads ``demo-<role>`` and ``demo-<role>-log`` put its output into the inbox; the runner uses everything else.
+    Threads: ``demo-<role>`` and ``demo-<role>-log`` fill the inbox; the runner uses everything else.
     """
 
     def __init__(self, role: str, setup: Setup, inbox: Inbox) -> None:
@@ -64,7 +60,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | _ENVIRONMENT,
-            # Ctrl-C goes to the runner alone, which ends the others in order.
+            # Ctrl-C reaches only the runner, which ends the others in order.
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -90,7 +86,7 @@ class Child:
             self._stdin.flush()
 
     def stop(self) -> None:
-        """Kill the process if it lives, and free threads and pipes. Idempotent."""
+        """Kill the process if it lives; free threads and pipes. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_KILL_WAIT_S)

@@ -1,4 +1,4 @@
-"""Messages between the processes of the demo: one JSON object a line, over the pipes of the child."""
+"""Messages between the demo's processes: one JSON object a line, over the child's pipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class DemoProgress(msgspec.Struct, frozen=True, tag=True):
     """``done`` of ``total`` units of ``what`` are done."""
 
     what: str
@@ -23,10 +23,9 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
     """Result of the single-process run.
 
     Attributes:
-        first_token: The token that follows the prompt.
-        tokens: Those that follow it.
+        tokens: The tokens after ``first_token``.
         digest: SHA-256 of the prompt's keys and values.
-        seconds: Seconds the forward passes took.
+        seconds: Seconds of prefill and generation.
     """
 
     first_token: int
@@ -35,14 +34,13 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """What the prompt side has published: what a router hands from prefill to decode.
+class DemoOffer(msgspec.Struct, frozen=True, tag=True):
+    """The published cache, as a router hands it from prefill to decode.
 
     Attributes:
-        port: Port that the prompt side listens on.
-        blocks: Its block numbers of the prompt, in the order of the sequence.
+        port: The prompt side's listen port.
+        blocks: The prompt's blocks, in sequence order.
         length: Tokens in them.
-        first_token: The token that follows the prompt.
         digest: SHA-256 of the prompt's keys and values.
     """
 
@@ -53,18 +51,16 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class DemoOutcome(msgspec.Struct, frozen=True, tag=True):
     """Result of the decoder.
 
     Attributes:
-        tokens: The tokens after the first one.
-        digest: SHA-256 of the keys and values as pulled.
-        transport: Name of the transport the link used.
-        reason: Why that one.
-        blocks: Blocks pulled.
-        nbytes: Bytes pulled, over all tensors.
+        tokens: The tokens after the first.
+        digest: SHA-256 of the pulled keys and values.
+        transport: The transport that moved the blocks.
+        nbytes: Pulled bytes, over all tensors.
         seconds: Seconds of the ``pull_blocks`` call.
-        sealed: Both ends were authenticated.
+        sealed: Both sides were authenticated.
     """
 
     tokens: list[int]
@@ -77,15 +73,15 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     sealed: bool
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class DemoFailed(msgspec.Struct, frozen=True, tag=True):
     """The role gave up; ``error`` is one line."""
 
     error: str
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Order to a prompt process: the cache is not needed any more."""
+    """Order to a prompt process: the cache is no longer needed."""
 
 
-Event = Said | Progress | Reference | Offer | Outcome | Failed
-Order = Offer | Finish
+Event = Said | DemoProgress | Reference | DemoOffer | DemoOutcome | DemoFailed
+Order = DemoOffer | Finish

@@ -1,7 +1,6 @@
-"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache: what the demo computes.
+"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, greedy sampling. Keys and values are
-written to and read from the cache's blocks only, so a wrong or missing block changes the tokens.
+Keys and values exist only in the cache's blocks: a wrong or missing block changes the tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ class ModelConfig:
     Attributes:
         layers: Transformer layers; the cache has two tensors (K, V) for each.
         hidden: Width of the residual stream.
-        heads: Query heads; ``hidden / heads`` is the head size.
-        kv_heads: Key and value heads, each shared by ``heads / kv_heads`` query heads.
+        heads: Query heads, each of size ``hidden / heads``.
+        kv_heads: Key and value heads.
         ffn: Width of the feed-forward layer.
-        vocab: Number of tokens.
         rope_base: Base of the rotary frequencies.
-        seed: Seed of the weights.
     """
 
     layers: int = 8
@@ -52,11 +49,11 @@ class ModelConfig:
 
 
 class PagedKV:
-    """Keys and values of one sequence in blocks that lie anywhere in ``tensors``.
+    """Keys and values of one sequence, in blocks anywhere in ``tensors``.
 
     Attributes:
-        blocks: Block number of tokens ``i * block_tokens`` and following, for each i.
-        length: Tokens whose keys and values are in the cache in every layer.
+        blocks: Block numbers, in sequence order.
+        length: Tokens in the cache.
     """
 
     def __init__(self, tensors: Sequence[Array], blocks: Sequence[int], length: int = 0) -> None:
@@ -67,28 +64,22 @@ class PagedKV:
         self.length = length
 
     def write(self, layer: int, keys: Array, values: Array) -> None:
-        """Write the keys and values of the tokens after ``length`` into their blocks.
-
-        Both have shape (T, kv_heads, head_dim).
-        """
+        """Write the keys and values, shape (T, kv_heads, head_dim), of the tokens after ``length``."""
         slots = np.arange(self.length, self.length + len(keys))
         where = (self.blocks[slots // self._block_tokens], slots % self._block_tokens)
         self._tensors[2 * layer][where] = keys
         self._tensors[2 * layer + 1][where] = values
 
     def read(self, layer: int, length: int) -> tuple[Array, Array]:
-        """Gather the keys and values of the first ``length`` tokens.
-
-        Both have shape (length, kv_heads, head_dim).
-        """
+        """Gather the keys and values of the first ``length`` tokens, shape (length, kv_heads, head_dim)."""
         return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
 
     def used_blocks(self) -> NDArray[np.int64]:
-        """Return the numbers of the blocks that hold tokens, in the order of the sequence."""
+        """Return the blocks that hold tokens, in sequence order."""
         return self.blocks[: -(-self.length // self._block_tokens)]
 
     def digest(self) -> str:
-        """Return the SHA-256 of the keys and values of all tokens in all tensors."""
+        """Return the SHA-256 of all keys and values."""
         state = hashlib.sha256()
         for index in range(len(self._tensors)):
             state.update(self._gather(index, self.length).tobytes())
@@ -112,10 +103,9 @@ class _Layer(NamedTuple):
 
 
 class Llama:
-    """The model: weights made from the seed, and one forward step over a paged cache."""
+    """The model: weights from the seed, and a forward step."""
 
-    # Random weights alone attend to everything equally, and an average over a thousand tokens tells nothing about any
-    # of them. Sharper scores make the output depend on single blocks, which is what the demo wants to show.
+    # Random weights attend to all tokens equally. Sharper scores make the output depend on single blocks.
     _SHARPNESS: Final = 2.0
 
     def __init__(self, config: ModelConfig) -> None:
@@ -157,10 +147,7 @@ class Llama:
     def prefill(
         self, prompt: NDArray[np.int64], kv: PagedKV, chunk: int, progress: Callable[[int, int], None] | None = None
     ) -> int:
-        """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token.
-
-        ``progress(done, total)`` is called after each chunk.
-        """
+        """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token."""
         token = -1
         for start in range(0, len(prompt), chunk):
             token = self.forward(prompt[start : start + chunk], kv)
@@ -171,7 +158,7 @@ class Llama:
     def generate(
         self, token: int, count: int, kv: PagedKV, progress: Callable[[int, int], None] | None = None
     ) -> list[int]:
-        """Feed ``token`` and return the ``count`` tokens that follow it, each the most likely one."""
+        """Feed ``token``; return the ``count`` most likely tokens that follow."""
         tokens: list[int] = []
         for done in range(1, count + 1):
             token = self.forward(np.array([token]), kv)
@@ -193,17 +180,14 @@ class Llama:
 
 
 def rms_norm(x: Array) -> Array:
-    """Scale each row of ``x`` (shape (T, hidden)) to a root mean square of one."""
+    """Scale each row of ``x``, shape (T, hidden), to a root mean square of one."""
     mean: Array = np.mean(x * x, axis=-1, keepdims=True)
     result: Array = x / np.sqrt(mean + _NORM_EPSILON)
     return result
 
 
 def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
-    """Rotate the two halves of each head by the angles of ``positions``.
-
-    ``x`` has shape (T, heads, head_dim).
-    """
+    """Rotate the halves of each head of ``x``, shape (T, heads, head_dim), by the positions' angles."""
     half = x.shape[-1] // 2
     frequencies = base ** (-np.arange(half) / half)
     angles = positions[:, None, None] * frequencies
@@ -213,16 +197,12 @@ def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
 
 
 def attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
-    """Causal grouped-query attention.
+    """Return causal grouped-query attention, shape (T, heads, head_dim).
 
     Args:
         query: Shape (T, heads, head_dim).
-        keys: Shape (N, kv_heads, head_dim): those of positions 0 to N - 1.
-        values: Shape (N, kv_heads, head_dim).
-        positions: Shape (T,): where each query stands; it sees the keys up to and with its own position.
-
-    Returns:
-        Shape (T, heads, head_dim).
+        keys: Shape (N, kv_heads, head_dim), of positions 0 to N - 1; values likewise.
+        positions: Shape (T,); a query sees keys up to its own position.
     """
     count, heads, head_dim = query.shape
     length, kv_heads, _ = keys.shape

@@ -1,4 +1,4 @@
-"""How the demo shows what it does: plain lines, or bars and a table on a terminal that has rich."""
+"""Output of the demo: plain lines, or bars and a table on a terminal with rich."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Reporter:
-    """What the user sees of the demo: lines with the seconds since the start, for long tasks one for each quarter."""
+class DemoReporter:
+    """Plain lines with the seconds since the start; one for each quarter of a task."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -21,7 +21,7 @@ class Reporter:
         self._quarters: dict[tuple[str, str], int] = {}
 
     def say(self, role: str, text: str) -> None:
-        """Show one line said by ``role``."""
+        """Show one line from ``role``."""
         self._write(f"{time.monotonic() - self._started:6.1f} s  {role:<9}  {text}")
 
     def progress(self, role: str, what: str, done: int, total: int) -> None:
@@ -38,16 +38,14 @@ class Reporter:
             self._write(f"  {name:<12} {value}")
 
     def close(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
-class _RichReporter(Reporter):
-    """Progress bars and a table, by rich."""
-
+class _RichReporter(DemoReporter):
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -61,7 +59,7 @@ class _RichReporter(Reporter):
             MofNCompleteColumn(),
             TextColumn("tokens"),
             console=self._console,
-            auto_refresh=False,  # no thread of this process runs beside the pull that is timed
+            auto_refresh=False,  # no thread here runs beside the timed pull
         )
         self._tasks: dict[tuple[str, str], TaskID] = {}
         self._bars.start()
@@ -92,8 +90,8 @@ class _RichReporter(Reporter):
         self._bars.stop()
 
 
-def make_reporter(stream: TextIO) -> Reporter:
+def make_reporter(stream: TextIO) -> DemoReporter:
     """Return bars and a table for a terminal with rich, else plain lines."""
     if stream.isatty() and importlib.util.find_spec("rich") is not None:
         return _RichReporter(stream)
-    return Reporter(stream)
+    return DemoReporter(stream)

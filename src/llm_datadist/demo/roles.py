@@ -1,4 +1,4 @@
-"""The two ends of the demo, written as a user of the library would write them, and the run they are compared with."""
+"""The demo's two sides, written as users would write them, and the reference run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
-from llm_datadist.demo.messages import Event, Offer, Outcome, Progress, Reference, Said
+from llm_datadist.demo.messages import DemoOffer, DemoOutcome, DemoProgress, Event, Reference, Said
 from llm_datadist.demo.model import Llama, PagedKV
-from llm_datadist.demo.workload import Memory, Setup, Workload
+from llm_datadist.demo.workload import DemoMemory, DemoWorkload, Setup
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 Emit = Callable[[Event], None]
-"""Takes the events of a role."""
+"""Receiver of a role's events."""
 
 _PROMPT_ID: Final = 0
 _DECODER_ID: Final = 1
 _HOST: Final = "127.0.0.1"
 _PAGE_SHIFT: Final = 16
 _LINK_TIMEOUT_MS: Final = 5_000
-# Far above what the pull takes: a loaded machine must not fail the demo.
+# Far above the pull's time: a loaded machine must not fail the demo.
 _PULL_TIMEOUT_MS: Final = 10_000
 
 
-def run_reference(workload: Workload, emit: Emit) -> Reference:
+def run_reference(workload: DemoWorkload, emit: Emit) -> Reference:
     """Run prompt and generation in this process on plain NumPy memory, without the library."""
     model = Llama(workload.model)
     tensors = [np.zeros(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
@@ -54,22 +54,18 @@ def run_reference(workload: Workload, emit: Emit) -> Reference:
 
 
 class PromptSide:
-    """The prompt (prefill) end: computes the KV cache of the prompt and publishes it.
+    """The prompt (prefill) side: computes and publishes the KV cache; ``close`` finalizes ``datadist``."""
 
-    Attributes:
-        datadist: Its ``LLMDataDist``, which listens; ``close`` finalizes it.
-    """
-
-    def __init__(self, workload: Workload, setup: Setup) -> None:
+    def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
         self._workload = workload
         self._setup = setup
         self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
 
-    def publish(self, model: Llama, emit: Emit) -> Offer:
-        """Run the prompt into a blocks cache for peers; return what they need to know."""
+    def publish(self, model: Llama, emit: Emit) -> DemoOffer:
+        """Run the prompt into a blocks cache; return the offer."""
         workload = self._workload
         cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
-        self._tensors = tensors  # registered memory has to outlive its registration
+        self._tensors = tensors  # registered memory must outlive its registration
         for tensor in tensors:
             tensor.fill(0)
         kv = PagedKV(tensors, workload.source_blocks())
@@ -78,36 +74,32 @@ class PromptSide:
         emit(Said(f"published cache {cache.cache_id}: {len(blocks)} blocks in {workload.num_tensors} tensors"))
         port = self.datadist.listen_port
         assert port is not None, "the options ask for a port"
-        return Offer(port, blocks, kv.length, first_token, kv.digest())
+        return DemoOffer(port, blocks, kv.length, first_token, kv.digest())
 
     def close(self) -> None:
-        """Give back the cache and the port."""
+        """Free the cache and the port."""
         self.datadist.finalize()
 
 
 class DecoderSide:
-    """The decoder end: links to the prompt side, pulls its blocks and generates from them.
+    """The decoder side: links, pulls the prompt side's blocks and generates; ``close`` finalizes ``datadist``."""
 
-    Attributes:
-        datadist: Its ``LLMDataDist``; ``close`` finalizes it.
-    """
-
-    def __init__(self, workload: Workload, setup: Setup) -> None:
+    def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
         self._workload = workload
         self._setup = setup
         self.datadist = _start(LLMRole.DECODER, _DECODER_ID, workload, setup)
         self._cache, self._tensors = _blocks_cache(self.datadist, workload, setup.memory)
         for tensor in self._tensors:
-            # What does not arrive stays NaN, so that no token can be right by accident.
+            # Missing bytes stay NaN, so that no token is right by accident.
             tensor.fill(np.nan)
 
-    def run(self, offer: Offer, model: Llama, emit: Emit) -> Outcome:
-        """Link, pull what ``offer`` names into other block numbers, unlink and generate."""
+    def run(self, offer: DemoOffer, model: Llama, emit: Emit) -> DemoOutcome:
+        """Link, pull the offered blocks into others, unlink and generate."""
         cluster = _cluster(offer.port)
         _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
-        # Registered memory outside the pools may go another way than they.
-        private = choice.private_transport if self._setup.memory is Memory.REGISTERED else None
+        # Registered memory may use another transport than pools.
+        private = choice.private_transport if self._setup.memory is DemoMemory.REGISTERED else None
         transport = private or choice.transport
         emit(Said(f"linked over {transport}"))
         blocks = self._workload.destination_blocks()
@@ -118,13 +110,13 @@ class DecoderSide:
         emit(Said(f"pulled {len(offer.blocks)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms"))
         _check("unlink_clusters", *self.datadist.unlink_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
         tokens = model.generate(offer.first_token, self._workload.generate, kv, _progress(emit, "generate"))
-        return Outcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
+        return DemoOutcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
 
     def close(self) -> None:
-        """Give back the cache."""
+        """Free the cache."""
         self.datadist.finalize()
 
-    def _pull(self, offer: Offer, blocks: list[int]) -> float:
+    def _pull(self, offer: DemoOffer, blocks: list[int]) -> float:
         manager, key = self.datadist.cache_manager, BlocksCacheKey(_PROMPT_ID, 0)
         destination = blocks[: len(offer.blocks)]
         started = time.perf_counter()
@@ -132,7 +124,7 @@ class DecoderSide:
         return time.perf_counter() - started
 
 
-def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> LLMDataDist:
+def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup) -> LLMDataDist:
     page = 1 << _PAGE_SHIFT
     pool_bytes = -(-workload.tensor_bytes // page) * page * workload.num_tensors
     config = LLMConfig()
@@ -141,7 +133,7 @@ def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> 
     config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
     config.sync_kv_timeout = _PULL_TIMEOUT_MS
     if role is LLMRole.PROMPT:
-        # Port 0 picks a free one; datadist.listen_port tells which.
+        # Port 0: any free port; datadist.listen_port has it.
         config.listen_ip_info = f"{_HOST}:0"
     options = config.generate_options()
     options["llm.Transport"] = setup.transport.value
@@ -153,12 +145,11 @@ def _start(role: LLMRole, cluster_id: int, workload: Workload, setup: Setup) -> 
 
 
 def _blocks_cache(
-    datadist: LLMDataDist, workload: Workload, memory: Memory, key: BlocksCacheKey | None = None
+    datadist: LLMDataDist, workload: DemoWorkload, memory: DemoMemory, key: BlocksCacheKey | None = None
 ) -> tuple[Cache, list[NDArray[Any]]]:
-    """Make the cache, and return it with arrays over its tensors."""
     manager = datadist.cache_manager
     desc = CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
-    if memory is Memory.POOL:
+    if memory is DemoMemory.POOL:
         cache = manager.allocate_blocks_cache(desc, key)
         return cache, tensor_views(cache)
     tensors = [np.empty(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
@@ -179,4 +170,4 @@ def _check(what: str, status: LLMStatusCode, each: list[LLMStatusCode]) -> None:
 
 
 def _progress(emit: Emit, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: emit(Progress(what, done, total))
+    return lambda done, total: emit(DemoProgress(what, done, total))

@@ -1,4 +1,4 @@
-"""The demo from start to end: starts the roles, hands messages between them, compares, prints."""
+"""The whole demo: starts the roles, passes messages between them, compares, prints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Final, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.demo.children import Child, Exited, Inbox
-from llm_datadist.demo.messages import Event, Failed, Finish, Offer, Outcome, Progress, Reference, Said
-from llm_datadist.demo.report import Reporter, make_reporter
-from llm_datadist.demo.workload import Setup, Transport, Workload
+from llm_datadist.demo.children import DemoChild, Exited, Inbox
+from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Event, Finish, Reference, Said
+from llm_datadist.demo.report import DemoReporter, make_reporter
+from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
 
-# The whole demo takes a few seconds; a machine ten times slower still passes.
+# The demo takes a few seconds; ten times as long passes.
 _BUDGET_MS: Final = 180_000
 _INTERRUPTED: Final = 130
 _PARTS: Final = {
@@ -28,31 +28,27 @@ _PARTS: Final = {
     "both": "PROMPT and DECODER as two LLMDataDist in this one process",
 }
 
-_Message = TypeVar("_Message", Reference, Offer, Outcome)
+_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome)
 
 
 class DemoError(RuntimeError):
-    """The demo could not run to its end; the text is one line."""
+    """The demo ended early; the text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What ``--json`` prints.
+    """Result, as ``--json`` prints it.
 
     Attributes:
         ok: Tokens and bytes are equal: the exit status is 0.
         transport: Transport that moved the bytes.
-        reason: Why that one.
-        tokens_equal: The generated tokens are those of the single-process run.
-        blocks: Blocks moved.
+        tokens_equal: The tokens are those of the single-process run.
         bytes: Bytes moved, over all tensors.
         seconds: Seconds of the one ``pull_blocks`` call.
         gb_per_s: ``bytes / seconds / 1e9``.
-        kv_equal: The keys and values arrived as they were at the prompt side.
-        tokens: The tokens that the decoder generated.
-        processes: 2, or 1 when both roles ran in one process.
-        sealed: Both ends proved a shared secret, and what would leave this host was encrypted.
-        error: Why there is no result, or None.
+        kv_equal: Keys and values arrived as published.
+        processes: 2, or 1 if both roles ran in one process.
+        sealed: Both sides proved a shared secret; messages were encrypted, over tcp also KV bytes.
     """
 
     ok: bool
@@ -71,10 +67,9 @@ class DemoResult:
 
 
 def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
-    """Run the demo and print it; return 0 only when the tokens are equal.
+    """Run the demo and print it; return 0 only if tokens and bytes are equal.
 
-    With ``secure`` both ends prove a new secret to each other. With ``as_json`` the progress goes to standard error and
-    the last line of standard output is the result.
+    With ``secure`` both sides prove a new secret. With ``as_json`` the last line of standard output is the result.
     """
     reporter = make_reporter(sys.stderr if as_json else sys.stdout)
     try:
@@ -99,31 +94,30 @@ def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
 
 
 class _Demo(AbstractContextManager["_Demo"]):
-    """One run. Leaving the context ends every process it started."""
+    """One run. Leaving the context ends its processes."""
 
-    def __init__(self, setup: Setup, reporter: Reporter) -> None:
+    def __init__(self, setup: Setup, reporter: DemoReporter) -> None:
         self._setup = setup
         self._reporter = reporter
-        self._workload = Workload()
+        self._workload = DemoWorkload()
         self._deadline = Deadline(_BUDGET_MS)
         self._inbox: Inbox = queue.SimpleQueue()
-        self._children: list[Child] = []
+        self._children: list[DemoChild] = []
 
     def __exit__(self, *exc_info: object) -> None:
         for child in self._children:
             child.stop()
 
     def run(self) -> DemoResult:
-        """Run all roles, show the result and return it."""
         reference = self._run_reference()
-        together = self._setup.transport is Transport.INPROC
+        together = self._setup.transport is DemoTransport.INPROC
         offer, outcome = self._run_together() if together else self._run_apart()
-        if self._setup.transport not in (Transport.AUTO, outcome.transport):
+        if self._setup.transport not in (DemoTransport.AUTO, outcome.transport):
             raise DemoError(f"transport: asked for {self._setup.transport}, but the link used {outcome.transport}")
         if outcome.sealed != (self._setup.secrets is not None):
             raise DemoError(f"secure: asked for {self._setup.secrets is not None}, the link says {outcome.sealed}")
         tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
-        # Keys carry their positions, so two blocks that swapped places leave the tokens alone; the digest sees it.
+        # Keys carry their positions, so tokens ignore swapped blocks; the digest does not.
         kv_equal = outcome.digest == offer.digest
         result = DemoResult(
             ok=tokens_equal and kv_equal,
@@ -149,46 +143,44 @@ class _Demo(AbstractContextManager["_Demo"]):
         self._reporter.say("reference", f"done: {reference.seconds:.1f} s of forward passes, without the library")
         return reference
 
-    def _run_apart(self) -> tuple[Offer, Outcome]:
+    def _run_apart(self) -> tuple[DemoOffer, DemoOutcome]:
         prompt, decoder = self._start("prompt"), self._start("decoder")
-        offer = self._expect(prompt, Offer)
+        offer = self._expect(prompt, DemoOffer)
         decoder.send(offer)
-        outcome = self._expect(decoder, Outcome)
+        outcome = self._expect(decoder, DemoOutcome)
         self._finish(decoder)
         prompt.send(Finish())
         self._finish(prompt)
         return offer, outcome
 
-    def _run_together(self) -> tuple[Offer, Outcome]:
+    def _run_together(self) -> tuple[DemoOffer, DemoOutcome]:
         child = self._start("both")
-        offer = self._expect(child, Offer)
-        outcome = self._expect(child, Outcome)
+        offer = self._expect(child, DemoOffer)
+        outcome = self._expect(child, DemoOutcome)
         self._finish(child)
         return offer, outcome
 
-    def _start(self, role: str) -> Child:
+    def _start(self, role: str) -> DemoChild:
         try:
-            child = Child(role, self._setup, self._inbox)
+            child = DemoChild(role, self._setup, self._inbox)
         except OSError as error:
             raise DemoError(f"{role}: cannot start its process: {error}") from error
         self._children.append(child)
         self._reporter.say(role, f"process {child.pid} started: {_PARTS[role]}")
         return child
 
-    def _expect(self, child: Child, kind: type[_Message]) -> _Message:
-        """Show what the children say until ``child`` sends a ``kind``."""
+    def _expect(self, child: DemoChild, kind: type[_Message]) -> _Message:
+        """Show the children's events until ``child`` sends a ``kind``."""
         while True:
-            role, event = self._next(f"{child.role}: no {kind.__name__.lower()}")
+            role, event = self._next(f"{child.role}: no {_word(kind)}")
             if isinstance(event, kind) and role == child.role:
                 return event
             if isinstance(event, Exited) and role == child.role:
-                raise DemoError(
-                    f"{role}: the process ended with status {event.returncode} before its {kind.__name__.lower()}"
-                )
+                raise DemoError(f"{role}: the process ended with status {event.returncode} before its {_word(kind)}")
             self._handle(role, event)
 
-    def _finish(self, child: Child) -> None:
-        """Show what the children say until ``child`` has ended well."""
+    def _finish(self, child: DemoChild) -> None:
+        """Show the children's events until ``child`` has ended well."""
         while True:
             role, event = self._next(f"{child.role}: still running after its work")
             self._handle(role, event)
@@ -205,17 +197,17 @@ class _Demo(AbstractContextManager["_Demo"]):
         match event:
             case Said(text):
                 self._reporter.say(role, text)
-            case Progress(what, done, total):
+            case DemoProgress(what, done, total):
                 self._reporter.progress(role, what, done, total)
-            case Failed(error):
+            case DemoFailed(error):
                 raise DemoError(f"{role}: {error}")
             case Exited(returncode):
                 if returncode != 0:
                     raise DemoError(f"{role}: the process ended with status {returncode}")
             case _:
-                raise DemoError(f"{role}: unexpected message {type(event).__name__}")
+                raise DemoError(f"{role}: unexpected message {_word(type(event))}")
 
-    def _show(self, result: DemoResult, reference: Reference, offer: Offer) -> None:
+    def _show(self, result: DemoResult, reference: Reference, offer: DemoOffer) -> None:
         work, seconds, nbytes = self._workload, result.seconds or 0, result.bytes or 0
         together = "both roles as two LLMDataDist in one process"
         apart = "prompt and decoder, each with its own LLMDataDist"
@@ -235,14 +227,18 @@ class _Demo(AbstractContextManager["_Demo"]):
         self._reporter.show("Tokens equal." if result.ok else "NOT equal.", rows)
 
 
+def _word(kind: type) -> str:
+    return kind.__name__.removeprefix("Demo").lower()
+
+
 def _describe_security(result: DemoResult) -> str:
     if not result.sealed:
         return "none: any process of this host could have linked (--secure)"
     if result.transport == "tcp":
-        return "both ends proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
+        return "both sides proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
     if result.transport == "nixl":
-        return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes were not"
-    return "both ends proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
+        return "both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes were not"
+    return "both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
 
 
 def _describe_tokens(result: DemoResult, reference: Reference) -> str:
@@ -255,9 +251,9 @@ def _describe_tokens(result: DemoResult, reference: Reference) -> str:
     return f"different from the single-process run, {where}"
 
 
-def _describe_bytes(result: DemoResult, reference: Reference, offer: Offer) -> str:
+def _describe_bytes(result: DemoResult, reference: Reference, offer: DemoOffer) -> str:
     if not result.kv_equal:
         return "what arrived differs from what the prompt side published"
     if offer.digest != reference.digest:
         return "arrived as published; but the prompt side computed other values than the single-process run"
-    return f"equal at both ends and in the single-process run (sha256 {offer.digest[:16]}...)"
+    return f"equal on both sides and in the single-process run (sha256 {offer.digest[:16]}...)"

@@ -1,4 +1,4 @@
-"""What the demo computes: prompt, block numbers and shapes, from seeds, so equal in every process."""
+"""The demo's inputs, from seeds: equal in every process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 _FLOAT_BYTES: Final = 4
 
 
-class Transport(StrEnum):
-    """What ``--transport`` accepts."""
+class DemoTransport(StrEnum):
+    """Values of ``--transport``."""
 
     AUTO = "auto"
-    """The library chooses, between two processes."""
+    """The library's choice between two processes."""
     SHM = "shm"
-    """Shared memory, between two processes."""
+    """Shared memory between two processes."""
     CMA = "cma"
-    """Registered private memory, which the kernel copies, between two processes."""
+    """Registered non-pool memory, copied by the kernel between two processes."""
     TCP = "tcp"
     """Data lanes over loopback, as between two hosts."""
     NIXL = "nixl"
@@ -35,40 +35,31 @@ class Transport(StrEnum):
     """Both roles as two ``LLMDataDist`` in one process."""
 
 
-class Memory(StrEnum):
-    """What ``--memory`` accepts: where the KV caches lie."""
+class DemoMemory(StrEnum):
+    """Values of ``--memory``: the memory of the KV caches."""
 
     POOL = "pool"
-    """In the library's pools."""
+    """The library's pools."""
     REGISTERED = "registered"
-    """In arrays of the roles' own, registered with the library."""
+    """The roles' own arrays, registered with the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the bytes are to move.
+    """Transport and memory of the bytes; ``secrets``: file of the secret that both sides prove, None without one."""
 
-    Attributes:
-        transport: Over what.
-        memory: From and to where.
-        secrets: File of the secret that both ends prove to each other; None: links are not authenticated.
-    """
-
-    transport: Transport
-    memory: Memory
+    transport: DemoTransport
+    memory: DemoMemory
     secrets: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class DemoWorkload:
     """Sizes of the demo.
 
     Attributes:
-        model: The model.
-        prompt_tokens: Length of the prompt.
         chunk: Tokens of the prompt per forward step.
         generate: Tokens that the decoder generates.
-        block_tokens: Tokens of one KV block.
         pool_blocks: Blocks of each cache, used or not.
         seed: Seed of prompt and block numbers.
     """
@@ -83,12 +74,12 @@ class Workload:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of the cache: K and V of each layer."""
+        """Tensors of the cache."""
         return 2 * self.model.layers
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of one tensor of the cache."""
+        """Shape of one tensor."""
         return (self.pool_blocks, self.block_tokens, self.model.kv_heads, self.model.head_dim)
 
     @property
@@ -98,24 +89,24 @@ class Workload:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of one tensor of the cache."""
+        """Bytes of one tensor."""
         return int(np.prod(self.shape)) * _FLOAT_BYTES
 
     @property
     def prompt_blocks(self) -> int:
-        """Blocks that the prompt fills: those that move."""
+        """Blocks that the prompt fills, and that move."""
         return -(-self.prompt_tokens // self.block_tokens)
 
     def prompt(self) -> NDArray[np.int64]:
-        """Return the tokens of the prompt."""
+        """Return the prompt's tokens."""
         return np.random.default_rng(self.seed).integers(0, self.model.vocab, self.prompt_tokens)
 
     def source_blocks(self) -> list[int]:
-        """Return the scattered block numbers that the prompt side gives its sequence."""
+        """Return the prompt side's scattered block numbers."""
         return [int(block) for block in np.random.default_rng(self.seed).permutation(self.pool_blocks)]
 
     def destination_blocks(self) -> list[int]:
-        """Return the decoder's scattered block numbers of the same sequence, none equal to the source's."""
+        """Return the decoder's scattered block numbers; none equals the source's at its place."""
         rng = np.random.default_rng(self.seed + 1)
         while True:
             blocks = [int(block) for block in rng.permutation(self.pool_blocks)]

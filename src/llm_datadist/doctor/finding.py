@@ -1,4 +1,4 @@
-"""A finding: what one check found, what that means for this library, and how to mend it."""
+"""Findings of checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Finding", "State", "exit_code", "run_checks"]
+__all__ = ["Finding", "Severity", "exit_code", "run_checks"]
 
 
-class State(StrEnum):
-    """How bad a finding is; ``unknown``: the check could not be made."""
+class Severity(StrEnum):
+    """Severity of a finding; ``unknown``: the check could not be made."""
 
     OK = "ok"
     WARNING = "warning"
@@ -23,30 +23,30 @@ class State(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One finding. ``mend`` is empty where the state is ok."""
+    """One finding; ``mend`` is empty if its state is ok."""
 
     name: str
-    state: State
+    state: Severity
     value: str
     meaning: str
     mend: str = ""
 
 
-_EXIT: Final = {State.OK: 0, State.WARNING: 1, State.UNKNOWN: 1, State.PROBLEM: 2}
+_EXIT: Final = {Severity.OK: 0, Severity.WARNING: 1, Severity.UNKNOWN: 1, Severity.PROBLEM: 2}
 
 
 def run_checks(checks: Iterable[Callable[[], Finding]]) -> list[Finding]:
-    """Run checks. One that the host does not let run to its end is an unknown finding."""
+    """Run checks; one that the host denies is an unknown finding."""
     findings = []
     for check in checks:
         try:
             findings.append(check())
         except (OSError, ValueError) as error:
             mend = "run the command again with more rights, for example as root"
-            findings.append(Finding(check.__name__, State.UNKNOWN, str(error), "the check could not be made", mend))
+            findings.append(Finding(check.__name__, Severity.UNKNOWN, str(error), "the check could not be made", mend))
     return findings
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 2 where there is a problem, 1 where there is a warning or a check that could not be made, else 0."""
+    """Return 2 with a problem, 1 with a warning or unknown, else 0."""
     return max((_EXIT[each.state] for each in findings), default=0)

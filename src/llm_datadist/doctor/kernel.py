@@ -1,4 +1,4 @@
-"""What the kernel lets this process do. Each check tries the operation itself."""
+"""Permissions of this process; each check tries the operation itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from llm_datadist._memory.huge_pages import ALIGNMENT
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import peek_process
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.errors import LLMException
 
 __all__ = ["CHECKS"]
@@ -28,18 +28,18 @@ _CHILD: Final = (
 
 
 def kernel() -> Finding:
-    """Compare the kernel with those that have what the library uses."""
+    """Check the kernel's version."""
     release = os.uname().release
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     meaning = "Linux 5.3 has pidfd_open, 6.1 huge pages without an administrator, 6.5 the pidfd of a socket's peer"
     if version >= _WANTED:
-        return Finding("kernel", State.OK, release, meaning)
-    state = State.WARNING if version >= _OLDEST else State.PROBLEM
+        return Finding("kernel", Severity.OK, release, meaning)
+    state = Severity.WARNING if version >= _OLDEST else Severity.PROBLEM
     return Finding("kernel", state, release, meaning, "boot Linux 6.5 or newer")
 
 
 def memfd() -> Finding:
-    """Make a memfd, and seal it."""
+    """Make and seal a memfd."""
     meaning = "pools are sealed memfds, which peers map: without them no instance with a pool starts"
     try:
         fd = os.memfd_create("doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -50,8 +50,8 @@ def memfd() -> Finding:
             os.close(fd)
     except OSError as error:
         mend = "allow memfd_create in the container's seccomp profile: docker run --security-opt seccomp=PROFILE.json"
-        return Finding("memfd", State.PROBLEM, f"refused: {error.strerror}", meaning, mend)
-    return Finding("memfd", State.OK, "made and sealed", meaning)
+        return Finding("memfd", Severity.PROBLEM, f"refused: {error.strerror}", meaning, mend)
+    return Finding("memfd", Severity.OK, "made and sealed", meaning)
 
 
 def pidfd() -> Finding:
@@ -61,8 +61,8 @@ def pidfd() -> Finding:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         mend = "allow pidfd_open in the container's seccomp profile: docker run --security-opt seccomp=PROFILE.json"
-        return Finding("pidfd", State.PROBLEM, f"refused: {error.strerror}", meaning, mend)
-    return Finding("pidfd", State.OK, "opened", meaning)
+        return Finding("pidfd", Severity.PROBLEM, f"refused: {error.strerror}", meaning, mend)
+    return Finding("pidfd", Severity.OK, "opened", meaning)
 
 
 def process_vm_readv() -> Finding:
@@ -72,22 +72,24 @@ def process_vm_readv() -> Finding:
         assert child.stdout is not None
         try:
             read = peek_process(child.pid, int(child.stdout.readline()), 12)
-            value, state = ("read a child's memory", State.OK) if read == b"llm-datadist" else ("wrong", State.WARNING)
+            value, state = (
+                ("read a child's memory", Severity.OK) if read == b"llm-datadist" else ("wrong", Severity.WARNING)
+            )
         except OSError as error:
-            value, state = f"refused: {error.strerror}", State.WARNING
+            value, state = f"refused: {error.strerror}", Severity.WARNING
         finally:
             child.kill()
     mend = "docker run --cap-add SYS_PTRACE (or a seccomp profile that allows process_vm_readv)"
-    return Finding("process_vm_readv", state, value, meaning, "" if state is State.OK else mend)
+    return Finding("process_vm_readv", state, value, meaning, "" if state is Severity.OK else mend)
 
 
 def yama() -> Finding:
-    """Read the setting of Yama, which decides who reads the memory of a process that is not its child."""
+    """Check Yama's setting for processes that are not children."""
     meaning = "above 0, unrelated processes of one user do not reach each other by cma; registered memory goes over tcp"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "none"
     if scope in ("none", "0") or (_has_ptrace_capability() and scope != "3"):
-        return Finding("yama", State.OK, f"ptrace_scope {scope}", meaning)
-    return Finding("yama", State.WARNING, f"ptrace_scope {scope}", meaning, "sysctl -w kernel.yama.ptrace_scope=0")
+        return Finding("yama", Severity.OK, f"ptrace_scope {scope}", meaning)
+    return Finding("yama", Severity.WARNING, f"ptrace_scope {scope}", meaning, "sysctl -w kernel.yama.ptrace_scope=0")
 
 
 def _has_ptrace_capability() -> bool:
@@ -96,23 +98,23 @@ def _has_ptrace_capability() -> bool:
 
 
 def user_namespace() -> Finding:
-    """Find out whether this process is in the first user namespace."""
-    meaning = "cma does not reach into another user namespace: both ends have to be in the same one"
+    """Check whether this process is in the first user namespace."""
+    meaning = "cma does not reach into another user namespace: both sides must be in the same one"
     if _UID_MAP.read_text().split() == _ALL_USERS:
-        return Finding("user_namespace", State.OK, "the host's", meaning)
-    mend = "start both ends in one container or pod, or: docker run --userns=host"
-    return Finding("user_namespace", State.WARNING, "one of its own", meaning, mend)
+        return Finding("user_namespace", Severity.OK, "the host's", meaning)
+    mend = "start both sides in one container or pod, or: docker run --userns=host"
+    return Finding("user_namespace", Severity.WARNING, "one of its own", meaning, mend)
 
 
 def huge_pages() -> Finding:
-    """Make a pool of one huge page, as ``huge_pages`` of a pool does."""
+    """Make a pool of one huge page."""
     meaning = "pools with huge_pages are faster for large transfers; where the host has none, they are refused"
     try:
         SharedSegment.create("doctor", ALIGNMENT, peers_may_write=False, huge_pages=True).close()
     except LLMException as error:
         mend = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; or leave huge_pages out"
-        return Finding("huge_pages", State.WARNING, str(error), meaning, mend)
-    return Finding("huge_pages", State.OK, f"a pool of {ALIGNMENT} bytes was made", meaning)
+        return Finding("huge_pages", Severity.WARNING, str(error), meaning, mend)
+    return Finding("huge_pages", Severity.OK, f"a pool of {ALIGNMENT} bytes was made", meaning)
 
 
 CHECKS: Final = (kernel, memfd, pidfd, process_vm_readv, yama, user_namespace, huge_pages)

@@ -1,4 +1,4 @@
-"""Limits of this process and its cgroup: descriptors, memory, processors, socket buffers."""
+"""Limits of this process and its cgroup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_datadist._native import usable_cpus
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.versions import installed
 
 __all__ = ["CHECKS"]
@@ -25,60 +25,62 @@ _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63
 
 
 def descriptors() -> Finding:
-    """Compare RLIMIT_NOFILE with what links need."""
+    """Check RLIMIT_NOFILE."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     meaning = "a link takes several descriptors: sockets, data lanes, a pidfd; where none is left, linking fails"
     value = f"RLIMIT_NOFILE {soft}, at most {hard}"
     if soft == resource.RLIM_INFINITY or soft >= _FEW_DESCRIPTORS:
-        return Finding("descriptors", State.OK, value, meaning)
-    state = State.WARNING if soft >= _TOO_FEW_DESCRIPTORS else State.PROBLEM
+        return Finding("descriptors", Severity.OK, value, meaning)
+    state = Severity.WARNING if soft >= _TOO_FEW_DESCRIPTORS else Severity.PROBLEM
     return Finding("descriptors", state, value, meaning, "ulimit -n 65536 (docker run --ulimit nofile=65536)")
 
 
 def memlock() -> Finding:
-    """Compare RLIMIT_MEMLOCK with what NIXL locks, where it is installed."""
+    """Check RLIMIT_MEMLOCK, if NIXL is installed."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     value = "RLIMIT_MEMLOCK " + ("unlimited" if unlimited else f"{soft} bytes")
     meaning = "only NIXL locks memory: over RDMA, the pools that are registered with it"
     if unlimited or soft >= _LOCKED or not installed("nixl"):
-        return Finding("memlock", State.OK, value, meaning)
-    return Finding("memlock", State.WARNING, value, meaning, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
+        return Finding("memlock", Severity.OK, value, meaning)
+    return Finding("memlock", Severity.WARNING, value, meaning, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
 def address_space() -> Finding:
-    """Look for a limit of the address space."""
+    """Check RLIMIT_AS."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     meaning = "the pools of every shm peer are mapped here too; beyond the limit links are made over tcp or fail"
     if soft == resource.RLIM_INFINITY:
-        return Finding("address_space", State.OK, "unlimited", meaning)
-    return Finding("address_space", State.WARNING, f"RLIMIT_AS {soft} bytes", meaning, "ulimit -v unlimited")
+        return Finding("address_space", Severity.OK, "unlimited", meaning)
+    return Finding("address_space", Severity.WARNING, f"RLIMIT_AS {soft} bytes", meaning, "ulimit -v unlimited")
 
 
 def overcommit() -> Finding:
-    """Read vm.overcommit_memory."""
+    """Check vm.overcommit_memory."""
     mode = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
     meaning = "with 2 the whole of a pool counts against the commit limit at init, which then fails earlier"
     if mode != "2":
-        return Finding("overcommit", State.OK, f"vm.overcommit_memory {mode}", meaning)
-    return Finding("overcommit", State.WARNING, "vm.overcommit_memory 2", meaning, "sysctl -w vm.overcommit_memory=0")
+        return Finding("overcommit", Severity.OK, f"vm.overcommit_memory {mode}", meaning)
+    return Finding(
+        "overcommit", Severity.WARNING, "vm.overcommit_memory 2", meaning, "sysctl -w vm.overcommit_memory=0"
+    )
 
 
 def cgroup_memory() -> Finding:
-    """Find the lowest memory limit of our cgroup and its ancestors."""
+    """Find the lowest memory limit of this cgroup and its ancestors."""
     limits = [limit for folder in _memory_folders() if (limit := _limit_of(folder)) is not None]
     meaning = "pools larger than this are refused by init; pages of pools count in the cgroup that touches them first"
     if not limits:
-        return Finding("cgroup_memory", State.OK, "no limit", meaning)
+        return Finding("cgroup_memory", Severity.OK, "no limit", meaning)
     value = f"{min(limits) >> 20} MiB"
     if min(limits) >= _CGROUP_BYTES:
-        return Finding("cgroup_memory", State.OK, value, meaning)
+        return Finding("cgroup_memory", Severity.OK, value, meaning)
     mend = "docker update --memory 8g CONTAINER (or: echo 8G > /sys/fs/cgroup/GROUP/memory.max)"
-    return Finding("cgroup_memory", State.WARNING, value, meaning, mend)
+    return Finding("cgroup_memory", Severity.WARNING, value, meaning, mend)
 
 
 def _memory_folders() -> list[Path]:
-    """Return the folders of our cgroup and its parents, of v2 and v1."""
+    """Return the folders of this cgroup and its ancestors, of v2 and v1."""
     folders = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -101,26 +103,28 @@ def _limit_of(folder: Path) -> int | None:
 
 
 def cpus() -> Finding:
-    """Compare the processors that this process may use with those of the host."""
+    """Count this process's processors."""
     usable, allowed, all_of_them = usable_cpus(), len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable, {allowed} by affinity, {all_of_them} in the host"
-    meaning = "copies use so many threads (llm.CopyThreads); with one, a transfer and the model take turns"
+    meaning = (
+        "copies use this many threads unless llm.CopyThreads is set; with one, a transfer and the model take turns"
+    )
     if usable > 1:
-        return Finding("cpus", State.OK, value, meaning)
+        return Finding("cpus", Severity.OK, value, meaning)
     mend = "taskset -pc 0-3 PID, or docker update --cpus 4 CONTAINER"
-    return Finding("cpus", State.WARNING, value, meaning, mend)
+    return Finding("cpus", Severity.WARNING, value, meaning, mend)
 
 
 def numa() -> Finding:
-    """Find out whether this process may run on several NUMA nodes."""
+    """Check whether this process may run on several NUMA nodes."""
     own = os.sched_getaffinity(0)
     lists = {path.parent.name: path.read_text() for path in _NODES.glob("node[0-9]*/cpulist")}
     used = sorted(name for name, text in lists.items() if own & _parse_cpus(text))
     meaning = "a pool lies on the node of the thread that touches it first; copies between nodes are slower"
     value = f"{len(used)} of {max(1, len(lists))} nodes" + (f": {', '.join(used)}" if used else "")
     if len(used) < 2:
-        return Finding("numa", State.OK, value, meaning)
-    return Finding("numa", State.WARNING, value, meaning, "numactl --cpunodebind=0 --membind=0 COMMAND")
+        return Finding("numa", Severity.OK, value, meaning)
+    return Finding("numa", Severity.WARNING, value, meaning, "numactl --cpunodebind=0 --membind=0 COMMAND")
 
 
 def _parse_cpus(text: str) -> set[int]:
@@ -133,25 +137,25 @@ def _parse_cpus(text: str) -> set[int]:
 
 
 def tcp_buffers() -> Finding:
-    """Read how large the kernel lets the buffers of a connection grow."""
+    """Check the largest socket buffers."""
     most = {name: int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2]) for name in ("tcp_rmem", "tcp_wmem")}
     value = ", ".join(f"{name} up to {size >> 10} KiB" for name, size in most.items())
     meaning = "one data lane moves at most a buffer per round trip: small ones slow tcp down between hosts"
     if min(most.values()) >= _BUFFER:
-        return Finding("tcp_buffers", State.OK, value, meaning)
+        return Finding("tcp_buffers", Severity.OK, value, meaning)
     mend = 'sysctl -w net.ipv4.tcp_rmem="4096 131072 16777216" net.ipv4.tcp_wmem="4096 65536 16777216"'
-    return Finding("tcp_buffers", State.WARNING, value, meaning, mend)
+    return Finding("tcp_buffers", Severity.WARNING, value, meaning, mend)
 
 
 def loopback() -> Finding:
-    """Connect to a listener of this process over 127.0.0.1."""
+    """Connect to a listener over 127.0.0.1."""
     meaning = "links are made over tcp, those inside the host over loopback"
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=5).close()
     except OSError as error:
-        return Finding("loopback", State.PROBLEM, error.strerror or str(error), meaning, "ip link set lo up")
-    return Finding("loopback", State.OK, "connected", meaning)
+        return Finding("loopback", Severity.PROBLEM, error.strerror or str(error), meaning, "ip link set lo up")
+    return Finding("loopback", Severity.OK, "connected", meaning)
 
 
 CHECKS: Final = (

@@ -1,4 +1,4 @@
-"""The way to a peer: a link to it; where it is ``doctor --serve``, pulls over it, and what the raw machine does."""
+"""The way to a peer: a link; with ``doctor --serve`` there, also pulls and the raw machine's speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from llm_datadist import LLMClusterInfo, LLMException, LLMRole
 from llm_datadist._deadline import Deadline
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["examine"]
 
-#: For all that is asked of a peer: enough where it sends 2.5 MB/s.
+#: For all questions to a peer: enough at 2.5 MB/s.
 _TOTAL_MS: Final = 120_000
 _LINK_MS: Final = 5000
 _SECONDS: Final = 5.0
@@ -39,7 +39,7 @@ _SLOW: Final = 0.25
 def examine(
     host: str, port: int, given: dict[str, str], progress: Callable[[str], None], cluster_id: int = CLUSTER
 ) -> Iterator[Finding]:
-    """Yield findings about a peer; where it cannot be linked, the last one says why."""
+    """Yield findings about a peer; if it cannot be linked, the last one says why."""
     deadline = Deadline(_TOTAL_MS)
     progress("reaching the peer")
     try:
@@ -48,19 +48,19 @@ def examine(
     except OSError as error:
         yield _unreachable(f"{host}:{port}", port, error)
         return
-    yield Finding("peer_reachable", State.OK, f"{host}:{port} accepts connections", "links can be made to it")
-    if cluster_id == CLUSTER:  # others have no clock, and no cache to pull from
+    yield Finding("peer_reachable", Severity.OK, f"{host}:{port} accepts connections", "links can be made to it")
+    if cluster_id == CLUSTER:  # other peers serve no clock and no cache
         progress("asking its clock")
         yield clock(host, port, deadline)
-        if deadline.expired():  # it has said so
+        if deadline.expired():  # the finding says so
             return
     progress("linking")
     try:
-        # Another id than the peer's and than those of other doctors at the same peer.
+        # Different from the peer's id and those of other doctors there.
         end = make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given)
     except LLMException as error:
         mend = "correct the option that the text names, or the finding about memory above"
-        yield Finding("peer_link", State.PROBLEM, str(error), "no instance can be made here", mend)
+        yield Finding("peer_link", Severity.PROBLEM, str(error), "no instance can be made here", mend)
         return
     try:
         yield from _linked(end, cluster_id, ends, port, progress, deadline)
@@ -79,27 +79,27 @@ def _unreachable(peer: str, port: int, error: OSError) -> Finding:
         mend = (
             f"open the port in the firewalls between the hosts: nft add rule inet filter input tcp dport {port} accept"
         )
-    return Finding("peer_reachable", State.PROBLEM, value, meaning, mend)
+    return Finding("peer_reachable", Severity.PROBLEM, value, meaning, mend)
 
 
 def clock(host: str, port: int, deadline: Deadline) -> Finding:
-    """Compare the clocks by the fastest of some round trips, which also are the raw round trip."""
-    meaning = "certificates, and logs of the two ends side by side, need clocks that agree"
+    """Compare the clocks by the fastest round trip; the value has the median trip, too."""
+    meaning = "certificates, and logs of both sides together, need clocks that agree"
     try:
         trips = sorted(_round_trips(host, port + 1, deadline))
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
-        return Finding("peer_clock", State.UNKNOWN, f"port {port + 1}: {error.strerror or error}", meaning, mend)
+        return Finding("peer_clock", Severity.UNKNOWN, f"port {port + 1}: {error.strerror or error}", meaning, mend)
     trip, ahead = trips[0][0], trips[0][1] / 1e6
     middle = statistics.median(each[0] for each in trips)
     value = f"{ahead:+.1f} ms, round trip {middle / 1000:.0f} us (fastest {trip / 1000:.0f} us)"
     if abs(ahead) < _CLOCK_MS:
-        return Finding("peer_clock", State.OK, value, meaning)
-    return Finding("peer_clock", State.WARNING, value, meaning, "chronyc makestep (at the end that is wrong)")
+        return Finding("peer_clock", Severity.OK, value, meaning)
+    return Finding("peer_clock", Severity.WARNING, value, meaning, "chronyc makestep (on the side that is wrong)")
 
 
 def _round_trips(host: str, port: int, deadline: Deadline) -> Iterator[tuple[int, int]]:
-    """Yield nanoseconds of a round trip, and by how many the peer's clock is ahead."""
+    """Yield a round trip, and the peer clock's lead, in nanoseconds."""
     with socket.create_connection((host, port), timeout=_SECONDS) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(_TRIPS):
@@ -113,7 +113,7 @@ def _round_trips(host: str, port: int, deadline: Deadline) -> Iterator[tuple[int
 
 
 def _receive(sock: socket.socket, buffer: bytearray | memoryview, deadline: Deadline) -> int:
-    """Receive something of a raw answer; return how many bytes. Raises OSError if nothing comes."""
+    """Receive a part of a raw answer; return its bytes. Raises OSError if nothing comes."""
     sock.settimeout(min(_SECONDS, _left(deadline)))
     try:
         got = sock.recv_into(buffer)
@@ -126,7 +126,7 @@ def _receive(sock: socket.socket, buffer: bytearray | memoryview, deadline: Dead
 
 
 def _left(deadline: Deadline, needed: float = 0.0) -> float:
-    """Return the seconds left. Raises DeadlineExceeded unless they are more than ``needed``."""
+    """Return the seconds left. Raises DeadlineExceeded unless they exceed ``needed``."""
     left = deadline.remaining()
     if left <= needed:
         raise DeadlineExceeded(f"not all is answered within the {deadline.budget_ms / 1e3:g} s of doctor --peer")
@@ -148,7 +148,9 @@ def _linked(
         yield _not_linked(failures[0])
         return
     link = end.explain(wanted)
-    yield Finding("peer_link", State.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it")
+    yield Finding(
+        "peer_link", Severity.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both sides can use it"
+    )
     yield _authentication(link)
     yield _transport(link, same_host=here == there)
     yield _private_transport(link)
@@ -159,8 +161,8 @@ def _linked(
     except LLMException as error:
         mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
         if isinstance(error, DeadlineExceeded):
-            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {there}; top"
-        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
+            mend = f"look for loss, a slow network and load on both sides: ss -ti dst {there}; top"
+        yield Finding("peer_pull", Severity.PROBLEM, str(error), "pulls from this peer fail", mend)
     end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
 
 
@@ -172,7 +174,7 @@ def _not_linked(error: LLMException) -> Finding:
             "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
             "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
         )
-        return Finding("peer_authentication", State.PROBLEM, text, meaning, mend)
+        return Finding("peer_authentication", Severity.PROBLEM, text, meaning, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
     elif isinstance(error, ProtocolError) or "version" in text or "protocol" in text:
@@ -183,37 +185,37 @@ def _not_linked(error: LLMException) -> Finding:
         )
     else:
         mend = "give both ends the same options: llm-datadist doctor --option KEY=VALUE"
-    return Finding("peer_link", State.PROBLEM, text, meaning, mend)
+    return Finding("peer_link", Severity.PROBLEM, text, meaning, mend)
 
 
 def _authentication(link: LinkStatistics) -> Finding:
     meaning = "without it, every process that reaches the port may read and write what is published"
     if link.authenticated_at is not None:
-        return Finding("peer_authentication", State.OK, "both ends proved a secret or certificate", meaning)
-    mend = "llm-datadist keys new FILE; give it to both ends: --secrets FILE, in programs llm.AuthSecretFile"
-    return Finding("peer_authentication", State.WARNING, "not authenticated", meaning, mend)
+        return Finding("peer_authentication", Severity.OK, "both sides proved a secret or certificate", meaning)
+    mend = "llm-datadist keys new FILE; give it to both sides: --secrets FILE, in programs llm.AuthSecretFile"
+    return Finding("peer_authentication", Severity.WARNING, "not authenticated", meaning, mend)
 
 
 def _transport(link: LinkStatistics, *, same_host: bool) -> Finding:
-    meaning = "moves what the peer exports; shm is the fastest between processes of one host, tcp reaches all"
+    meaning = "moves the peer's pools; shm is the fastest between processes of one host, tcp reaches all"
     value = f"{link.transport}: {link.reason}"
     if link.transport != "tcp" or not same_host:
-        return Finding("peer_transport", State.OK, value, meaning)
-    mend = "same user and network namespace at both ends, no llm.Transport; or --option llm.SameHostUsers=UID"
-    return Finding("peer_transport", State.WARNING, value, meaning, mend)
+        return Finding("peer_transport", Severity.OK, value, meaning)
+    mend = "same user and network namespace on both sides, no llm.Transport; or --option llm.SameHostUsers=UID"
+    return Finding("peer_transport", Severity.WARNING, value, meaning, mend)
 
 
 def _private_transport(link: LinkStatistics) -> Finding:
     meaning = "moves memory that the peer registered outside its pools"
-    value = link.private_transport or "nothing reaches it"
+    value = link.private_transport or "no transport reaches it"
     if link.transport != "shm" or link.private_transport == "cma":
-        return Finding("peer_private_transport", State.OK, value, meaning)
+        return Finding("peer_private_transport", Severity.OK, value, meaning)
     mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
-    return Finding("peer_private_transport", State.WARNING, f"{value}: {link.reason}", meaning, mend)
+    return Finding("peer_private_transport", Severity.WARNING, f"{value}: {link.reason}", meaning, mend)
 
 
 def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
-    """Pull one block many times, then all of them, and do the same without this library."""
+    """Pull one block many times, then all, and compare with the raw machine."""
     manager = end.cache_manager
     cache = manager.allocate_blocks_cache(describe())
     everything = list(range(BLOCKS))
@@ -224,14 +226,14 @@ def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, dead
 
     one = [_seconds(lambda: pull([0])) for _ in range(_PULLS)]
     value = f"one block of {BLOCK_BYTES >> 10} KiB: median {statistics.median(one) * 1e6:.0f} us"
-    yield Finding("peer_latency", State.OK, value, "a pull of a cache that was resolved before takes no message")
+    yield Finding("peer_latency", Severity.OK, value, "over shm and cma a repeated pull of a cache sends no message")
     passes = [_seconds(lambda: pull(everything)) for _ in range(_PASSES)]
     manager.deallocate_blocks_cache(cache)
     yield bandwidth(link, BLOCKS * BLOCK_BYTES / statistics.median(passes) / 1e9, host, port, deadline)
 
 
 def bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline: Deadline) -> Finding:
-    """Compare pulls of so many GB/s with what the machine does."""
+    """Compare pulls of ``pulls`` GB/s with the machine's limit."""
     meaning = "pulls beside what the machine does without this library"
     try:
         limit, of = (
@@ -241,12 +243,12 @@ def bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline
         )
     except OSError as error:
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
-        return Finding("peer_bandwidth", State.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)
+        return Finding("peer_bandwidth", Severity.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)
     value = f"pulls {pulls:.2f} GB/s, {of} {limit:.2f} GB/s"
     if pulls >= _SLOW * limit:
-        return Finding("peer_bandwidth", State.OK, value, meaning)
-    mend = "look for load and few CPUs at both ends (top); then more threads: --option llm.CopyThreads=4"
-    return Finding("peer_bandwidth", State.WARNING, value, meaning, mend)
+        return Finding("peer_bandwidth", Severity.OK, value, meaning)
+    mend = "look for load and few CPUs on both sides (top); then more threads: --option llm.CopyThreads=4"
+    return Finding("peer_bandwidth", Severity.WARNING, value, meaning, mend)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
-"""The other end of ``doctor --peer``: an instance with a cache to pull from, and raw answers to compare it with.
+"""The peer of ``doctor --peer``: an instance with a cache, and raw answers for comparison.
 
-The raw answers come from the port above the instance's: the time for ``t``, ``STREAM_BYTES`` zeros for ``s``.
+The port above the instance's answers ``t`` with the time, ``s`` with ``STREAM_BYTES`` zeros.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ STREAM_BYTES: Final = 64 << 20
 CLOCK: Final = struct.Struct("!q")
 _CHUNK: Final = bytes(1 << 20)
 _SECONDS: Final = 10.0
-#: A slow link is to be measured, not to time out: 32 MiB in this time are 1.7 MB/s.
+#: Seconds for one pull, so that slow links are measured: 32 MiB in 20 s are 1.7 MB/s.
 PULL_S: Final = 20
 
 
 def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str | None = None) -> LLMDataDist:
-    """Return an initialised instance with a pool for one cache; raise what ``init`` raises."""
+    """Return an initialised instance with a pool for one cache."""
     config = LLMConfig()
     config.device_id, config.enable_cache_manager = 0, True
     config.sync_kv_timeout = PULL_S * 1000
@@ -47,13 +47,13 @@ def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str 
 
 
 def describe() -> CacheDesc:
-    """Return the cache of both ends: one tensor of ``BLOCKS`` blocks of ``BLOCK_BYTES``."""
+    """Return the cache of both sides: one tensor of ``BLOCKS`` blocks of ``BLOCK_BYTES``."""
     return CacheDesc(1, [BLOCKS, BLOCK_BYTES], DataType.DT_UINT8)
 
 
 @contextmanager
 def serving(host: str, port: int, given: dict[str, str]) -> Iterator[None]:
-    """Answer peers while the block runs. Raise OSError for a port that is taken, or what ``init`` raises."""
+    """Answer peers during the ``with`` block. Raise OSError if a port is taken, or what ``init`` raises."""
     end = make_end(LLMRole.PROMPT, CLUSTER, given, show_address((host, port)))
     try:
         cache = end.cache_manager.allocate_blocks_cache(describe(), KEY)
@@ -91,5 +91,5 @@ class _Answer(socketserver.BaseRequestHandler):
                         self.request.sendall(_CHUNK)
                 else:
                     return
-        except OSError:  # the peer went away; it says so itself
+        except OSError:  # the peer has gone, and reports it
             return

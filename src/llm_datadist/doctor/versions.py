@@ -1,4 +1,4 @@
-"""Which software is installed, by its metadata: nothing is imported."""
+"""Installed software, by its metadata, without imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
-from llm_datadist.doctor.finding import Finding, State
+from llm_datadist.doctor.finding import Finding, Severity
 
 __all__ = ["CHECKS", "installed"]
 
@@ -15,7 +15,7 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def installed(*prefixes: str) -> list[str]:
-    """Return ``name version`` of every distribution with one of these names, or with such a name and a suffix."""
+    """Return ``name version`` of distributions with one of these names, or such a name and a suffix."""
     found = set()
     for each in distributions():
         name = (each.name or "").lower().replace("_", "-")
@@ -25,45 +25,49 @@ def installed(*prefixes: str) -> list[str]:
 
 
 def library() -> Finding:
-    """Say which version of this library runs."""
+    """Show the version of this library."""
     found = installed("open-datadist")
     value = f"{', '.join(found) or 'run from its sources'}, Python {platform.python_version()}"
     if len(found) < 2:
-        return Finding("library", State.OK, value, "both ends of a link need the same version of the protocol")
+        return Finding("library", Severity.OK, value, "both sides of a link need the same version of the protocol")
     meaning = "several versions are on the path, and the first one is imported"
-    return Finding("library", State.WARNING, value, meaning, "pip uninstall open-datadist; pip install open-datadist")
+    return Finding(
+        "library", Severity.WARNING, value, meaning, "pip uninstall open-datadist; pip install open-datadist"
+    )
 
 
 def nixl() -> Finding:
-    """Say which NIXL is installed."""
+    """Show the version of NIXL."""
     value = ", ".join(installed("nixl")) or "not installed"
     return Finding(
         "nixl",
-        State.OK,
+        Severity.OK,
         value,
         "the transport nixl uses it, for RDMA between hosts; without it links between hosts are tcp",
     )
 
 
 def cuda() -> Finding:
-    """Say which CUDA runtime and driver are there, and warn of a runtime without a driver."""
+    """Show the CUDA runtime and driver; warn if only the driver is missing."""
     runtime = installed("nvidia-cuda-runtime", *(f"nvidia-cuda-runtime-cu{number}" for number in (11, 12, 13)))
     driver = _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "no driver"
     meaning = "not needed: this library moves host memory; vLLM on a GPU needs runtime and driver"
     value = f"{', '.join(runtime) or 'no runtime'}, {driver}"
     if runtime and not _DRIVER.exists():
-        return Finding("cuda", State.WARNING, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
-    return Finding("cuda", State.OK, value, meaning)
+        return Finding("cuda", Severity.WARNING, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
+    return Finding("cuda", Severity.OK, value, meaning)
 
 
 def vllm() -> Finding:
-    """Say which vLLM is installed, and whether its connector has what it needs."""
+    """Show the version of vLLM; warn without the proxy's aiohttp."""
     found = installed("vllm")
     meaning = "LLMDataDistConnector runs in it; its proxy needs aiohttp"
     value = ", ".join(found) or "not installed"
     if found and not installed("aiohttp"):
-        return Finding("vllm", State.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'")
-    return Finding("vllm", State.OK, value, meaning)
+        return Finding(
+            "vllm", Severity.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'"
+        )
+    return Finding("vllm", Severity.OK, value, meaning)
 
 
 CHECKS: Final = (library, nixl, cuda, vllm)

@@ -1,1 +1,1 @@
-"""Connectors with which inference engines use this library. Each needs its engine to be installed."""
+"""Connectors for inference engines, and their signed references. A connector needs its engine."""

@@ -1,10 +1,8 @@
-"""Signed references: how one engine names its KV to another, over HTTP clients that neither of them believes.
+"""Signed references: one engine names its KV to another, over HTTP clients that neither trusts.
 
-A reference is one text, ``version.key.payload.signature``. The signature is HMAC-SHA256 of all before it, the key is
-the digest of a shared secret as `llm-datadist keys show` prints it. Each reference has a token that only instances with
-the secret can compute: it names the grant, so a client that sees the reference cannot claim what it refers to.
-
-Secrets lie in a file, one a line; the first one signs, all of them are believed. `secret_file` says which file.
+A reference is a text ``version.key.payload.signature``. The signature is HMAC-SHA256 of the rest, by the secret whose
+digest is ``key``. A token computed from secret and reference names the grant: a client without the secret cannot claim
+it.
 """
 
 from __future__ import annotations
@@ -35,21 +33,22 @@ __all__ = ["SECRET_FILE", "ReferenceKeys", "runtime_secret_file", "secret_file"]
 SECRET_FILE: Final = "reference_secret_file"
 
 _VERSION: Final = "2"
-#: Anybody may send any text: it is looked through once (``*+``), and the payload not before its signature is right.
+#: Hostile text is scanned once (``*+``); the payload is read only after its signature is verified.
 _FORM: Final = re.compile(r"(([0-9]{1,4})\.([0-9a-f]{16})\.([^.]*+))\.([0-9a-f]{64})")
-#: More than an offer whose grant fits a message (``MAX_GRANT``).
+#: Above any offer whose grant fits a message (``MAX_GRANT``).
 _MAX_LENGTH: Final = 1 << 21
 
 
 class ReferenceKeys:
-    """Signs references and believes those of instances with the same secrets. Threads: one.
+    """Signs references, and verifies those of instances with the same secrets.
+
+    Threads: one.
 
     Args:
-        path: File of secrets. It is read now, and again once it has changed.
-        option: The option that names it, for errors.
+        path: File of secrets, one a line. The first signs, all verify; changes are read again.
 
     Raises:
-        ParamError: The file cannot be used.
+        ParamError: The file cannot be used; the text names ``option``.
     """
 
     def __init__(self, path: Path, option: str = SECRET_FILE) -> None:
@@ -66,7 +65,7 @@ class ReferenceKeys:
         """Return payload and token of a reference.
 
         Raises:
-            ParamError: It is not signed by a secret of the file. Nothing of it was used.
+            ParamError: No secret of the file has signed it; its payload was not read.
         """
         if not isinstance(reference, str) or len(reference) > _MAX_LENGTH:
             raise ParamError(f"reference: {type(reference).__name__}: not a text of at most {_MAX_LENGTH} characters")
@@ -86,7 +85,6 @@ class ReferenceKeys:
         return base64.urlsafe_b64decode(payload), _digest(secret, "tokens", head)[:TOKEN_BYTES]
 
     def _read(self) -> dict[str, Secret]:
-        """Return the secrets by digest, the signing one first."""
         return {each.digest: each for each in read_secrets(self._path, self._option)}
 
 
@@ -96,17 +94,12 @@ def _digest(secret: Secret, use: str, head: str) -> bytes:
 
 
 def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:
-    """Return the file of secrets for references, and the option that names it.
+    """Return the file of secrets for references, and its option.
 
-    It is that of ``llm.AuthSecretFile``, or of ``reference_secret_file``. An engine that has neither and stays on this
-    host takes that of its user, which the first one makes.
-
-    Args:
-        own: ``reference_secret_file``, an option of the connector; None if it was not given.
-        options: Those of ``init``.
+    It is ``llm.AuthSecretFile``, ``own`` (``reference_secret_file``), or this user's file on this host.
 
     Raises:
-        ParamError: Both files were given; or none, but certificates or ``llm.Insecure``: the engine does not start.
+        ParamError: Both files are given; or none, but certificates or ``llm.Insecure``. The engine does not start.
     """
     parsed = Options.parse({DEVICE_ID: "0", **options}, LLMRole.DECODER)
     credentials = parsed.credentials
@@ -123,10 +116,10 @@ def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]
 
 
 def runtime_secret_file() -> Path:
-    """Return the file of secrets of this user on this host; it is made if there is none.
+    """Return this user's file of secrets on this host; make it if missing.
 
     Raises:
-        ParamError: The folder for it belongs to another user, or others may enter it.
+        ParamError: Its folder is not this user's alone, or cannot be used.
     """
     uid = os.geteuid()
     home = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -134,7 +127,7 @@ def runtime_secret_file() -> Path:
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        about = folder.lstat()  # a symbolic link is not followed
+        about = folder.lstat()  # follows no symbolic link
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != uid or about.st_mode & 0o077:
             raise ParamError(
                 f"{SECRET_FILE}: {folder}: not a folder of user {uid} alone (mode 0700); remove it, or give a file"

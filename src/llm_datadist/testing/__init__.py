@@ -1,12 +1,12 @@
-"""What authors of transports, devices and clients test theirs with.
+"""Test tools for authors of transports, devices and clients; an extension.
 
-- :class:`TransportConformance` is the suite that every transport passes; :class:`Peer`, :class:`LocalPeer` and
-  :class:`PeerProcess` are far ends for it.
-- :class:`StagedDevice` is host memory that declares staging, for tests of devices and of the pools on them.
+- :class:`TransportConformance`: the suite that every transport passes; :class:`Peer`, :class:`LocalPeer` and
+  :class:`PeerProcess` are its peers.
+- :class:`StagedDevice`: host memory that declares staging.
 - :func:`loopback_links` lets a client's unit test link to itself.
 - :class:`PageTrap` stops a thread inside a copy.
 
-Modules are loaded on first use: ``import llm_datadist.testing`` does not need pytest.
+Modules load on first use: ``import llm_datadist.testing`` does not need pytest.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The suite that every transport passes: subclass :class:`TransportConformance`, say how a peer is opened, run pytest.
+"""The suite that every transport passes: subclass :class:`TransportConformance`, open a peer, run pytest.
 
-A peer in a process of its own: :class:`ProcessConformance`; one that takes part in every transfer:
-:class:`ServedConformance`.
-
-What the far end holds is written and read by its owner, never through the transport under test, and every byte inside
-and outside of what a plan addresses is compared.
+For a peer in its own process: :class:`ProcessConformance`; if it takes part in every transfer:
+:class:`ServedConformance`. The peer's owner reads and writes its memory, never the tested transport. Every byte is
+compared.
 """
 
 from __future__ import annotations
@@ -64,12 +62,12 @@ __all__ = ["ProcessConformance", "ServedConformance", "TransportConformance", "o
 
 
 def one_row(nbytes: int) -> Plan:
-    """Return a plan of one run, from the beginning of a tensor to the beginning of another."""
+    """Return a plan of one run, between the beginnings of tensors."""
     return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
 
 
 class TransportConformance:
-    """What every transport does, whatever it is made of. Subclass it as ``Test...`` and provide :meth:`open_peer`."""
+    """Tests of every transport. Subclass it as ``Test...`` and provide :meth:`open_peer`."""
 
     def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
         """Return a context manager that yields a peer with zeroed memory; ``writable``: with RCA."""
@@ -77,7 +75,7 @@ class TransportConformance:
 
     @pytest.fixture
     def peer(self) -> Iterator[Peer]:
-        """Yield a peer whose memory may be written."""
+        """Yield a peer with writable memory."""
         with self.open_peer(writable=True) as peer:
             yield peer
 
@@ -91,7 +89,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_read_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks of a random range of tensors arrive; nothing else changes at either end."""
+        """Random blocks arrive; no other byte changes."""
         scene = Scene.build(seed, peer)
         first, count, dst, src = random_blocks(seed)
         plan = scene.plan(first, count, dst, src)
@@ -108,7 +106,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks of a random range of tensors reach the owner's eyes; nothing else changes at either end."""
+        """Random blocks reach the owner; no other byte changes."""
         scene = Scene.build(seed, peer)
         first, count, dst, src = random_blocks(seed)
         plan = scene.plan(first, count, dst, src)
@@ -123,7 +121,7 @@ class TransportConformance:
         assert moved == connection.usage().written_bytes == plan.nbytes
 
     def test_ordered_plans_take_effect_in_their_order(self, peer: Peer, connection: Connection) -> None:
-        """A block that is written twice holds what the later pair says, in both directions."""
+        """A block that is written twice holds the later pair's bytes."""
         scene = Scene.build(7, peer)
         plan = scene.plan((0, 0), TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
         assert plan.ordered
@@ -139,7 +137,7 @@ class TransportConformance:
         scene.check_peer()
 
     def test_a_large_transfer_with_helpers(self, peer: Peer, connection: Connection) -> None:
-        """What is split among threads arrives whole: there and back, every byte."""
+        """A transfer split among threads arrives whole, there and back."""
         nbytes = REGION_BYTES[1]
         sent = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         received = np.zeros_like(sent)
@@ -155,7 +153,7 @@ class TransportConformance:
         assert np.array_equal(received, sent)
 
     def test_private_memory(self, peer: Peer, connection: Connection) -> None:
-        """Memory that is not exported is reached where the transport says so, else refused with a reason."""
+        """Non-pool memory is reached if the transport says so, else refused."""
         data = np.random.default_rng(2).integers(0, 256, PRIVATE_BYTES, np.uint8)
         peer.poke(PRIVATE, data)
         region, address = np.array([PRIVATE], np.uint32), np.array([peer.address(PRIVATE) + 5], np.uint64)
@@ -191,19 +189,19 @@ class TransportConformance:
         ],
     )
     def test_map_refuses_what_is_outside(self, connection: Connection, region: int, offset: int, extent: int) -> None:
-        """No tensor outside a region is ever mapped, and a good one before it does not help."""
+        """No tensor outside a region is mapped, not even after a good one."""
         regions, offsets = np.array([1, region], np.uint32), np.array([0, offset], np.uint64)
         shared = connection.capabilities.shared_regions
         with pytest.raises(ProtocolError if shared else LinkError, match=rf"region {region}\b|region 1 "):
             connection.map(regions, offsets, extent, writable=False)
 
     def test_map_takes_lists_of_one_length(self, connection: Connection) -> None:
-        """Regions and offsets belong together, one each."""
+        """Regions and offsets of different lengths are refused."""
         with pytest.raises(ParamError, match="as long"):
             connection.map(np.array([1, 1], np.uint32), np.array([0], np.uint64), 64, writable=False)
 
     def test_plans_outside_a_tensor_move_nothing(self, peer: Peer, connection: Connection) -> None:
-        """The ends of every run and the range of tensors are checked at both ends before the first byte."""
+        """Runs and tensors of a plan are checked on both sides before the first byte."""
         scene = Scene.build(3, peer)
         before, remote = scene.memory.copy(), scene.remote(connection, writable=True)
         beyond = Plan(0, 0, 1, plan_row(0, scene.extent - 8, 9), False, 9)
@@ -217,7 +215,7 @@ class TransportConformance:
         scene.check_peer()
 
     def test_read_only_exports_refuse_writable_maps(self) -> None:
-        """Without RCA nothing of the peer can be mapped for writing, while reading works."""
+        """Without RCA writable maps are refused; reads work."""
         with self.open_peer(writable=False) as peer, peer.connect() as connection:
             peer.poke(1, np.full(64, 9, np.uint8))
             for region in (1, 2):
@@ -228,14 +226,14 @@ class TransportConformance:
             assert (received == 9).all()
 
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
-        """A write through a mapping that may be read-only is refused, not a segmentation fault."""
+        """A write through a read-only mapping is refused and does not crash."""
         remote = beginning_of(peer, connection, 1, 64, writable=False)
         with pytest.raises(ParamError, match="writable"):
             connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
-        """Addresses are used by the connection that knows them to be mapped, and by no other."""
+        """Tensors are valid only for their connection."""
         with peer.connect() as other:
             remote = beginning_of(peer, other, 1, 64, writable=True)
         for verb in (connection.read, connection.write):
@@ -244,7 +242,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("verb", ["read", "write"])
     def test_a_passed_deadline(self, peer: Peer, connection: Connection, verb: str) -> None:
-        """No time left is ``DeadlineExceeded`` in phase copy, and nothing is counted as moved."""
+        """No time left: ``DeadlineExceeded`` in phase copy, no bytes counted."""
         remote = beginning_of(peer, connection, 1, 64, writable=True)
         with pytest.raises(DeadlineExceeded) as caught:
             getattr(connection, verb)(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(0))
@@ -253,7 +251,7 @@ class TransportConformance:
         assert not peer.peek(1).any()
 
     def test_a_deadline_that_passes_during_the_copy(self, peer: Peer, connection: Connection) -> None:
-        """A transfer that was stopped on its way is ``DeadlineExceeded`` in phase copy too, with the bytes done."""
+        """A transfer stopped midway: ``DeadlineExceeded`` in phase copy, with the bytes done."""
         nbytes = REGION_BYTES[1]
         plan = one_row(nbytes)
         remote = beginning_of(peer, connection, 1, nbytes, writable=False)
@@ -263,7 +261,7 @@ class TransportConformance:
         assert connection.usage().read_bytes == 0
 
     def test_a_deadline_leaves_local_memory_alone(self, peer: Peer, connection: Connection) -> None:
-        """No byte arrives, or is looked at, after a transfer was given up; the next one is a good one."""
+        """No byte arrives, or is read, after a transfer was given up; the next succeeds."""
         nbytes = REGION_BYTES[1]
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
         data, given_up = np.ones(nbytes, np.uint8), 0
@@ -284,7 +282,7 @@ class TransportConformance:
     # Guards
 
     def test_guards_show_that_the_owner_advanced(self, peer: Peer, connection: Connection) -> None:
-        """What the owner advanced before is seen after, in its slot only."""
+        """An advance shows at once, in its slot only."""
         slot, generation = peer.guard()
         if connection.capabilities.remote_guards:
             with pytest.raises(LinkError, match="remote_guards"):
@@ -299,13 +297,13 @@ class TransportConformance:
         assert unchanged(connection, other, untouched)
 
     def test_what_is_revoked_during_the_transfer_never_passes(self, peer: Peer, connection: Connection) -> None:
-        """The owner advances the guard and uses the memory again: a read has the bytes of before, or is no success."""
+        """A successful read has the bytes from before the advance."""
         nbytes, old, new = REGION_BYTES[1], 7, 9
         remote = beginning_of(peer, connection, 1, nbytes, writable=False)
         plan, into = one_row(nbytes), np.zeros(nbytes, np.uint8)
 
         def read(slot: int, generation: int) -> bool:
-            """Return True for a success."""
+            """Return True if it succeeds."""
             try:
                 connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
             except TransferFailed:
@@ -313,7 +311,7 @@ class TransportConformance:
             return connection.capabilities.remote_guards or unchanged(connection, slot, generation)
 
         def reuse(slot: int, ended: threading.Event) -> None:
-            """Wait for the first byte, as a rule, then take the memory."""
+            """Wait for the first byte or the read's end, then reuse the memory."""
             while not into[0] and not ended.is_set():
                 pass
             peer.advance(slot)
@@ -344,7 +342,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("slot", [0, 64, 2**40])
     def test_guards_refuse_what_is_no_slot(self, connection: Connection, slot: int) -> None:
-        """A slot number from the wire is held against the table's size; slot 0 is the header."""
+        """Slot numbers outside the table, and the header's, are refused."""
         remote = connection.capabilities.remote_guards
         with pytest.raises(LinkError if remote else ProtocolError, match="guards" if remote else "slot"):
             unchanged(connection, slot, 0)
@@ -352,7 +350,7 @@ class TransportConformance:
     # Ends
 
     def test_many_threads_share_a_connection(self, peer: Peer, connection: Connection) -> None:
-        """Each has its own bytes and no other's."""
+        """Each thread gets its own bytes."""
         scene = Scene.build(5, peer)
         remote = scene.remote(connection, writable=False)
         plan = scene.plan((0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1])
@@ -378,7 +376,7 @@ class TransportConformance:
         assert failures == []
 
     def test_closed_connections_raise(self, peer: Peer) -> None:
-        """Every verb of a closed connection is a ``LinkError``; closing again is nothing."""
+        """Every verb of a closed connection is a ``LinkError``; close may be repeated."""
         for end in ("close", "abort"):
             connection = peer.connect()
             remote = beginning_of(peer, connection, 1, 64, writable=True)
@@ -397,8 +395,8 @@ class TransportConformance:
             connection.abort()
 
     def test_close_leaves_nothing(self, peer: Peer) -> None:
-        """Descriptors, mappings and threads after a close are those before the connection."""
-        peer.connect().close()  # what a first use loads stays
+        """A close frees descriptors, mappings and threads."""
+        peer.connect().close()  # the first use loads what stays
         before = residue()
         for end in ("close", "abort", "close"):
             connection = peer.connect()
@@ -409,7 +407,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("end", ["close", "abort"])
     def test_the_end_of_a_connection_under_a_copy(self, peer: Peer, end: str) -> None:
-        """What a running copy uses stays until it has ended: politely with its bytes, aborted with an error."""
+        """A running copy keeps its resources: closed it ends with its bytes, aborted with an error."""
         peer.connect().close()
         before = residue()
         peer.poke(1, np.full(64, 5, np.uint8))
@@ -435,13 +433,13 @@ class TransportConformance:
             assert outcome == [None]
         else:
             assert isinstance(outcome[0], TransferAborted)
-        # Over lanes an abort ends the movement itself.
+        # Over lanes an abort stops the bytes.
         if end == "close" or not connection.capabilities.remote_guards:
             assert (received == 5).all()
         assert settled(before) == before
 
     def test_a_forgotten_close_is_a_warning(self, peer: Peer) -> None:
-        """Dropping an open connection warns, and leaves nothing all the same."""
+        """Dropping an open connection warns, and frees everything."""
         peer.connect().close()
         before = residue()
         with pytest.warns(ResourceWarning, match="unclosed"):
@@ -449,10 +447,10 @@ class TransportConformance:
         assert settled(before) == before
 
     def test_a_forked_child_cannot_use_it_and_does_no_harm(self, peer: Peer, connection: Connection) -> None:
-        """In a child every call raises ``StateError`` and close works; the parent does not notice."""
+        """In a child every call raises ``StateError`` and close works; the parent goes on."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            connection._enter("fork")  # as if another thread had been inside just then
+            connection._enter("fork")  # as if another thread were inside
             pid = os.fork()
             if pid == 0:
                 os._exit(child_of_fork(connection))
@@ -464,7 +462,7 @@ class TransportConformance:
         read_beginning(peer, connection, np.zeros(64, np.uint8))
 
     def test_repr_shows_the_state(self, peer: Peer, connection: Connection) -> None:
-        """One line: open or closed, who is inside, bytes moved."""
+        """One line has state, users and moved bytes."""
         read_beginning(peer, connection, np.zeros(64, np.uint8))
         assert repr(connection) == f"<{type(connection).__name__} open: 0 in use, 64 bytes read, 0 written>"
         connection.close()
@@ -472,15 +470,15 @@ class TransportConformance:
 
 
 class ProcessConformance(TransportConformance):
-    """The same where the peer is another process, which can be killed. Provide :meth:`start`."""
+    """Tests with a peer in another process, which can be killed. Provide :meth:`start`."""
 
     process: PeerProcess
     lost: ClassVar[tuple[type[LLMException], ...]] = (PeerLost,)
-    """Raised by transfers after the peer's process was killed."""
+    """Errors of transfers after the peer's process was killed."""
 
     @staticmethod
     def start() -> PeerProcess:
-        """Return a peer in a process of its own."""
+        """Return a peer in its own process."""
         raise NotImplementedError
 
     @classmethod
@@ -490,15 +488,15 @@ class ProcessConformance(TransportConformance):
 
     @classmethod
     def teardown_class(cls) -> None:
-        """End it."""
+        """End the process."""
         cls.process.close()
 
     def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
-        """Serve fresh memory."""
+        """Serve new memory."""
         return self.process.serving(writable=writable)
 
     def test_a_killed_peer_is_lost(self) -> None:
-        """Nothing is reported done; what stays mapped can be read."""
+        """Nothing is reported done; mapped memory stays readable."""
         data = np.arange(64, dtype=np.uint8)
         with self.start() as process, process.serving(writable=True), process.connect() as connection:
             mapped = connection.capabilities.shared_regions and not connection.capabilities.remote_guards
@@ -519,10 +517,10 @@ class ProcessConformance(TransportConformance):
 
 
 class ServedConformance(ProcessConformance):
-    """The same where the owner takes part in every transfer, so that it checks its guards and can be waited for."""
+    """Tests with an owner that takes part in every transfer, and checks its guards."""
 
     def test_the_owner_checks_its_guards(self, peer: Peer, connection: Connection) -> None:
-        """A guard that has advanced fails the transfer, and nothing moves."""
+        """An advanced guard fails the transfer, and nothing moves."""
         slot, generation = peer.guard()
         peer.hold(slot, generation)
         data = np.ones(64, np.uint8)
@@ -535,7 +533,7 @@ class ServedConformance(ProcessConformance):
         assert (peer.peek(1)[:64] == 1).all()
 
     def test_abort_wakes_a_transfer_that_waits(self) -> None:
-        """The peer is stopped, and the transfer would wait for it."""
+        """An abort ends a transfer whose peer is stopped."""
         with self.start() as process, process.serving(writable=True), process.connect() as connection:
             remote, into = beginning_of(process, connection, 1, 64, writable=False), np.ones(64, np.uint8)
             os.kill(process.pid, signal.SIGSTOP)

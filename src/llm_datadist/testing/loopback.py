@@ -5,9 +5,8 @@
         assert datadist.query_register_mem_status(comm_id) == RegisterMemStatus.OK
         peers[2].cache_manager.register_blocks_cache(...)
 
-Inside, ``link()`` of any LLMDataDist of this process does not read its rank table: the other members are made here, as
-LLMDataDist objects of this process, and have joined when ``link()`` returns. Nothing is emulated. The members link
-over the loopback network, their transport is the best there is inside one process, and the bytes are real.
+Inside, ``link()`` of any LLMDataDist of this process ignores its rank table and makes the other members: LLMDataDist
+objects of this process, joined when ``link()`` returns. They link over loopback and move real bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ _JOIN_MS: Final = 10_000
 def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopback]:
     """Make the other members of every ``link()`` of this process; finalize them at the end.
 
-    A member that is an initialised LLMDataDist of the test itself is not made: it has to call ``link()`` too, and
-    ``link()`` does not wait for it.
+    An initialised LLMDataDist of this process is not made: it must call ``link()`` too, and ``link()`` does not wait
+    for it.
 
     Args:
-        options: Options of the members that are made, besides those that have to agree with the caller's; for example
-            ``llm.MemPoolConfig``.
+        options: Further options of the members, for example ``llm.MemPoolConfig``. The caller's RCA and timeouts apply.
 
     Yields:
         The members, by cluster id.
@@ -57,13 +55,13 @@ def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopbac
         members.close()
 
 
-#: The newest one stands for all.
+#: The newest one applies.
 _in_force: Final[list[Loopback]] = []
 _open: Final = Engine.open_communicator
 
 
 def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Stand in for ``Engine.open_communicator``: make the other members, and have them join."""
+    """Stand in for ``Engine.open_communicator``."""
     members = _in_force[-1]
     caller = next(each for each in list(LLMDataDist._live) if each._engine is self)
     if caller in members.members.values():
@@ -75,7 +73,7 @@ def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str
 
 
 class Loopback:
-    """The members that :func:`loopback_links` made: ``peers[cluster_id]`` is an LLMDataDist. For one test's thread.
+    """The members that :func:`loopback_links` made: ``peers[cluster_id]`` is an LLMDataDist. Threads: one.
 
     Attributes:
         members: All of them, by cluster id.
@@ -86,17 +84,16 @@ class Loopback:
         self._options = options
 
     def __getitem__(self, cluster_id: int) -> LLMDataDist:
-        """Return one member. Raises KeyError where no ``link()`` has named it yet."""
+        """Return one member; raise KeyError if no ``link()`` has named it yet."""
         return self.members[cluster_id]
 
     def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
-        """Make the members that no LLMDataDist of this process is."""
         for cluster_id in ranks:
             if cluster_id not in self.members and not _lives(cluster_id):
                 self.members[cluster_id] = self._make(cluster_id, caller)
 
     def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
-        """Let the members that were made join the caller's communicator, and wait for it."""
+        """Let the made members join; wait unless the test makes others itself."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
         if len(made) + 1 < len(ranks):
@@ -126,7 +123,7 @@ class Loopback:
                 **self._options,
             }
         )
-        # A client that reads it means its own.
+        # A client expects its own instance there.
         LLMDataDist.llm_engine_instance = latest
         return member
 
@@ -136,7 +133,7 @@ def _lives(cluster_id: int) -> bool:
 
 
 def _table(ranks: dict[int, int]) -> str:
-    """Return a rank table with a loopback address of this process's own, which no other test run uses."""
+    """Return a rank table with this process's own loopback address."""
     address = ".".join(str(byte) for byte in (127, *os.getpid().to_bytes(3, "big")))
     devices = [{"device_id": "0", "rank_id": str(rank)} for rank in ranks.values()]
     return json.dumps(

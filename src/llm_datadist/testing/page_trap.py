@@ -1,7 +1,6 @@
-"""A trap that stops a thread inside a copy, at the first write to one chosen page.
+"""A trap that stops a thread inside a copy, at the first write to a chosen page.
 
-The rest of the process runs on. A SIGSTOP from outside then stops all of it in the middle of the copy for certain.
-The trap needs ``userfaultfd``, which a kernel may deny to ordinary users: :func:`trap_denied` returns the reason.
+Other threads run on; a SIGSTOP then surely stops the process in the middle of the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["PageTrap", "trap_denied"]
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _SYSCALL: Final = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY: Final = 1
-# ioctls of linux/userfaultfd.h with their structs.
+# ioctls of linux/userfaultfd.h.
 _API, _REGISTER, _UNREGISTER, _PROTECT = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC018AA06
 _API_VERSION: Final = 0xAA
 _WP_FLAG, _WP_SHARED, _WP_UNPOPULATED = 1 << 0, 1 << 12, 1 << 13
@@ -31,15 +30,14 @@ _PROTECTED: Final = 1 << 0
 class PageTrap(AbstractContextManager["PageTrap"]):
     """Stops each thread of this process that writes to the page of ``address``, until :meth:`release`.
 
-    A context manager: leaving it releases. The memory must be mapped; its bytes do not change. Where only the user-mode
-    kind of ``userfaultfd`` is allowed, copies made by the kernel (cma, tcp) are not stopped but fail with EFAULT, and
-    :attr:`kernel_too` is False.
+    A context manager. The memory must be mapped; its bytes do not change. If the kernel allows only user-mode
+    ``userfaultfd``, copies by the kernel (cma, tcp) fail with EFAULT instead.
 
     Attributes:
-        kernel_too: True when system calls that write there are stopped as well.
+        kernel_too: True if system calls that write there are stopped, too.
 
     Raises:
-        OSError: The kernel denies ``userfaultfd`` to this process.
+        OSError: The kernel denies ``userfaultfd`` to this process; :func:`trap_denied` returns the reason.
     """
 
     def __init__(self, address: int) -> None:
@@ -56,11 +54,11 @@ class PageTrap(AbstractContextManager["PageTrap"]):
         self._armed = True
 
     def wait(self, seconds: float) -> bool:
-        """Return True as soon as a thread is stopped, False when the time is over."""
+        """Return True once a thread is stopped, False after ``seconds``."""
         return bool(select.select([self._fd], [], [], seconds)[0])
 
     def release(self) -> None:
-        """Let the stopped threads go on, and stop no more. Idempotent."""
+        """Let stopped threads go on, and stop no more. Idempotent."""
         if self._armed:
             self._armed = False
             self._protect(0)
@@ -75,7 +73,7 @@ class PageTrap(AbstractContextManager["PageTrap"]):
 
 
 def trap_denied() -> str | None:
-    """Return why this process cannot make a :class:`PageTrap`, or None when it can."""
+    """Return the reason why this process cannot make a :class:`PageTrap`, or None."""
     memory = ctypes.create_string_buffer(2 * _PAGE)
     try:
         PageTrap(ctypes.addressof(memory) + _PAGE).release()
@@ -85,7 +83,7 @@ def trap_denied() -> str | None:
 
 
 def _open() -> tuple[int, bool]:
-    """Return a userfaultfd descriptor, and True when it stops system calls too."""
+    """Return a userfaultfd descriptor, and True if it stops system calls, too."""
     number = _SYSCALL.get(platform.machine())
     if number is None:
         raise OSError(0, f"no number of the system call is known for {platform.machine()}")

@@ -1,7 +1,6 @@
-"""Far ends for the conformance suite. Their memory is read and written without the transport under test.
+"""Peers for the conformance suite; their owner reads and writes their memory without the tested transport.
 
-:class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child that listens for a same-host rendezvous and
-obeys commands over a pipe. Run as a module (``python -m llm_datadist.testing.peers <fd>``) this file is that child.
+:class:`LocalPeer` lives in this process, :class:`PeerProcess` in a child (``python -m llm_datadist.testing.peers FD``).
 """
 
 from __future__ import annotations
@@ -38,20 +37,19 @@ if TYPE_CHECKING:
 __all__ = ["REGION_BYTES", "LocalPeer", "Peer", "PeerProcess", "new_exports"]
 
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
-"""Sizes in bytes of the regions that every peer here exports."""
+"""Bytes of each exported region, by its id."""
 PRIVATE_BYTES: Final = 1 << 20
-"""Bytes of private memory of every peer here."""
+"""Bytes of a peer's non-pool memory."""
 _SLOTS: Final = 64
 
 T = TypeVar("T")
 
 
 class Peer(ABC):
-    """The far end of a connection under test, seen from both sides.
+    """The peer of a tested connection. Threads: one.
 
-    ``poke``, ``peek``, ``guard`` and ``advance`` are done by the owner of the memory, past the transport; only
-    :meth:`connect` uses the transport. Region :data:`PRIVATE` is addressed from the start of the peer's private memory.
-    Used by one thread.
+    Only :meth:`connect` uses the transport; the memory's owner does the rest. Region :data:`PRIVATE` is addressed from
+    the start of the peer's non-pool memory.
     """
 
     @abstractmethod
@@ -68,7 +66,7 @@ class Peer(ABC):
 
     @abstractmethod
     def address(self, region: int) -> int:
-        """Return the address of a region in the peer's own process."""
+        """Return a region's address in the peer's process."""
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
         """Return the (region, offset) that names a byte of region 1 or 2."""
@@ -76,21 +74,21 @@ class Peer(ABC):
 
     @abstractmethod
     def guard(self) -> tuple[int, int]:
-        """Allocate a guard and return its slot and generation."""
+        """Allocate a guard; return its slot and generation."""
 
     @abstractmethod
     def advance(self, slot: int) -> int:
-        """Advance a guard and return its new generation."""
+        """Advance a guard; return its new generation."""
 
     def hold(self, slot: int, generation: int) -> None:  # noqa: B027 (not every transport needs it)
-        """Let every transfer from now on depend on a guard; only where its owner checks it (``remote_guards``)."""
+        """Make every later transfer depend on a guard, if the owner checks guards (``remote_guards``)."""
 
 
 class LocalPeer(Peer):
-    """A peer in this process, registered for the inproc transport until :meth:`close`. Owns its memory.
+    """A peer in this process, registered for inproc until :meth:`close`. Owns its memory.
 
     Args:
-        private: True to keep what is called region 1 and 2 here in private memory, instead of the exported segments.
+        private: True to keep regions 1 and 2 in non-pool memory.
     """
 
     def __init__(self, *, writable: bool, private: bool = False) -> None:
@@ -123,7 +121,7 @@ class LocalPeer(Peer):
         return self.exports.guards.segment.address
 
     def close(self) -> None:
-        """Take the peer out of the process-wide table and free its memory. Idempotent."""
+        """Unregister the peer and free its memory. Idempotent."""
         instances.unregister(self.exports.incarnation)
         close_exports(self.exports)
 
@@ -138,15 +136,15 @@ class LocalPeer(Peer):
 
 
 class PeerProcess(Peer):
-    """A peer in a child process of its own. Owns the child until :meth:`close`; used by one thread.
+    """A peer in a child process. Owns the child until :meth:`close`. Threads: one.
 
     Args:
-        open_connection: Makes the connection under test of what the rendezvous yielded, and owns that.
-        private: True to test with private memory of the child only, for a transport that reaches nothing else.
+        open_connection: Makes the tested connection from the rendezvous's result, which the connection then owns.
+        private: True to test only non-pool memory.
     """
 
     module: ClassVar[str] = __name__
-    """What the child runs."""
+    """Module that the child runs."""
 
     def __init__(self, open_connection: Callable[[PeerMemory], Connection], *, private: bool = False) -> None:
         self._open_connection = open_connection
@@ -165,7 +163,7 @@ class PeerProcess(Peer):
 
     @contextmanager
     def serving(self, *, writable: bool) -> Iterator[Self]:
-        """Let the child export fresh, zeroed memory for the length of the block."""
+        """Export new, zeroed memory during the ``with`` block."""
         self._tell("serve", writable, self._private)
         try:
             yield self
@@ -204,12 +202,12 @@ class PeerProcess(Peer):
         return self.ask(int, "cookie_address")
 
     def kill(self) -> None:
-        """Kill the child, as ``kill -9`` does, and return when it has ended."""
+        """Kill the child by SIGKILL; return when it has ended."""
         self._child.kill()
         self._child.wait()
 
     def close(self) -> None:
-        """End the child and free our own side. Idempotent."""
+        """End the child and free this side. Idempotent."""
         self._pipe.close()
         self._child.wait()
         close_exports(self._exports)
@@ -228,8 +226,8 @@ class PeerProcess(Peer):
         self.close()
 
 
-class Child:
-    """The child's side: the main thread obeys commands, a second one runs the listener's loop."""
+class PeerChild:
+    """The child's side. Threads: the main one obeys commands, another runs the listener's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -265,7 +263,7 @@ class Child:
 
 
 def new_exports(*, writable: bool) -> Exports:
-    """Return exports with zeroed regions of :data:`REGION_BYTES`; to be freed with :func:`close_exports`."""
+    """Return exports with zeroed regions of :data:`REGION_BYTES`."""
     regions = {
         region: SharedSegment.create(f"pool-{region}", nbytes, peers_may_write=writable)
         for region, nbytes in REGION_BYTES.items()
@@ -282,7 +280,7 @@ def close_exports(exports: Exports) -> None:
 
 @contextmanager
 def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a thread for the length of the block."""
+    """Run an event loop in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="lldd-test-loop")
     thread.start()
@@ -294,8 +292,8 @@ def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-def child_main(fd: int, make: Callable[[asyncio.AbstractEventLoop], Child] = Child) -> None:
-    """Be the child: obey what comes over the pipe ``fd`` until it ends."""
+def child_main(fd: int, make: Callable[[asyncio.AbstractEventLoop], PeerChild] = PeerChild) -> None:
+    """Obey commands from the pipe ``fd`` until it ends."""
     with Pipe(fd) as pipe, loop_thread() as loop:
         child = make(loop)
         while True:

@@ -1,4 +1,4 @@
-"""What the conformance suite is made of: scenes of random memory, gates, and a look at what a process holds."""
+"""Parts of the conformance suite: random memory, gates, and a process's resources."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ if TYPE_CHECKING:
 
 BLOCKS: Final = 16
 TENSORS: Final = 5
-TRIES: Final = 20  # of what happens at another moment each time
-BUDGET_MS: Final = 20_000  # budget of calls that are expected to succeed: only a hang can use it up
+TRIES: Final = 20  # repetitions of races
+BUDGET_MS: Final = 20_000  # for calls that should succeed; only a hang can use it up
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Five equal tensors at both ends, at odd places, all memory around them random. Built anew for each seed.
+    """Five equal tensors on both sides, at odd places in random memory.
 
     Attributes:
         extent: Bytes of each tensor.
-        memory: The local memory, tensors and what is between them.
-        images: The peer's regions as they were filled.
+        memory: Local memory: tensors and gaps.
+        images: Expected bytes of the peer's regions.
         starts: Local byte offset of each tensor.
         places: (region, offset) of each of the peer's tensors.
-        peer: Whose tensors they are.
     """
 
     block_bytes: int
@@ -55,7 +54,7 @@ class Scene:
 
     @classmethod
     def build(cls, seed: int, peer: Peer) -> Scene:
-        """Return a scene drawn from ``seed``, with the peer's memory filled accordingly."""
+        """Return a scene drawn from ``seed``; fill the peer's memory accordingly."""
         rng = np.random.default_rng(seed)
         block_bytes = int(rng.choice([64, 1000, 4096, 4608]))
         extent = block_bytes * BLOCKS
@@ -65,7 +64,7 @@ class Scene:
         memory = rng.integers(0, 256, TENSORS * (extent + 999) + 999, np.uint8)
         gaps = rng.integers(1, 999, TENSORS).tolist()
         starts = [index * (extent + 999) + gap for index, gap in enumerate(gaps)]
-        # The last one ends exactly at the end of its region.
+        # The last tensor ends with its region.
         places = [(1, start) for start in starts[:3]] + [(2, gaps[3]), (2, REGION_BYTES[2] - extent)]
         return cls(block_bytes, extent, memory, images, starts, places, peer)
 
@@ -79,7 +78,7 @@ class Scene:
         return _map(self.peer, connection, self.places, self.extent, writable=writable)
 
     def plan(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> Plan:
-        """Return the plan of blocks ``dst[i] <- src[i]`` from tensors ``first`` (destination, source) on."""
+        """Return the plan of blocks ``dst[i] <- src[i]``, from tensors ``first`` (destination, source) on."""
         return plan_blocks(
             np.array(dst, np.int64),
             np.array(src, np.int64),
@@ -96,7 +95,7 @@ class Scene:
         return self.memory[start : start + self.block_bytes]
 
     def image_block(self, tensor: int, block: int) -> NDArray[np.uint8]:
-        """Return a block of the peer's tensor in our image of the peer."""
+        """Return a block of the peer's tensor in ``images``."""
         region, offset = self.places[tensor]
         start = offset + block * self.block_bytes
         return self.images[region][start : start + self.block_bytes]
@@ -108,12 +107,12 @@ class Scene:
 
 
 class PassesLater(Deadline):
-    """A deadline that has passed, but not when it is looked at before the copy."""
+    """A deadline that denies having passed until the copy asks."""
 
     __slots__ = ()
 
     def expired(self) -> bool:
-        """Wait until it has passed, then deny it."""
+        """Wait until it has passed, then return False."""
         while not super().expired():
             pass
         return False
@@ -121,7 +120,7 @@ class PassesLater(Deadline):
 
 @contextmanager
 def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]:
-    """Hold every move of a connection until the block ends; the event tells that one has come."""
+    """Hold every move of a connection during the ``with`` block; the event tells that one has come."""
     inside, go, move = threading.Event(), threading.Event(), connection._move
 
     def gated(transfer: Transfer) -> None:
@@ -138,10 +137,10 @@ def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]
 
 
 def residue() -> dict[str, Any]:
-    """Return what a close must give back: descriptors, mapped memfds and threads of this process."""
+    """Return resources that a close must free."""
     gc.collect()
     with open("/proc/self/maps") as lines:
-        # Neighbouring mappings of one file merge, so bytes are counted, not lines.
+        # Neighbouring mappings merge, so bytes are counted, not lines.
         spans = [line.split()[0].split("-") for line in lines if "/memfd:" in line]
     return {
         "fds": descriptors(),
@@ -151,7 +150,7 @@ def residue() -> dict[str, Any]:
 
 
 def kernel_threads() -> dict[int, str]:
-    """Return the name of every thread of this process by its number, those that are just leaving too."""
+    """Return the name of every thread of this process, by number."""
     names = {}
     for task in os.listdir("/proc/self/task"):
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm", "rb") as comm:
@@ -162,10 +161,9 @@ def kernel_threads() -> dict[int, str]:
 def settled(
     before: dict[str, Any], look: Callable[[], dict[str, Any]] = residue, *, seconds: float = 5.0
 ) -> dict[str, Any]:
-    """Return what ``look`` sees, once it equals ``before`` or ``seconds`` have passed.
+    """Return ``look``'s result once it equals ``before``, or after ``seconds``.
 
-    A thread stays visible for a moment after it was joined. That holds for those of whoever ran earlier as well: a
-    thread that was seen before and has left meanwhile is no difference.
+    Threads of ``before`` that have left are no difference.
     """
     give_up = time.monotonic() + seconds
     while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:
@@ -178,20 +176,20 @@ def _with_leavers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
 
 
 def descriptors() -> list[str]:
-    """Return number and target of every descriptor of this process, once no close is under way."""
+    """Return number and target of every descriptor, once no close is under way or after 1 s."""
     give_up = time.monotonic() + 1
     while closing() and time.monotonic() < give_up:
         time.sleep(0.001)
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        # The descriptor of the listing itself is in the list and gone when it is looked at.
+        # The listing's own descriptor is in the list, and gone afterwards.
         with suppress(FileNotFoundError):
             found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
     return sorted(found)
 
 
 def open_and_forget(peer: Peer) -> None:
-    """Open a connection and drop it without a close."""
+    """Open a connection and drop it."""
     peer.connect()
     gc.collect()
 
@@ -203,18 +201,18 @@ def random_blocks(seed: int) -> tuple[tuple[int, int], int, list[int], list[int]
     first = (int(rng.integers(0, TENSORS - count + 1)), int(rng.integers(0, TENSORS - count + 1)))
     blocks = int(rng.integers(1, BLOCKS + 1))
     dst, src = rng.permutation(BLOCKS)[:blocks].tolist(), rng.permutation(BLOCKS)[:blocks].tolist()
-    if seed % 2:  # neighbours, so that runs are merged
+    if seed % 2:  # sorted, so that runs merge
         return first, count, sorted(dst), sorted(src)
     return first, count, dst, src
 
 
 def tensors_over(memory: NDArray[np.uint8]) -> Tensors:
-    """Return one tensor that is the whole of an array, shape (nbytes,)."""
+    """Return one tensor over an array, shape (nbytes,)."""
     return Tensors(np.array([memory.ctypes.data], np.uint64), memory.size)
 
 
 def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
-    """Map one tensor of ``extent`` bytes at the beginning of a region of the peer."""
+    """Map one tensor of ``extent`` bytes at a region's beginning."""
     return _map(peer, connection, [(region, 0)], extent, writable=writable)
 
 
@@ -228,20 +226,20 @@ def _map(
 
 
 def read_beginning(peer: Peer, connection: Connection, into: NDArray[np.uint8]) -> None:
-    """Read the beginning of region 1 into an array, shape (nbytes,)."""
+    """Read the beginning of region 1 into an array."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
     plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
     connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
 
 
 def unchanged(connection: Connection, slot: int, generation: int) -> bool:
-    """Return what a connection says of one guard of the peer."""
+    """Return a connection's verdict on one guard of the peer."""
     return connection.guards_unchanged(GuardSet([(slot, generation)], SLOT_BYTES))
 
 
 def child_of_fork(connection: Connection) -> int:
-    """Return 0 when a forked child is refused by every verb and can close. Runs in the child."""
-    signal.alarm(20)  # a child that hangs must not outlive the test
+    """Return 0 if every verb refuses a forked child, and it can close."""
+    signal.alarm(20)  # a hanging child must not outlive the test
     try:
         nowhere = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
         for call in (lambda: unchanged(connection, 1, 0), lambda: connection.map(*nowhere, 64, writable=False)):
@@ -252,6 +250,6 @@ def child_of_fork(connection: Connection) -> int:
             return 1
         connection.close()
         connection.close()
-    except BaseException:  # noqa: BLE001 - whatever it is, the child must leave through _exit
+    except BaseException:  # noqa: BLE001  the child must leave through _exit
         return 2
     return 0 if connection.closed else 3

@@ -1,4 +1,4 @@
-"""A device for tests of staging on any host (interface R10): host memory that declares that it needs staging."""
+"""A device for tests of staging (interface R10)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class CopyCount:
 class StagedDevice:
     """Host memory that declares staging, counts copies, and can refuse allocations.
 
-    Any thread may use it; one lock guards counters and allocation, none is held during a copy. It does not own
-    the segments it hands out: a segment counts as allocated until its owner closes it.
+    Owns no segment: one counts as allocated until its owner closes it.
+    Threads: any; one lock guards counters and allocation, none is held during a copy.
 
     Args:
-        name: For messages and statistics.
-        refuse_after_bytes: Allocations that would take more than this are refused; None refuses none.
+        refuse_after_bytes: Most allocated bytes; allocations beyond are refused. None refuses none.
     """
 
     needs_staging = True
@@ -49,18 +48,18 @@ class StagedDevice:
         self._refuse_after_bytes = refuse_after_bytes
 
     def refuse_after(self, nbytes: int | None) -> None:
-        """Refuse allocations beyond ``nbytes`` bytes at one time; None refuses none."""
+        """Refuse allocations beyond ``nbytes`` bytes in all; None refuses none."""
         with self._lock:
             self._refuse_after_bytes = nbytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all segments that were handed out and are not closed."""
+        """Bytes of all unclosed segments."""
         with self._lock:
             return self._allocated()
 
     def count(self, direction: Direction) -> CopyCount:
-        """Return what was copied in one direction so far."""
+        """Return the copies in one direction so far."""
         with self._lock:
             return self._counts.get(direction, CopyCount())
 
@@ -72,7 +71,7 @@ class StagedDevice:
         Raises:
             OutOfMemory: The allocation is refused, see :meth:`refuse_after`.
         """
-        # One lock over check and allocation: two threads must not both pass the check.
+        # One lock for check and allocation: two threads must not both pass.
         with self._lock:
             self._check_room(nbytes, name)
             segment = self._host.allocate(
@@ -82,17 +81,17 @@ class StagedDevice:
             return segment
 
     def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy from host to device, and count it."""
+        """Copy from host to device, and count."""
         self._host.copy_to_device(dst, src, nbytes)
         self._record("to_device", nbytes)
 
     def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy from device to host, and count it."""
+        """Copy from device to host, and count."""
         self._host.copy_from_device(dst, src, nbytes)
         self._record("from_device", nbytes)
 
     def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy from device to device, and count it."""
+        """Copy from device to device, and count."""
         self._host.copy_on_device(dst, src, nbytes)
         self._record("on_device", nbytes)
 

@@ -1,4 +1,4 @@
-"""The values of the interface: enumerations, descriptors, keys, cluster and transfer arguments, in one import."""
+"""Values of the interface: enumerations, descriptors, keys, cluster and transfer arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLMClusterInfo, which names a peer to link to, and addresses as the interface packs them (interface §2.1)."""
+"""LLMClusterInfo, which names a peer to link to, and packed addresses (interface §2.1)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
 _Endpoint = tuple[int | str, int]
-#: The name of a host; what ends like an IPv4 address is none.
+#: A host name; text that ends like an IPv4 address is not one.
 _NAME: Final = re.compile(r"(?!(.*\.)?\d+\.?\Z)(?=.{1,253}\Z)(\w([\w-]{0,61}\w)?(\.|\Z))+", re.ASCII)
 
 
 def trans_str_ip(ip: str, name: str = "ip") -> int:
-    """Pack dotted IPv4 text into 32 bits, the first octet lowest: "1.2.3.4" is 0x04030201.
-
-    Errors call it ``name``.
+    """Pack dotted IPv4 text, the first octet lowest: "1.2.3.4" is 0x04030201.
 
     Raises:
-        ParamError: ``ip`` is no IPv4 address (also a RuntimeError, as documented).
-        TypeError: ``ip`` is no str.
+        ParamError: Not an IPv4 address; the text calls it ``name``.
+        TypeError: Not a str.
 
     Source: interface §2.1.
     """
@@ -30,7 +28,7 @@ def trans_str_ip(ip: str, name: str = "ip") -> int:
     try:
         return int.from_bytes(socket.inet_pton(socket.AF_INET, ip), "little")
     except (OSError, ValueError):
-        raise ParamError(f"{name}: {ip!r} is no IPv4 address of the form 1.2.3.4") from None
+        raise ParamError(f"{name}: {ip!r} is not an IPv4 address of the form 1.2.3.4") from None
 
 
 def trans_int_ip(ip: int) -> str:
@@ -39,7 +37,7 @@ def trans_int_ip(ip: int) -> str:
 
 
 def host_of(ip: int | str) -> str:
-    """Return the host of an endpoint as text: IPv4 is packed in a cluster info, all else is text already."""
+    """Return an endpoint's host as text; a number is packed IPv4."""
     return ip if isinstance(ip, str) else trans_int_ip(ip)
 
 
@@ -50,7 +48,10 @@ def show_address(address: tuple[str, int]) -> str:
 
 
 def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = False) -> _Endpoint:
-    """Return an endpoint as a cluster info has it; ``named`` allows names of hosts. Errors begin with ``where``."""
+    """Return an endpoint as in a cluster info. Errors begin with ``where``.
+
+    ``named``: host names are allowed.
+    """
     name = f"{where}ip"
     if isinstance(ip, str):
         inner = ip.removeprefix("[").removesuffix("]")
@@ -66,20 +67,19 @@ def _role(name: str, value: object) -> LLMRole | int:
 
 
 class LLMClusterInfo:
-    """One cluster to link to or to unlink from.
+    """One cluster to link or to unlink.
 
-    ``remote_cluster_id`` may stay unset when linking: it is learned in the handshake (interface R28). The remote
-    endpoint is the peer's ``listen_ip_info``, exactly one; the local one is this host's address, its port does not
-    matter.
+    Linking needs exactly one remote endpoint, the peer's ``listen_ip_info``, and learns an unset ``remote_cluster_id``
+    (interface R28).
 
     Source: interface §2.1.
     """
 
     remote_cluster_id = Attribute[int | None]("The peer's cluster id, uint64; None until it is set.", check_uint64)
-    remote_role_type = Attribute[LLMRole | int]("The peer's role; has no effect, as documented.", _role)
+    remote_role_type = Attribute[LLMRole | int]("The peer's role; without effect.", _role)
     local_ip_info_list = Attribute[list[_Endpoint]]("The local endpoints: (packed IPv4 or IPv6 text, port).")
     remote_ip_info_list = Attribute[list[_Endpoint]](
-        "The remote endpoints: (packed IPv4, IPv6 text or the name of a host, port)."
+        "The remote endpoints: (packed IPv4, IPv6 text or host name, port)."
     )
 
     def __init__(self) -> None:
@@ -89,18 +89,18 @@ class LLMClusterInfo:
         self._remote_ip_info_list: list[_Endpoint] = []
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an endpoint of this host: IPv4 text, or an int as :func:`trans_str_ip` packs it; port in uint16.
+        """Add an endpoint of this host; the port has no effect.
 
-        IPv6 text is taken too, with or without brackets (extension).
+        ``ip`` is IPv4 text, an int as from :func:`trans_str_ip`, or (extension) IPv6 text with or without brackets.
 
         Source: interface §2.1.
         """
         self._local_ip_info_list.append(check_endpoint(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
-        """Add the peer's listening endpoint; arguments and errors as in :meth:`append_local_ip_info`.
+        """Add the peer's listen address, as in :meth:`append_local_ip_info`.
 
-        The name of a host is taken too, and looked up when it is linked, within the time of that call (extension).
+        A host name is allowed too; linking looks it up, within its timeout (extension).
 
         Source: interface §2.1.
         """

@@ -1,4 +1,4 @@
-"""Element types of the tensors in a cache, and what they are in NumPy (interface §1.2)."""
+"""Element types of tensors, and their NumPy types (interface §1.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class DataType(Enum):
-    """Element type of a tensor; the numbers are the interface's own codes.
+    """Element type of a tensor.
 
     Source: interface §1.2.
     """
@@ -49,20 +49,20 @@ dtype_to_np_dtype: Final[dict[DataType, type[np.generic]]] = {
     DataType.DT_DOUBLE: np.float64,
     DataType.DT_BOOL: np.bool_,
     DataType.DT_STRING: np.bytes_,
-    # NumPy has no bfloat16: two bytes with the right size, not the right value.
+    # NumPy has no bfloat16: the size is right, the values are not.
     DataType.DT_BF16: np.float16,
 }
-"""The NumPy scalar type of each element type (14 entries)."""
+"""NumPy scalar type of each element type (14 entries)."""
 
 
 def canonical_type(dtype: np.dtype[Any]) -> type[np.generic]:
-    """Return the one scalar type of all dtypes with these bits: NumPy has two for int64."""
+    """Return one scalar type for all dtypes with these bits; NumPy has two for int64."""
     scalar: type[np.generic] = np.dtype(dtype.str).type
     return scalar
 
 
 class _ByScalarType(dict[Any, DataType]):
-    """Keyed by scalar type (``np.float32``); a ``np.dtype`` finds its entry too, since arrays carry dtypes."""
+    """Element types by scalar type (``np.float32``), or by an array's ``np.dtype``."""
 
     def __missing__(self, key: object) -> DataType:
         if isinstance(key, np.dtype) and (scalar := canonical_type(key)) in self:
@@ -73,12 +73,12 @@ class _ByScalarType(dict[Any, DataType]):
 np_dtype_to_dtype: Final[dict[Any, DataType]] = _ByScalarType(
     {scalar: dtype for dtype, scalar in dtype_to_np_dtype.items() if dtype is not DataType.DT_BF16}
 )
-"""The element type of each NumPy scalar type (13 entries: nothing in NumPy means bfloat16)."""
+"""Element type of each NumPy scalar type (13 entries; NumPy has no bfloat16)."""
 
 valid_np_dtypes: Final[list[type[np.generic]]] = list(np_dtype_to_dtype)
-"""The NumPy scalar types that have an element type."""
+"""NumPy scalar types with an element type."""
 
-# A string element is a pair of 8-byte words (address, length), whatever NumPy says of its own bytes type.
+# A string element is two 8-byte words (address, length), unlike NumPy's bytes type.
 _ITEMSIZE: Final = {
     dtype: 16 if dtype is DataType.DT_STRING else np.dtype(scalar).itemsize
     for dtype, scalar in dtype_to_np_dtype.items()

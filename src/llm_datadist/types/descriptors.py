@@ -1,4 +1,4 @@
-"""CacheDesc, the geometry of a cache, and Cache, the handle of one (interface §4, §5)."""
+"""CacheDesc, the geometry of a cache, and Cache, its handle (interface §4, §5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from llm_datadist.types.grant import Grant, Granter
 
-    #: What calls take for a list of blocks; an array is 1-D (extension).
+    #: A list of blocks; an array is 1-D (extension).
     BlockNumbers = list[int] | tuple[int, ...] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 _MAX_DIMS: Final = 31
@@ -34,23 +34,23 @@ _MAX_BYTES: Final = 2**63 - 1
 
 
 class CacheDesc:
-    """The geometry of a cache: ``num_tensors`` tensors of one shape and one element type.
+    """Geometry of a cache: ``num_tensors`` tensors of one shape and one element type.
 
     The arguments are the attributes (``batch_dim_index`` is ``batch_dim``).
 
     Raises:
-        ParamError: an integer outside its width, or a dimension index outside the shape.
-        TypeError: anything of a wrong type (NoneArgument for None).
+        ParamError: An integer outside its width, or a dimension index outside the shape.
+        TypeError: A wrong type (NoneArgument for None).
 
     Source: interface §4, §5.
     """
 
-    num_tensors = Attribute[int]("How many tensors, uint32.")
+    num_tensors = Attribute[int]("Number of tensors, uint32.")
     shape: Attribute[Sequence[int]] = Attribute(
         "Shape of one tensor: the list or tuple of int64 given, for ``update_dim``. ``shape[0]`` counts rows or blocks."
     )
     data_type = Attribute[DataType]("Element type.")
-    placement = Attribute[Placement]("Where the memory is.")
+    placement = Attribute[Placement]("Place of the memory.")
     batch_dim = Attribute[int]("Index of the dimension that counts batch rows, in [0, len(shape)).")
     batch_size = Attribute[int]("``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it.")
     seq_len_dim_index = Attribute[int]("Index of the sequence dimension, or -1.")
@@ -90,10 +90,9 @@ class CacheDesc:
         """Bytes of one tensor.
 
         Raises:
-            ParamError: no tensor has this shape: more than 31 dimensions, one that is not positive, or a total beyond
-                int64 (interface R29: the status is LLM_PARAM_INVALID).
+            ParamError: More than 31 dimensions or none, one that is not positive, or a total beyond int64.
         """
-        # Not cached: the shape is the caller's own list, and a stale size would be silently wrong.
+        # Not cached: the shape is the caller's list, which may change.
         shape = self._shape
         if not 1 <= len(shape) <= _MAX_DIMS:
             raise ParamError(f"shape: {len(shape)} dimensions, 1 to {_MAX_DIMS} are possible")
@@ -106,10 +105,10 @@ class CacheDesc:
         return size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Set ``shape[dim_index]``, in the caller's list too; ``size`` follows, ``batch_size`` does not.
+        """Set ``shape[dim_index]``, in the caller's list too; ``batch_size`` does not follow.
 
         Raises:
-            TypeError: the shape was given as a tuple, or an argument is no int.
+            TypeError: The shape is a tuple, or an argument is not an int.
             ParamError: ``dim_index`` outside the shape, ``dim_value`` outside int64.
 
         Source: interface §4.
@@ -132,10 +131,10 @@ class CacheDesc:
 
 
 class Cache:
-    """The handle of a cache that a manager made, or of user memory for ``swap_blocks`` (``create_cpu_cache``).
+    """Handle of a manager's cache, or of user memory (``create_cpu_cache``).
 
-    Not made by users. The addresses can be used until it is deallocated, or its LLMDataDist is finalized. It knows the
-    LLMDataDist and the ``init`` that made it: calls of another one refuse it with CacheError.
+    Not made by users. The addresses are valid until ``deallocate`` or ``finalize``. Calls of another LLMDataDist or
+    ``init`` refuse it with CacheError.
 
     Source: interface §4.
     """
@@ -159,21 +158,16 @@ class Cache:
         self._cache_desc = check_type("cache_desc", cache_desc, CacheDesc)
         self._tensor_addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
-        # Keeps mapped what the addresses point into.
-        self._memory = memory
-        self._granter = granter  # of one instance and init; calls know by it whose handle this is
+        self._memory = memory  # keeps the addresses mapped
+        self._granter = granter  # of one init: calls refuse foreign handles by it
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int]) -> Cache:
-        """Return a blocks cache (id -1, not registered) over host memory of the caller, an operand of ``swap_blocks``.
-
-        Args:
-            cache_desc: Its placement must be HOST.
-            addrs: One address per tensor.
+        """Return a blocks cache (id -1, not registered) over the caller's host memory, for ``swap_blocks``.
 
         Raises:
-            ParamError: another placement, or another number of addresses than ``num_tensors``.
-            TypeError: a wrong type; ``addrs`` must be a list (NoneArgument for None).
+            ParamError: Placement not HOST, or another number of addresses than ``num_tensors``.
+            TypeError: A wrong type; ``addrs`` must be a list (NoneArgument for None).
 
         Source: interface §4.
         """
@@ -196,36 +190,35 @@ class Cache:
 
     @property
     def is_blocks_cache(self) -> bool:
-        """True for a paged cache: ``shape[0]`` counts blocks."""
+        """True for a blocks cache."""
         return self._is_blocks
 
     def grant(self, blocks: BlockNumbers, ttl: float, *, token: bytes | None = None) -> Grant:
-        """Let peers pull these blocks for ``ttl`` seconds, while they keep their present content.
+        """Let peers pull these blocks for ``ttl`` seconds. An extension.
 
-        An extension. For caches whose blocks are given to one request after the other: end the grant before the blocks
-        are used again, and a pull that was late fails instead of returning the bytes of another request.
+        For blocks that serve one request after the other: end the grant before their next use, so that a late pull
+        fails. Contents are not compared.
 
         Args:
-            blocks: Block numbers; a 1-D integer NumPy array does as well.
-            ttl: Seconds after which it ends by itself; :meth:`Grant.renew` changes that.
-            token: 16 random bytes that name it (``secrets.token_bytes(16)``); None: the library draws them. With a
-                token of its own a scheduler can tell a reader which grant to claim before the process that owns the
-                cache has given it: the claim waits.
+            blocks: Block numbers; list, tuple or 1-D integer NumPy array.
+            ttl: Lifetime in seconds, above 0; :meth:`Grant.renew` changes it.
+            token: 16 random bytes that name the grant. Default: None, the library draws them. With a token of its own,
+                a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.
 
         Raises:
             TypeError: Wrong types.
-            ParamError: Not a blocks cache, a block outside it, none at all, a ttl that is not above 0, or a token of
-                another length or of a grant that there is or was.
-            CacheNotFound: The cache was given back.
-            StateError: The handle is of no manager (``create_cpu_cache``), its manager is finalized
-                (``LLM_ENGINE_FINALIZED``), or this is a forked child.
+            ParamError: Not a blocks cache, a block outside it, no block, a bad ``ttl``, a token of another length or
+                used before.
+            CacheNotFound: The cache was freed.
+            StateError: A handle of ``create_cpu_cache``, a finalized manager (``LLM_ENGINE_FINALIZED``), or a forked
+                child.
         """
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
         return self._granter.grant(self._id, blocks, ttl, token)
 
     def _empty(self) -> None:
-        """Forget the addresses and let the memory go: what the manager does when it deallocates the cache."""
+        """Drop addresses and memory, for deallocation."""
         self._tensor_addrs.clear()
         self._memory = None
 

@@ -1,4 +1,4 @@
-"""The interface's enumerations and their numeric values (interface §1.2)."""
+"""Enumerations of the interface and their values (interface §1.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _NamedIntEnum(IntEnum):
 
 
 class LLMRole(_NamedIntEnum):
-    """What an instance does in a cluster; in CacheManager mode a label with no effect on transfers.
+    """Role of an instance; in v2 mode a label with no effect on transfers.
 
     Source: interface §1.2.
     """
@@ -27,7 +27,7 @@ class LLMRole(_NamedIntEnum):
 
 
 class Placement(_NamedIntEnum):
-    """Where a cache's memory is.
+    """Place of a cache's memory.
 
     Source: interface §1.2.
     """
@@ -37,7 +37,7 @@ class Placement(_NamedIntEnum):
 
 
 class RegisterMemStatus(Enum):
-    """How far a link made by ``link()`` has come.
+    """Status of a communicator.
 
     Source: interface §1.2.
     """
@@ -48,7 +48,7 @@ class RegisterMemStatus(Enum):
 
 
 class Memtype(Enum):
-    """Where the memory of a :class:`MemInfo` is. Note the order: opposite to :class:`Placement`.
+    """Place of a :class:`MemInfo`'s memory; the order is opposite to :class:`Placement`.
 
     Source: interface §1.2.
     """
@@ -58,7 +58,7 @@ class Memtype(Enum):
 
 
 class PushType(Enum):
-    """How the target of a layer-wise transfer is addressed.
+    """Addressing of a layer-wise transfer's destination.
 
     Source: interface §1.2.
     """

@@ -1,7 +1,6 @@
-"""Grant: permission to pull certain blocks, for as long as they hold what they held when it was given.
+"""Grant, an owner's permission to pull certain blocks until it ends; contents are not compared.
 
-The owner of the blocks gives it, under a token. A reader claims it by the token, pulls, and releases it. Who keeps the
-grants of an owner, and what ends them, is in ``_transfer/grants.py``.
+``_transfer/grants.py`` keeps an owner's grants and ends them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES: Final = 16
 _MAX_BLOCKS: Final = 1 << 20
-#: Why a grant has ended, where that is asked for.
+#: Reasons of an end that are compared.
 RELEASED: Final = "released by its readers"
 READER_LOST: Final = "a reader was lost"
 U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -27,7 +26,7 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 def shown(token: bytes) -> str:
-    """Return as much of a token as logs and errors may show: who has all of it may claim the grant."""
+    """Return the part of a token that logs and errors may show."""
     return token[:4].hex()
 
 
@@ -45,51 +44,51 @@ _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
 
 
 class Granter(Protocol):
-    """What gives and ends grants at the owner of the cache."""
+    """Owner of grants, which gives and ends them."""
 
     def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
-        """Give one."""
+        """Give a grant."""
 
     def require_here(self, what: str) -> None:
         """Refuse ``what`` in a forked child of the owner."""
 
     def claimed(self, grant: Grant) -> bool:
-        """Return True while a reader holds it: one that has claimed it and has not released it."""
+        """Return True while a claim was not released."""
 
     def renew(self, grant: Grant, ttl: float) -> None:
-        """Let it last longer, or less long."""
+        """Change the grant's lifetime."""
 
     def revoke(self, grant: Grant) -> None:
-        """End it."""
+        """End the grant."""
 
 
 class Reader(Protocol):
-    """What tells the owner at the reader's end of a link."""
+    """A reader's side of a claim."""
 
     def release(self, grant: Grant) -> None:
-        """Tell the owner that nothing more is read."""
+        """Tell the owner that this reader has finished."""
 
 
 class Grant:
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 
-    ``cache.grant(blocks, ttl)`` makes one at the owner. A reader gets it by ``CacheManager.claim_grant(cluster_id,
-    token)``, or inside a message of the user's own: it pickles, and :meth:`to_bytes` is for everything else.
-    ``pull_blocks(..., grant=...)`` checks it before the first byte and after the last, so that bytes of a block that
-    was used again meanwhile are never taken for the old ones.
+    ``cache.grant(blocks, ttl)`` makes a grant at the owner. A reader claims it by its token
+    (``CacheManager.claim_grant``), or gets it in a message (:meth:`to_bytes`, or pickled). ``pull_blocks(...,
+    grant=...)`` checks it before the first byte and after the last, so it never returns bytes of a later use of the
+    blocks.
 
-    It ends once its time is over, the owner revokes it or frees the cache, all its readers have released it, or the
-    link to a reader that has claimed it is lost; pulls and claims are ``GrantEnded`` from then on. The owner may use
-    the blocks again once :attr:`active` is False.
+    It ends with its lifetime, by ``revoke``, with its cache or owner, by the release of all readers, or with the link
+    to a claiming reader. Then pulls and claims are ``GrantEnded``. Once :attr:`active` is False, the owner may reuse
+    the blocks.
 
-    What is "at the owner only" raises StateError at a copy that came from another process, and in a forked child.
+    "Owner only" methods raise StateError in other processes and in a forked child.
 
     Attributes:
         cluster_id: The owner.
         cache_id: The owner's cache.
-        token: 16 bytes that name the grant; the process that has them may claim it.
-        blocks: The blocks.
-        block_numbers: The same as an array, ascending, each once.
+        token: 16 bytes that name the grant; a process with them may claim it.
+        blocks: Block numbers.
+        block_numbers: The same as an ascending array.
     """
 
     __slots__ = ("_end", "_granter", "_reader", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
@@ -109,68 +108,67 @@ class Grant:
         self._wire = _Wire(cluster_id, incarnation, cache_id, *guard, token, self.block_numbers.tolist())
         self._granter = granter
         self._reader: Reader | None = None
-        self._end = ""  # why it has ended; written by the granter
+        self._end = ""  # reason; written by the granter
         self.cluster_id = cluster_id
         self.cache_id = cache_id
         self.token = token
 
     @property
     def incarnation(self) -> bytes:
-        """Random id of the owner's ``init``: the grant ends with it."""
+        """Random id of the owner's ``init``."""
         return self._wire.incarnation
 
     @property
     def guard(self) -> tuple[int, int]:
-        """(slot, generation) of the owner's guard that holds the grant."""
+        """(slot, generation) of the owner's guard."""
         return self._wire.slot, self._wire.generation
 
     @property
     def active(self) -> bool:
-        """True until the grant ends. At the owner only."""
+        """True until the grant ends. Owner only."""
         self._at_owner("active")
         return not self._end
 
     @property
     def end(self) -> str:
-        """Why the grant has ended, in a few words; empty while it is active. At the owner only."""
+        """Reason of the end, in a few words; empty while active. Owner only."""
         self._at_owner("end")
         return self._end
 
     def claimed(self) -> bool:
-        """Return True while a reader holds it: one that has claimed it and has not released it. At the owner only.
+        """Return True while a reader has claimed the grant and not released it. Owner only.
 
-        Of several readers that share a grant one may have released it, and another may never come: then this is False,
-        and the grant lasts for the rest of its time.
+        False is not the end: the grant waits for other readers, for its lifetime.
         """
         return self._at_owner("claimed").claimed(self)
 
     def released(self) -> bool:
-        """Return True once all its readers have released it. At the owner only."""
+        """Return True once all its readers have released it. Owner only."""
         self._at_owner("released")
         return self._end == RELEASED
 
     def renew(self, ttl: float) -> None:
-        """Let the grant last ``ttl`` seconds from now on, at most. At the owner only.
+        """Let the grant end ``ttl`` seconds from now. Owner only.
 
         Raises:
-            TypeError: ``ttl`` is no number.
-            ParamError: It is not above 0, or not finite.
+            TypeError: ``ttl`` is not a number.
+            ParamError: Not above 0, or not finite.
             StateError: The grant has ended.
         """
         self._at_owner("renew").renew(self, ttl)
 
     def revoke(self) -> None:
-        """End the grant now: pulls of it that are not complete fail. At the owner only; idempotent.
+        """End the grant now; unfinished pulls with it fail. Owner only; idempotent.
 
-        When this returns, the blocks may be used again. Exception: inside of another call of this thread, as by a
-        finalizer (``__del__``), it is put off until that one ends, and :attr:`active` is True until then.
+        Inside another call of this thread, as by a finalizer (``__del__``), it ends, and stays :attr:`active`, until
+        that call ends.
         """
         self._at_owner("revoke").revoke(self)
 
     def release(self) -> None:
-        """Tell the owner that this reader needs the blocks no more. At a reader that has claimed it only; idempotent.
+        """Tell the owner that this reader has finished. Only after ``claim_grant``; idempotent.
 
-        Returns at once. Where the link is lost there is nothing to tell: that has ended the grant.
+        The call does not wait. A lost link has ended the grant already.
 
         Raises:
             StateError: This grant was not claimed here, or a forked child calls.
@@ -180,22 +178,22 @@ class Grant:
         self._reader.release(self)
 
     def to_bytes(self) -> bytes:
-        """Return the grant for a message, some bytes per block."""
+        """Return the grant as bytes, several per block."""
         return msgspec.msgpack.encode(self._wire)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the grant in a message.
+        """Return the grant of :meth:`to_bytes`.
 
         Raises:
             TypeError: ``data`` is not bytes.
-            ParamError: It holds no grant.
+            ParamError: ``data`` has no grant.
         """
         check_type("data", data, bytes)
         try:
             wire = _decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
+            raise ParamError(f"data: {len(data)} bytes that are not a grant: {error}") from error
         return cls(
             wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation), wire.token, wire.blocks
         )

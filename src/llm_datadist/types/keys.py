@@ -1,4 +1,4 @@
-"""Keys: small frozen values that say which cache, row or blocks cache of which cluster is meant (interface §4)."""
+"""Keys: frozen values that name a cluster's cache or row (interface §4)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _DEFAULTS = {"model_id": 0, "prefix_id": INVALID_ID}
 def _assign(
     key: object, fields: tuple[str, ...], required: int, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    """Match arguments to ``fields`` and set them.
-
-    A wrong call is a ParamError, as documented, not Python's TypeError.
-    """
+    """Match arguments to ``fields`` and set them; ParamError, not TypeError, for a wrong call."""
     kind = type(key).__name__
     if len(args) > len(fields):
         raise ParamError(f"{kind}: {len(args)} arguments given, at most {len(fields)} ({', '.join(fields)})")
@@ -39,15 +36,14 @@ def _assign(
 
 @dataclass(init=False, frozen=True, slots=True)
 class CacheKey:
-    """Names one batch row of a continuous cache, by request or by prefix.
+    """Name of one batch row of a continuous cache, by request or by prefix.
 
-    ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``, positional or by keyword; ``prompt_cluster_id``
-    is another name of ``cluster_id``. Where a cache is allocated or registered the cluster id is ignored; in a pull it
-    selects the link. Hashable, comparable, immutable.
+    ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``; ``prompt_cluster_id`` is another name of
+    ``cluster_id``, which selects the link of a pull. Hashable, immutable.
 
     Raises:
-        ParamError: too many, missing, repeated or unknown arguments; a value outside uint64.
-        TypeError: a value that is no int (NoneArgument for None).
+        ParamError: Too many, missing, repeated or unknown arguments; a value outside uint64.
+        TypeError: A value that is not an int (NoneArgument for None).
 
     Source: interface §4.
     """
@@ -73,21 +69,20 @@ class CacheKey:
 
     @property
     def is_prefix(self) -> bool:
-        """True when the key is in the prefix namespace (extension)."""
+        """True for a prefix key. An extension."""
         return self.prefix_id != INVALID_ID
 
     @property
     def is_placeholder(self) -> bool:
-        """True when the key names nothing and only fills a row of ``allocate_cache`` (interface R4; extension)."""
+        """True if the key names no row (interface R4). An extension."""
         return self.req_id == INVALID_ID and self.prefix_id == INVALID_ID
 
 
 @dataclass(init=False, frozen=True, slots=True)
 class BlocksCacheKey:
-    """Names the blocks cache of a cluster with that model id.
+    """Name of a cluster's blocks cache by model id.
 
-    ``BlocksCacheKey(cluster_id, model_id=0)``, positional or by keyword, ``prompt_cluster_id`` as in
-    :class:`CacheKey`, and the same errors. Hashable, comparable, immutable.
+    ``BlocksCacheKey(cluster_id, model_id=0)``, with names, errors and properties as of :class:`CacheKey`.
 
     Source: interface §4.
     """
@@ -110,10 +105,10 @@ class BlocksCacheKey:
 
 @dataclass(frozen=True, slots=True)
 class CacheKeyByIdAndIndex:
-    """Names one batch row of a cache by the cache's id at its owner. Hashable, comparable, immutable.
+    """Name of one batch row by the cache's id at its owner. Hashable, immutable.
 
     Attributes:
-        cluster_id: The owner's cluster, uint64.
+        cluster_id: The owner's cluster id, uint64.
         cache_id: Its ``Cache.cache_id``, int64.
         batch_index: The row, uint32.
 

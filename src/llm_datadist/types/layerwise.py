@@ -1,4 +1,4 @@
-"""Arguments of the layer-wise transfer and of memory repair (interface §4)."""
+"""Arguments of layer-wise transfers and of ``remap_registered_memory`` (interface §4)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemInfo:
-    """A memory range: an argument of ``remap_registered_memory``. Only types are checked here.
+    """A memory range for ``remap_registered_memory``; checks types only.
 
     Attributes:
-        mem_type: Where it is.
+        mem_type: Its place.
         addr: Its address.
-        size: Its length in bytes.
+        size: Its bytes.
 
     Source: interface §4.
     """
@@ -59,13 +59,15 @@ def _some_layers_or_all(name: str, value: range | None) -> range | None:
 
 
 class TransferConfig:
-    """One destination of ``transfer_cache_async`` given by raw addresses.
+    """One destination of ``transfer_cache_async``, by raw addresses; attributes are checked when assigned.
 
-    The arguments are the attributes, which can be assigned later, with the same checks.
+    Block b lies b block sizes behind its address. If an address, or its range, lies in none of the peer's caches, the
+    config ends with ``LLM_PARAM_INVALID``; the error names the address. Over shm alone (``llm.Transport=shm``) it ends
+    with ``LLM_FEATURE_NOT_ENABLED``.
 
     Raises:
-        ParamError: an integer outside its width; a range that is empty, starts below 0 or has another step than 1.
-        TypeError: a wrong type (NoneArgument for None).
+        ParamError: An integer outside its width; a range that is empty, starts below 0 or has another step than 1.
+        TypeError: A wrong type (NoneArgument for None).
 
     Source: interface §4.
     """
@@ -77,7 +79,7 @@ class TransferConfig:
     )
     src_layer_range = Attribute("Layers to send; None means all.", _some_layers_or_all)
     src_batch_index = Attribute("Row to send, uint32.", check_uint32)
-    # The destination's layers are the source's; the attribute exists so that both configs read alike.
+    # The destination's layers are the source's; exists so that both configs have the attribute.
     dst_layer_range: range | None = None
 
     def __init__(
@@ -100,19 +102,19 @@ class TransferConfig:
 
 
 class TransferWithCacheKeyConfig:
-    """One destination of ``transfer_cache_async`` given by a key.
+    """One destination of ``transfer_cache_async``, by key; attributes are checked when assigned.
 
-    The arguments are the attributes, which can be assigned later, with the same checks.
+    A row goes to the key's row, or to block 0 of a blocks cache.
 
     Raises:
-        ParamError: an integer outside its width; a bad range; ranges of unequal length; a row with a BlocksCacheKey.
-        TypeError: a wrong type (NoneArgument for None, also for the ranges).
+        ParamError: As :class:`TransferConfig`; ranges of unequal length; a row with a BlocksCacheKey.
+        TypeError: A wrong type (NoneArgument for None, also for the ranges).
 
     Source: interface §4.
     """
 
     src_layer_range = Attribute("Layers to send.", _some_layers)
-    dst_layer_range = Attribute("Layers they become at the receiver: the same number.", _some_layers)
+    dst_layer_range = Attribute("Layers at the receiver, equally many.", _some_layers)
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class TransferWithCacheKeyConfig:
 
     @property
     def cache_key(self) -> BlocksCacheKey | CacheKeyByIdAndIndex:
-        """The blocks cache, or the cache and row, that receives."""
+        """The receiving blocks cache, or cache and row."""
         return self._cache_key
 
     @cache_key.setter
@@ -140,7 +142,7 @@ class TransferWithCacheKeyConfig:
 
     @property
     def dst_cluster_id(self) -> int:
-        """Cluster that receives: that of ``cache_key``, also after the key was changed."""
+        """The receiving cluster: that of the present ``cache_key``."""
         return self._cache_key.cluster_id
 
     @property
@@ -155,9 +157,9 @@ class TransferWithCacheKeyConfig:
         self._src_batch_index = row
 
     def check_lengths(self) -> None:
-        """Raise ParamError unless both ranges have the same length (extension).
+        """Raise ParamError unless both ranges have the same length. An extension.
 
-        The setters do not ask for it, since the ranges can only be changed one after the other; the transfer does.
+        Setters change one range at a time, so the transfer checks.
         """
         check_rule(
             len(self.src_layer_range) == len(self.dst_layer_range),
@@ -179,21 +181,23 @@ def _check_row(row: int, key: BlocksCacheKey | CacheKeyByIdAndIndex) -> None:
 
 
 class LayerSynchronizer(ABC):
-    """Tells ``transfer_cache_async`` when a layer's cache has been computed; implemented by the user.
+    """Callback of ``transfer_cache_async`` that waits for a layer; implemented by the user.
 
     Source: interface §4.
     """
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        """Block until layer ``layer_index`` is ready. Called on the task's thread.
+        """Block until layer ``layer_index``, from 0, is ready. The transfer's thread calls it.
+
+        A call that never returns keeps that thread, and nothing else, for ever.
 
         Args:
-            layer_index: Counted from 0.
-            timeout_in_millis: Milliseconds to wait at most; None: no limit.
+            timeout_in_millis: Always None: no limit.
 
         Returns:
-            True when the layer may be sent; False stops the whole job.
+            True to send the layer. False stops the transfer: the layer's configs get ``LLM_PARAM_INVALID``, other
+                unfinished ones ``LLM_FAILED``.
 
         Source: interface §4.
         """

@@ -1,1 +1,1 @@
-"""Other paths of ``llm_datadist``'s helpers (interface R23)."""
+"""Older import paths: helpers (interface R23)."""

@@ -1,5 +1,4 @@
-"""Another path of the logger ``LLM_DATADIST`` (interface R23); what is logged here is logged there, with its caller's
-line."""
+"""Older import path: the logger ``LLM_DATADIST`` (interface R23)."""
 
 from logging import Logger
 

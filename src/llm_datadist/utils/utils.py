@@ -1,5 +1,4 @@
-"""Another path of the argument checks (interface R23): the integer checks of ``_checks.py``, the others of
-``compat.py``."""
+"""Older import path: argument checks (interface R23)."""
 
 from llm_datadist._checks import check_int32, check_int64, check_uint8, check_uint16, check_uint32, check_uint64
 from llm_datadist.compat import (

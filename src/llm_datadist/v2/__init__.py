@@ -1,1 +1,1 @@
-"""Other paths of the CacheManager mode (interface R23)."""
+"""Older import paths: CacheManager mode (interface R23)."""

@@ -1,4 +1,4 @@
-"""Another path of CacheManager (interface R23)."""
+"""Older import path: CacheManager (interface R23)."""
 
 from llm_datadist.cache_manager import CacheManager
 

@@ -1,5 +1,4 @@
-"""The path of two classes that no page describes, EngineConfig and ClusterConfig; only the options are here
-(interface R23)."""
+"""Older import path: options, but not EngineConfig and ClusterConfig, which no page describes (interface R23)."""
 
 from llm_datadist.config import Options
 

@@ -1,4 +1,4 @@
-"""Another path of LLMDataDist (interface R23)."""
+"""Older import path: LLMDataDist (interface R23)."""
 
 from llm_datadist.datadist import LLMDataDist, _shutdown_handler
 

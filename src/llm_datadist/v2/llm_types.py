@@ -1,4 +1,4 @@
-"""Another path of the interface's values (interface R23)."""
+"""Older import path: values of the interface (interface R23)."""
 
 from llm_datadist.compat import check_layer_range
 from llm_datadist.types import (

@@ -1,4 +1,4 @@
-"""The class that vLLM makes: once in its scheduler, and once in each worker. It passes every call on to its half."""
+"""The class that vLLM makes, one in its scheduler and one in each worker; it passes each call to its half."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from llm_datadist.integrations.vllm.offers import Orders
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
-from llm_datadist.integrations.vllm.worker import Worker
+from llm_datadist.integrations.vllm.worker import RankWorker
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -35,9 +35,9 @@ __all__ = ["LLMDataDistConnector"]
 
 
 class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves the KV cache of a prompt from a prefill engine to a decode engine.
+    """Moves a prompt's KV cache from a prefill engine to a decode engine.
 
-    Its options (``kv_connector_extra_config``) are in docs/vllm.md. Threads: vLLM's; each half says more.
+    docs/vllm.md has its options (``kv_connector_extra_config``). Threads: vLLM's.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -46,67 +46,57 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         schedules = role is KVConnectorRole.SCHEDULER
         self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
-        self._worker: Any = None if schedules else Worker(vllm_config, kv_cache_config)
+        self._worker: Any = None if schedules else RankWorker(vllm_config, kv_cache_config)
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take where the workers listen."""
         self._scheduler.take_endpoints(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """Have the workers claim what the request was offered."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens can be fetched, and that this happens between steps."""
+        """Return the number of tokens to fetch, and True if any: they load between steps."""
         count = self._scheduler.matched_tokens(request, num_computed_tokens)
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return all groups that are transferred: the blocks are the request's own."""
+        """Return all transferred groups: the blocks are the request's own."""
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Have the workers fetch into the blocks."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take which offers were claimed or are over."""
         self._scheduler.take_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the orders for the workers."""
         return self._scheduler.take_orders()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is decoded elsewhere."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is decoded elsewhere."""
         return self._scheduler.finished(request, block_ids)
 
     # --- in a worker --------------------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """Return what places the KV cache in a pool of ours."""
+        """Return the context that allocates the KV cache from the pool."""
         return self._worker.placement
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache where it lies."""
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return where this worker listens."""
         return self._worker.endpoint()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin what the scheduler wants."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         self._worker.obey(orders, idle=forward_context.attn_metadata is None)
@@ -115,25 +105,21 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: requests are parked until all of their KV is there."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: decode engines read the blocks where they are."""
+        """Do nothing: decode engines read the blocks in place."""
 
     def wait_for_save(self) -> None:
         """Do nothing."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return which requests have ended."""
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return which offers were claimed since the last call."""
         return self._worker.take_claimed()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call, in a worker or in the scheduler."""
         return (self._worker or self._scheduler).take_stats()
 
     def shutdown(self) -> None:
-        """End all transfers."""
         if self._worker is not None:
             self._worker.stop()
 
@@ -141,10 +127,8 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return what a worker has counted."""
         return Stats(data) if data is not None else Stats()
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
-        """Return the Prometheus counters."""
         return StatsMetrics(*args, **kwargs)

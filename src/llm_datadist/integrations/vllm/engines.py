@@ -1,10 +1,10 @@
-"""The prefill engines that a rank reads: links to their ranks, and claims of what they offered.
+"""Prefill engines that a rank reads: links to their ranks, and claims of their grants.
 
-Each engine has a few threads of its own, so an engine that is silent keeps only its own requests waiting. What fails
-because the engine cannot be reached also fails all that was ordered before: one timeout serves all of them.
+Each engine has four threads, so a silent engine delays only its own requests. If it cannot be reached, all earlier
+orders fail, too: one timeout serves them all.
 
-A claim may come before its grant, because the scheduler of the prefill engine answers before its workers have their
-orders. Such a claim holds no thread: it is repeated for a second at most.
+A claim may precede its grant, because a scheduler answers before its workers have their orders. Such a claim holds no
+thread; it is repeated for at most a second.
 """
 
 from __future__ import annotations
@@ -28,85 +28,80 @@ if TYPE_CHECKING:
 
     from llm_datadist import LLMDataDist
     from llm_datadist.integrations.vllm.layout import Share
-    from llm_datadist.integrations.vllm.offers import Endpoint, Offer
+    from llm_datadist.integrations.vllm.offers import KvOffer, RankEndpoint
     from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.grant import Grant
 
-__all__ = ["Claimed", "Engines"]
+__all__ = ["ClaimedOffer", "Engines"]
 
 logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64
-THREADS: Final = 4  # of each engine
-_MAX_WAITING: Final = 64  # claims of each engine that wait for their grants
+THREADS: Final = 4  # for each engine
+_MAX_WAITING: Final = 64  # claims of each engine that wait for grants
 _WAIT_S: Final = 1.0
 _REPEAT_S: Final = 0.005
 
 
 class _Engine:
-    """One prefill engine."""
-
-    def __init__(self, ranks: list[Endpoint]) -> None:
+    def __init__(self, ranks: list[RankEndpoint]) -> None:
         self.ranks = ranks
         self.threads = ThreadPoolExecutor(THREADS, "lldd-vllm-engine")
-        self.users = 0  # claims under way or held; guarded by the lock of Engines
+        self.users = 0  # running or held claims; guarded by Engines' lock
         self.waiting = threading.Semaphore(_MAX_WAITING)
         self.linking = threading.Lock()
-        self.failure, self.failed_at = "", -math.inf  # why it could not be reached last, and when
+        self.failure, self.failed_at = "", -math.inf  # last failure to reach it
 
     def check(self, ordered: float) -> None:
-        """Raise NotLinked if it could not be reached since then."""
+        """Raise NotLinked if reaching the engine failed after ``ordered``."""
         if self.failed_at > ordered:
             raise NotLinked(self.failure)
 
     def fail(self, why: str) -> Never:
-        """Raise NotLinked, here and for all that was ordered before."""
+        """Raise NotLinked, here and for all earlier orders."""
         self.failure, self.failed_at = why, time.monotonic()
         raise NotLinked(why)
 
 
 @dataclass(eq=False)
-class Claimed:
-    """A claim under way or held: a grant of each rank of the prefill engine that this rank reads.
+class ClaimedOffer:
+    """A running or held claim: one grant for each share. Threads: one at a time, until it is held."""
 
-    One thread at a time has it, until it is held.
-    """
-
-    offer: Offer
+    offer: KvOffer
     token: bytes
     shares: list[Share]
     engine: _Engine
-    grants: list[Grant] = field(default_factory=list)  # of the shares, in their order
+    grants: list[Grant] = field(default_factory=list)  # in the order of the shares
     ordered: float = field(default_factory=time.monotonic)
-    until: float = math.inf  # from the first grant on that was not given yet
+    until: float = math.inf  # set by the first missing grant
 
 
 class Engines:
     """Links to prefill engines and claims their grants.
 
     Args:
-        datadist: Whose links these are; finalized before :meth:`stop`.
+        datadist: Instance of the links; finalized before :meth:`stop`.
         host: Address of this rank.
-        link_ms: For one link.
+        link_ms: Milliseconds for one link.
     """
 
     def __init__(self, datadist: LLMDataDist, host: str, link_ms: int) -> None:
         self._datadist, self._host, self._link_ms = datadist, host, link_ms
-        self._lock = threading.Lock()  # guards the engines
-        self.known: dict[int, _Engine] = {}  # by the cluster id of the first rank, the longest idle first
+        self._lock = threading.Lock()  # guards ``known`` and ``users``
+        self.known: dict[int, _Engine] = {}  # by the first rank's cluster id, the longest idle first
         self._waiter = ThreadPoolExecutor(1, "lldd-vllm-wait")
 
-    def claim(self, offer: Offer, token: bytes, shares_of: Callable[[Offer], list[Share]]) -> Future[Claimed]:
-        """Claim what an offer grants of the shares that the function returns or refuses here; never waits."""
-        future: Future[Claimed] = Future()
+    def claim(self, offer: KvOffer, token: bytes, shares_of: Callable[[KvOffer], list[Share]]) -> Future[ClaimedOffer]:
+        """Claim an offer's grants for the shares that ``shares_of`` returns or refuses; never waits."""
+        future: Future[ClaimedOffer] = Future()
         try:
-            claimed = Claimed(offer, token, shares_of(offer), self._engine_of(offer.ranks))
+            claimed = ClaimedOffer(offer, token, shares_of(offer), self._engine_of(offer.ranks))
             claimed.engine.threads.submit(self._advance, claimed, future)
-        except Exception as error:  # noqa: BLE001 (the request fails with it)
+        except Exception as error:  # noqa: BLE001 (fails the request)
             future.set_exception(error)
         return future
 
-    def release(self, claimed: Claimed) -> None:
+    def release(self, claimed: ClaimedOffer) -> None:
         """Release all grants of a claim. Once."""
         for grant in claimed.grants:
             grant.release()
@@ -115,7 +110,7 @@ class Engines:
             claimed.engine.users -= 1
             self.known[key] = self.known.pop(key)
 
-    def _engine_of(self, ranks: list[Endpoint]) -> _Engine:
+    def _engine_of(self, ranks: list[RankEndpoint]) -> _Engine:
         key = ranks[0].cluster_id
         with self._lock:
             if key not in self.known:
@@ -126,7 +121,7 @@ class Engines:
             return self.known[key]
 
     def _retire(self) -> None:
-        """Give up the engine that is idle for longest. Raises LinkError if all are in use."""
+        """Give up the longest idle engine. Raises LinkError if all are in use."""
         idle = next((key for key, each in self.known.items() if not each.users), None)
         if idle is None:
             raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
@@ -134,10 +129,10 @@ class Engines:
         engine.threads.submit(self._unlink_retired, engine)
         engine.threads.shutdown(wait=False)
 
-    # --- on a thread of the engine ------------------------------------------------------------------------------------
+    # --- on an engine's thread ----------------------------------------------------------------------------------------
 
-    def _advance(self, claimed: Claimed, future: Future[Claimed]) -> None:
-        """Claim the grants that are left, until one is not given yet."""
+    def _advance(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
+        """Claim the remaining grants, until one is missing."""
         try:
             for share in claimed.shares[len(claimed.grants) :]:
                 grant = self._claim_of(claimed, share)
@@ -145,14 +140,14 @@ class Engines:
                     self._repeat_later(claimed, future)
                     return
                 claimed.grants.append(grant)
-        except Exception as error:  # noqa: BLE001 (the request fails with it)
+        except Exception as error:  # noqa: BLE001 (fails the request)
             self.release(claimed)
             future.set_exception(error)
         else:
             future.set_result(claimed)
 
-    def _claim_of(self, claimed: Claimed, share: Share) -> Grant | None:
-        """Return the grant of one rank, or None if it is not given yet."""
+    def _claim_of(self, claimed: ClaimedOffer, share: Share) -> Grant | None:
+        """Return one rank's grant, or None if it is not given yet."""
         engine, endpoint = claimed.engine, claimed.offer.ranks[share.rank]
         claim = partial(self._datadist.cache_manager.claim_grant, endpoint.cluster_id, claimed.token, share.readers)
         engine.check(claimed.ordered)
@@ -160,7 +155,7 @@ class Engines:
             try:
                 self._link_to(endpoint)
                 return claim(wait=False)
-            except LinkError:  # there is no link yet, or it has just broken
+            except LinkError:  # no link yet, or it has just broken
                 with engine.linking:
                     engine.check(claimed.ordered)
                     self._link(engine, endpoint)
@@ -170,8 +165,8 @@ class Engines:
                 engine.fail(str(error))
             return None
 
-    def _link_to(self, endpoint: Endpoint) -> LinkStatistics:
-        """Return the link to the process that has made the offer, or raise NotLinked. Addresses say nothing: NAT."""
+    def _link_to(self, endpoint: RankEndpoint) -> LinkStatistics:
+        """Return the link to the process of the offer, or raise NotLinked. NAT makes addresses meaningless."""
         cluster_id = endpoint.cluster_id
         link = self._datadist.explain(cluster_id)
         there = link.peer_incarnation
@@ -179,7 +174,7 @@ class Engines:
             raise NotLinked(f"cluster {cluster_id} is another process than the one of the reference: {there}")
         return link
 
-    def _link(self, engine: _Engine, endpoint: Endpoint) -> None:
+    def _link(self, engine: _Engine, endpoint: RankEndpoint) -> None:
         where = f"{endpoint.host}:{endpoint.port}"
         _, statuses = self._datadist.link_clusters([self._info(endpoint)], self._link_ms)
         if statuses[0] not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
@@ -194,35 +189,35 @@ class Engines:
         logger.info(said, where, link.transport, link.private_transport, link.reason)
 
     def _unlink_retired(self, engine: _Engine) -> None:
-        """Unlink all ranks, unless the engine has come back before."""
+        """Unlink all ranks, unless the engine is in use again."""
         for endpoint in engine.ranks:
             with self._lock:
                 again = engine.ranks[0].cluster_id in self.known
             if not again:
                 self._unlink(endpoint)
 
-    def _unlink(self, endpoint: Endpoint) -> None:
+    def _unlink(self, endpoint: RankEndpoint) -> None:
         with suppress(LLMException):
             self._datadist.unlink_clusters([self._info(endpoint)], self._link_ms, force=True)
 
-    def _info(self, endpoint: Endpoint) -> Any:
+    def _info(self, endpoint: RankEndpoint) -> Any:
         info = LLMClusterInfo()
         info.remote_cluster_id = endpoint.cluster_id
         info.append_local_ip_info(self._host, 0)
         info.append_remote_ip_info(endpoint.host, endpoint.port)
         return info
 
-    # --- claims that wait for their grants ----------------------------------------------------------------------------
+    # --- claims that wait for grants ----------------------------------------------------------------------------------
 
-    def _repeat_later(self, claimed: Claimed, future: Future[Claimed]) -> None:
+    def _repeat_later(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
         now = time.monotonic()
         claimed.until = min(claimed.until, now + _WAIT_S)
         if now >= claimed.until or not claimed.engine.waiting.acquire(blocking=False):
             raise DeadlineExceeded("the prefill engine has not given the grant in time")
         self._waiter.submit(self._repeat, claimed, future, now + _REPEAT_S)
 
-    def _repeat(self, claimed: Claimed, future: Future[Claimed], when: float) -> None:
-        """Wait on the one thread for that: all claims wait equally long, so none waits for another one."""
+    def _repeat(self, claimed: ClaimedOffer, future: Future[ClaimedOffer], when: float) -> None:
+        """Wait on one thread: all claims wait equally long, so none delays another."""
         time.sleep(max(0, when - time.monotonic()))
         claimed.engine.waiting.release()
         claimed.engine.threads.submit(self._advance, claimed, future)

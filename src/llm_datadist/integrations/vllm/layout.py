@@ -1,8 +1,8 @@
-"""Where the pages of the layers lie in memory, and which rows of a peer's ranks go into which of ours. No I/O.
+"""Places of the layers in memory, and the rows of a peer's ranks that go into this engine's. No I/O.
 
-vLLM makes one allocation and gives each layer a view of it. Layers of different groups may share a place: a block is of
-one group at a time. Each place becomes one tensor of a blocks cache. Its row is the smallest part that a rank may need
-of a block: one KV head where heads are contiguous, else the whole page.
+Each layer is a view of vLLM's one allocation. Layers of different groups may share a place, because a block belongs to
+one group at a time. A place becomes one tensor of a blocks cache. Its row is the smallest part of a block that a rank
+may need: one KV head if heads are contiguous, else the whole page.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What two engines must agree on before one reads the other's memory.
+    """Properties that must agree before one engine reads another's memory.
 
     Attributes:
-        model: Its name, as the engine was given it.
-        dtype: Of the elements of the KV cache.
         block_tokens: Tokens of one block.
-        pages: Parts of a block, one behind the other, that each hold all heads of this rank.
-        heads: KV heads of this rank; 1 where a page cannot be divided.
+        pages: Consecutive parts of a block; each holds all heads of this rank.
+        heads: KV heads of this rank; 1 if a page cannot be divided.
         row_bytes: Bytes of one head of one page.
-        places: For each tensor the names of the layers in it.
+        places: For each tensor the names of its layers.
         ranks: Tensor-parallel ranks of the engine.
+        divisible: True if a page can be divided by heads.
     """
 
     model: str
@@ -51,11 +50,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rows(self) -> int:
-        """Rows of one block."""
         return self.pages * self.heads
 
     def check(self, peer: Layout) -> None:
-        """Raise CacheMismatch, which says every difference, unless a rank with this layout can read such a peer."""
+        """Raise CacheMismatch with every difference, unless a rank with this layout can read such a peer."""
         same = ("model", "dtype", "block_tokens", "pages", "row_bytes", "places", "divisible")
         found = [
             f"{name}: {_short(getattr(peer, name))} there, {_short(getattr(self, name))} here"
@@ -76,17 +74,17 @@ def _short(value: object) -> str:
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank reads of one rank of the peer: ``count`` heads from ``theirs`` on, to those from ``ours`` on."""
+    """Part of a peer's rank that one rank reads: ``count`` heads from ``theirs`` on, into ``ours`` on."""
 
     rank: int
     theirs: int
     ours: int
     count: int
-    readers: int  # ranks of our engine that read that rank
+    readers: int  # ranks of this engine that read that rank
 
 
 def shares(ours: Layout, rank: int, theirs: Layout) -> list[Share]:
-    """Return what ``rank`` of our engine reads of the peer's ranks, which together hold the same heads."""
+    """Return the shares of ``rank`` in the peer's ranks, which together hold the same heads."""
     first, last = rank * ours.heads, (rank + 1) * ours.heads
     found = []
     for peer in range(theirs.ranks):
@@ -110,17 +108,15 @@ def rows_of(layout: Layout, blocks: Sequence[int], first: int, count: int) -> ND
 def describe(
     views: Mapping[str, torch.Tensor], num_blocks: int, *, block_tokens: int, model: str, ranks: int
 ) -> tuple[Layout, list[int]]:
-    """Return the layout of a rank's KV cache, and the address of each of its places.
+    """Return the layout of a rank's KV cache, and the address of each place.
 
     Args:
         views: By name of the layer, shape (pages, heads, tokens, bytes of K and V).
         num_blocks: Blocks of the cache.
-        block_tokens: Tokens of one block.
-        model: Name of the model.
         ranks: Tensor-parallel size.
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: memory that this connector cannot name.
+        LLMException: LLM_FEATURE_NOT_ENABLED: this connector cannot name the memory.
     """
     places: dict[int, list[str]] = {}
     for name, view in sorted(views.items()):
@@ -133,7 +129,7 @@ def describe(
         raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks")
     pages, heads = view.shape[0] // num_blocks, view.shape[1]
     page = view[0]
-    divisible = page.is_contiguous()  # else tokens come before heads: a page is still one piece
+    divisible = page.is_contiguous()  # else tokens precede heads, in one piece
     if not divisible and not page.transpose(0, 1).is_contiguous():
         raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
     heads_apart = heads if divisible else 1
@@ -156,7 +152,7 @@ def describe(
 
 
 def unsupported(what: str) -> LLMException:
-    """Build the error for what vLLM can do and this connector cannot."""
+    """Build the error for a feature that this connector lacks."""
     return LLMException(
         f"LLMDataDistConnector does not support {what}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     )

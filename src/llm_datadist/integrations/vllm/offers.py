@@ -1,9 +1,8 @@
-"""What a prefill engine offers in ``kv_transfer_params``, and what schedulers tell their workers. No I/O.
+"""Offers of a prefill engine in ``kv_transfer_params``, and the scheduler's orders to workers. No I/O.
 
-The params are JSON with the fields of NIXL's connector, so that routers written for that pass them on, and one field
-of ours, ``datadist``: an :class:`Offer` as a signed reference (``integrations/references.py``). The blocks of an offer
-are under a grant of each rank, whose token is that of the reference. So an offer in which anything was changed is
-refused, and one that is used twice or too late names no grant.
+The params are JSON with the fields of vLLM's NixlConnector, so its routers pass them on. The field ``datadist`` is a
+:class:`KvOffer` as a signed reference, whose token names each rank's grant. So a changed offer is refused, and one used
+twice or too late names no grant.
 """
 
 from __future__ import annotations
@@ -28,17 +27,26 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.references import ReferenceKeys
 
-__all__ = ["ClaimedRequests", "Endpoint", "EndpointMetadata", "Offer", "Orders", "Targets", "asked_of", "prompt_digest"]
+__all__ = [
+    "ClaimedRequests",
+    "EndpointMetadata",
+    "KvOffer",
+    "Orders",
+    "RankEndpoint",
+    "Targets",
+    "asked_of",
+    "prompt_digest",
+]
 
 FIELD: Final = "datadist"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-#: For each group of layers the place of its first block in the request, and the blocks of an engine from there on.
+#: For each group of layers: index of its first block in the request, and an engine's blocks from there.
 Targets = list[tuple[Count, Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]]]
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a rank of the prefill engine listens, and which process that is."""
+class RankEndpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Address and identity of a prefill engine's rank."""
 
     cluster_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     incarnation: str
@@ -48,28 +56,27 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 @dataclass
 class EndpointMetadata(KVConnectorHandshakeMetadata):
-    """An :class:`Endpoint` and the :class:`Layout` there, on their way from a worker to the scheduler."""
+    """Endpoint and layout of a rank, from its worker to the scheduler."""
 
-    endpoint: Endpoint
+    endpoint: RankEndpoint
     layout: Layout
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The field ``datadist``: what a decode engine needs to fetch the KV of one request."""
+class KvOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The field ``datadist``: everything a decode engine needs to fetch one request's KV."""
 
-    prompt: bytes  # digest of the prompt that the blocks are of
+    prompt: bytes  # digest of the prompt
     groups: Annotated[Targets, msgspec.Meta(min_length=1, max_length=64)]
-    ranks: Annotated[list[Endpoint], msgspec.Meta(min_length=1, max_length=1024)]  # by tensor-parallel rank
+    ranks: Annotated[list[RankEndpoint], msgspec.Meta(min_length=1, max_length=1024)]  # by tensor-parallel rank
     layout: Layout  # of each rank
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
 
     def sign(self, keys: ReferenceKeys) -> tuple[str, bytes]:
-        """Return the reference, and the token of its grants."""
         return keys.sign(msgspec.msgpack.encode(self))
 
     @staticmethod
-    def read(reference: object, keys: ReferenceKeys) -> tuple[Offer, bytes]:
-        """Return the offer of a reference, and the token of its grants. Raises ParamError."""
+    def read(reference: object, keys: ReferenceKeys) -> tuple[KvOffer, bytes]:
+        """Return a reference's offer, and the token of its grants. Raises ParamError."""
         payload, token = keys.read(reference)
         try:
             return _decode(payload), token
@@ -77,17 +84,17 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             raise ParamError(f"reference: signed, but no offer of this version: {error}") from None
 
 
-_decode: Final = msgspec.msgpack.Decoder(Offer).decode
+_decode: Final = msgspec.msgpack.Decoder(KvOffer).decode
 
 
 def asked_of(request: Request) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a request; empty for what an HTTP client gave instead of an object."""
+    """Return a request's ``kv_transfer_params``; empty if a client sent no object."""
     params = request.kv_transfer_params
     return params if isinstance(params, dict) else {}
 
 
 def prompt_digest(request: Request) -> bytes | None:
-    """Return a digest of all that the KV of a prompt depends on; None unless the prompt is of tokens and texts."""
+    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
     lora = request.lora_request.lora_name if request.lora_request is not None else None
@@ -100,18 +107,17 @@ def prompt_digest(request: Request) -> bytes | None:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What the scheduler tells its workers in one step.
+    """The scheduler's orders to its workers for one step.
 
     Attributes:
-        claims: Requests that have come with an offer, which the scheduler has verified, and the token of its grants:
-            claim them, so that the prefill engine keeps the blocks.
-        fetches: Requests of earlier claims for which there are blocks now.
-        drops: Requests that need nothing of their offer any more.
-        refused: Requests whose reference was refused: nothing is fetched for them.
-        grants: Requests that are offered: token and blocks.
+        claims: Verified offers and the tokens of their grants.
+        fetches: Claimed requests that now have blocks.
+        drops: Claimed requests that need nothing of their offer.
+        refused: Requests with a refused reference, to report as failed.
+        grants: Offered requests: token and blocks.
     """
 
-    claims: dict[str, tuple[Offer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs a step that fails
+    claims: dict[str, tuple[KvOffer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs failed steps
     fetches: dict[str, Targets] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -119,11 +125,10 @@ class Orders(KVConnectorMetadata):
 
 
 class ClaimedRequests(KVConnectorWorkerMetadata):
-    """What a worker tells the scheduler: requests whose grants a reader has claimed."""
+    """Offered requests whose grants a reader has claimed, from a worker to the scheduler."""
 
     def __init__(self, requests: set[str]) -> None:
         self.requests = requests
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
-        """Add those of another worker."""
         return ClaimedRequests(self.requests | other.requests)

@@ -1,4 +1,4 @@
-"""vLLM's KV cache in a pool of ours: one allocation of vLLM is answered with memory that peers of this host can map."""
+"""vLLM's KV cache in a pool, which peers of this host can map."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["PoolAllocation"]
 
 
 class PoolAllocation(TorchFunctionMode):
-    """While active, answers the ``torch.zeros`` of so many bytes with memory of the pool. Once.
+    """While active, answers one ``torch.zeros`` of ``nbytes`` int8 bytes on the CPU with pool memory.
 
     Args:
-        datadist: Whose pool; it has room for that.
-        nbytes: What vLLM will ask for.
+        datadist: Its pool must have room.
+        nbytes: Bytes that vLLM will ask for.
     """
 
     def __init__(self, datadist: LLMDataDist, nbytes: int) -> None:
@@ -35,7 +35,6 @@ class PoolAllocation(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer the one call, and let all others through."""
         given = kwargs or {}
         wanted = self.cache is None and func is torch.zeros and args == (self._nbytes,)
         if not wanted or given.get("dtype") is not torch.int8 or torch.device(given.get("device", "cpu")).type != "cpu":

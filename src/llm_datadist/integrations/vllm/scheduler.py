@@ -1,17 +1,16 @@
-"""Which requests are offered to decode engines, and which are fetched from prefill engines.
+"""Offers of requests to decode engines, and fetches from prefill engines. Gives orders to workers; moves nothing.
 
-Runs in the scheduler's process and moves nothing: it gives its workers orders. One thread, vLLM's.
-
-| request | what happens here |
+| request | effect |
 |---|---|
-| comes with an offer | its workers claim the grants, so that the prefill engine keeps the blocks |
-| has got blocks | its workers fetch the KV into them; vLLM parks the request until they report it |
-| has all its KV here already, or ends before it got blocks | its workers release the grants |
-| ends, and is to be decoded elsewhere | its blocks are granted and kept; the answer has the offer |
+| comes with an offer | workers claim the grants, so that the prefill engine keeps the blocks |
+| gets blocks | workers fetch the KV into them |
+| has all its KV here, or ends without blocks | workers release the grants |
+| ends, to be decoded elsewhere | its blocks are granted and kept; the answer has the offer |
 
-An HTTP client says what ``kv_transfer_params`` hold, so a reference is verified here, before there is anything for it.
-A request with one that is refused is parked without an order to fetch, and its workers report it as failed in the same
-step; vLLM's ``kv_load_failure_policy`` says what follows.
+HTTP clients write ``kv_transfer_params``: references are verified here, before anything is spent on them. A request
+with a refused one is parked without a fetch, and workers report it as failed in the same step.
+
+Threads: one, vLLM's.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from llm_datadist.integrations.vllm.offers import (
     FIELD,
     ClaimedRequests,
     EndpointMetadata,
-    Offer,
+    KvOffer,
     Orders,
     Targets,
     asked_of,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from llm_datadist.integrations.vllm.layout import Layout
-    from llm_datadist.integrations.vllm.offers import Endpoint
+    from llm_datadist.integrations.vllm.offers import RankEndpoint
 
 __all__ = ["Scheduler", "init_options"]
 
@@ -57,7 +56,7 @@ logger = init_logger("vllm.datadist.scheduler")
 
 
 def init_options(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the connector's option ``options``: more options of ``init``."""
+    """Return the connector's option ``options``: further options of ``init``."""
     given = vllm_config.kv_transfer_config.get_from_extra_config("options", {})
     return {str(key): str(value) for key, value in dict(given).items()}
 
@@ -74,17 +73,17 @@ class Scheduler:
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
         option = transfer.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
-        self.ranks: list[Endpoint] = []  # empty at an engine that offers nothing
+        self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._layout: Layout
-        self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends: False, its reference was refused
+        self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends; False: refused
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
-        self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant that no reader has claimed
-        self._held: Counter[int] = Counter()  # how many of these requests have the block
+        self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under an unclaimed grant
+        self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
         self._orders = Orders()
         self._stats = Stats()
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Learn where the workers listen, by (pipeline rank, tensor-parallel rank)."""
+        """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
         found = [each for _, each in sorted(metadata.items()) if isinstance(each, EndpointMetadata)]
         if len(found) < len(metadata) or any(pipeline for pipeline, _ in metadata):
             raise unsupported("pipeline parallelism")
@@ -100,7 +99,7 @@ class Scheduler:
             return
         self._asked[request.request_id] = False
         try:
-            offer, token = Offer.read(asked.get(FIELD), self._keys)
+            offer, token = KvOffer.read(asked.get(FIELD), self._keys)
             if offer.prompt != prompt_digest(request):
                 raise ParamError("reference: of another prompt than this request's")
         except ParamError as error:
@@ -110,7 +109,7 @@ class Scheduler:
             self._orders.claims[request.request_id] = offer, token
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
-        """Return how many tokens a fetch would bring, beyond those that are computed."""
+        """Return how many tokens a fetch would add to the computed ones."""
         if request.request_id not in self._asked:
             return 0
         return max(0, request.num_prompt_tokens - num_computed)
@@ -120,7 +119,7 @@ class Scheduler:
             return
         if not num_external:
             self._drop(request.request_id)
-        elif self._asked.pop(request.request_id):  # one fetch for each request
+        elif self._asked.pop(request.request_id):  # once for each request
             tokens = request.num_prompt_tokens
             targets = self._needed(blocks.get_block_ids(), tokens - num_external, tokens)
             self._orders.fetches[request.request_id] = targets
@@ -132,7 +131,7 @@ class Scheduler:
             self._orders.drops.append(request_id)
 
     def _needed(self, block_ids: Sequence[list[int]], have: int, tokens: int) -> Targets:
-        """Return those of a request's blocks that hold what a next token needs of tokens ``have`` to ``tokens``."""
+        """Return the request's blocks that a next token needs of tokens ``have`` to ``tokens``."""
         found = []
         for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
             begin = have if window is None else max(have, tokens - window)
@@ -141,8 +140,8 @@ class Scheduler:
         return found
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is to be decoded elsewhere; return (keep them, the params)."""
-        if request.request_id in self._asked:  # it never got blocks: the prefill engine need not keep its own
+        """Offer the blocks of a request that is decoded elsewhere; return (keep them, the params)."""
+        if request.request_id in self._asked:  # without blocks: the prefill engine need not keep its own
             self._drop(request.request_id)
             return False, None
         done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -156,7 +155,7 @@ class Scheduler:
         kept = [block for _, numbers in groups for block in numbers]
         if not kept or not self._hold(request.request_id, kept):
             return False, None
-        reference, token = Offer(prompt, groups, self.ranks, self._layout).sign(self._keys)
+        reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self._orders.grants[request.request_id] = token, kept
         return True, {
             "do_remote_prefill": True,
@@ -170,13 +169,13 @@ class Scheduler:
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": tokens,
-            "remote_blocks_expiry_time": None,  # clocks of two processes cannot be compared
+            "remote_blocks_expiry_time": None,  # processes have different clocks
             "transfer_mode": "pull",
             FIELD: reference,
         }
 
     def _hold(self, request_id: str, blocks: list[int]) -> bool:
-        """Count blocks that are kept for a reader; return False if that would be too many."""
+        """Count blocks kept for a reader; return False if they would be too many."""
         if len(self._held) + sum(block not in self._held for block in blocks) > self.max_unclaimed:
             self._stats.add("refused_offers")
             return False
@@ -185,7 +184,7 @@ class Scheduler:
         return True
 
     def take_output(self, output: KVConnectorOutput) -> None:
-        """Learn which grants were claimed or have ended."""
+        """Forget requests whose grants were claimed or have ended."""
         told = output.kv_connector_worker_meta
         claimed = told.requests if isinstance(told, ClaimedRequests) else ()
         for request_id in {*claimed, *(output.finished_sending or ())}:
@@ -199,13 +198,12 @@ class Scheduler:
         return None if found.is_empty() else found
 
     def take_orders(self) -> Orders:
-        """Return the orders for this step."""
         orders, self._orders = self._orders, Orders()
         return orders
 
 
 def _window(kv_cache_config: KVCacheConfig, group: int) -> int | None:
-    """Return the tokens that a group looks back; None for all. Raises LLMException for a kind that is not supported."""
+    """Return the tokens that a group looks back; None for all. Raises LLMException for an unsupported kind."""
     spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
     if isinstance(spec, SlidingWindowSpec):
         return spec.sliding_window

@@ -1,4 +1,4 @@
-"""What a worker counts, for vLLM's log and its Prometheus metrics."""
+"""A worker's counters, for vLLM's log and its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNTERS", "Stats", "StatsMetrics"]
 
-#: Name and meaning of each number; all of them only grow.
+#: Name and meaning of each counter.
 COUNTERS: Final = {
     "fetched_requests": "Requests whose KV came.",
     "fetched_blocks": "Blocks that came.",
@@ -33,26 +33,22 @@ class Stats(KVConnectorStats):
     """The numbers of one interval."""
 
     def __post_init__(self) -> None:
-        """Begin with zeros, unless there are numbers."""
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
         self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
 
     def add(self, name: str, number: float = 1) -> None:
-        """Count."""
         self.data[name] += number
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the numbers of another worker or interval."""
         for name, number in other.data.items():
             self.data[name] = self.data.get(name, 0) + number
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what the log shows."""
+        """Return the numbers for the log."""
         found = {name: number for name, number in self.data.items() if number}
         seconds = self.data["fetch_seconds"]
         if seconds:
@@ -60,12 +56,11 @@ class Stats(KVConnectorStats):
         return found
 
     def is_empty(self) -> bool:
-        """Return True if there is nothing to show."""
         return not any(self.data.values())
 
 
 class StatsMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus counters, ``vllm:datadist_<name>_total``."""
+    """Prometheus counters ``vllm:datadist_<name>_total``."""
 
     def __init__(
         self,
@@ -74,7 +69,6 @@ class StatsMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register them."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: create_metric_per_engine(
@@ -85,7 +79,6 @@ class StatsMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the numbers of an interval."""
         for name, number in transfer_stats_data.items():
             if number and name in self._counters:
                 self._counters[name][engine_idx].inc(number)

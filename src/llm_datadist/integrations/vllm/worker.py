@@ -1,15 +1,12 @@
-"""The LLMDataDist of one rank: it registers the KV cache, gives and ends grants, and pulls.
+"""The LLMDataDist of one rank: registers the KV cache, grants, and pulls.
 
-Owns an LLMDataDist. vLLM's thread hands over orders and collects what has ended; the threads of `engines.py` link,
-claim, pull and release. A fetch that fails for any reason is reported as failed, with the reason in the log: an engine
-neither crashes nor hangs for its peer.
+Threads: vLLM's gives orders and collects results; those of `engines.py` link, claim, pull and release.
+Errors: a failed fetch is reported, with the reason in the log; an engine never crashes or hangs for a peer.
 
-vLLM's thread waits for nothing but this: as long as blocks are kept or awaited, vLLM makes one step after the other,
-and its thread would keep the interpreter from the threads here. So it sleeps in steps that have no tokens, a
-millisecond at most, and no longer than until a fetch ends.
+While blocks are kept or awaited, vLLM makes step after step, and would keep the interpreter from the threads here. So
+in steps without tokens its thread sleeps until a fetch ends, at most a millisecond.
 
-An offered request is over once its grant has ended: released by its readers, not claimed within its lease, or a reader
-was lost. No reader gets its bytes any more then, and vLLM may use the blocks again.
+After its grant has ended, readers cannot get a request's bytes, and vLLM may reuse its blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +25,16 @@ from vllm.logger import init_logger
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import LLMException, ParamError
-from llm_datadist.integrations.vllm.engines import Claimed, Engines
+from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
-from llm_datadist.integrations.vllm.offers import ClaimedRequests, Endpoint, EndpointMetadata, Offer, Orders, Targets
+from llm_datadist.integrations.vllm.offers import (
+    ClaimedRequests,
+    EndpointMetadata,
+    KvOffer,
+    Orders,
+    RankEndpoint,
+    Targets,
+)
 from llm_datadist.integrations.vllm.placement import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
@@ -49,9 +53,9 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.layout import Share
     from llm_datadist.types.grant import Grant
 
-__all__ = ["Worker"]
+__all__ = ["RankWorker"]
 
-logger = init_logger("vllm.datadist")  # vLLM shows the logs below its own name
+logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 _MODEL_ID: Final = 0
 _ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
@@ -59,8 +63,8 @@ _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
 
 
-class Worker:
-    """The connector's half in one worker. Threads: vLLM's, but for what says otherwise."""
+class RankWorker:
+    """The connector's half in one worker. Threads: vLLM's, unless stated."""
 
     _layout: Layout  # from `register` on
     _cache: Cache
@@ -76,18 +80,18 @@ class Worker:
         self._producer = transfer.is_kv_producer
         self.cluster_id = secrets.randbits(63)
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
-        nbytes = max(sizes, default=0)  # of the one allocation that vLLM is going to make
+        nbytes = max(sizes, default=0)  # vLLM's one allocation
         self.datadist = self._start(option, nbytes)
-        #: Answers vLLM's allocation with our pool; None where the cache is to lie elsewhere.
+        #: Puts the cache into the pool; None without one.
         self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
-        self._claims: dict[str, Future[Claimed]] = {}  # by request, until its fetch or drop
-        self._given: dict[str, tuple[Grant, float]] = {}  # by offered request, with when to renew it: 0 until claimed
+        self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
+        self._given: dict[str, tuple[Grant, float]] = {}  # by offered request; time of renewal, 0 until claimed
         self._newly_claimed: set[str] = set()  # offered requests
-        self._over: set[str] = set()  # offered requests whose grant could not be given
+        self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
-        self._fetching = 0  # fetches ordered and not yet reported
-        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch, what it counts
+        self._fetching = 0  # ordered, not reported fetches
+        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self._stats = Stats()
 
     def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
@@ -109,7 +113,6 @@ class Worker:
         return datadist
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache where it lies."""
         wanted = {
             name
             for group in self._cache_config.transfer_group_ids
@@ -133,16 +136,18 @@ class Worker:
         logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
 
     def endpoint(self) -> EndpointMetadata | None:
-        """Return where this rank listens, after :meth:`register`; None if it does not."""
+        """Return this rank's address, after :meth:`register`; None if it does not listen."""
         port = self.datadist.listen_port
         if port is None:
             return None
-        return EndpointMetadata(Endpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout)
+        return EndpointMetadata(
+            RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout
+        )
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
     def obey(self, orders: Orders, *, idle: bool) -> None:
-        """Begin what the scheduler wants, in a step that is ``idle`` if it computes no token; never waits."""
+        """Begin the scheduler's orders; never waits. ``idle``: the step has no tokens."""
         self._idle = idle
         self._fetching += len(orders.fetches) + len(orders.refused)
         for request, (token, blocks) in orders.grants.items():
@@ -167,40 +172,39 @@ class Worker:
             self._given[request] = grant, 0
             self._stats.add("granted_requests")
 
-    def _shares(self, offer: Offer) -> list[Share]:
-        """Return what this rank needs of the others; raise LLMException unless the engines fit each other."""
+    def _shares(self, offer: KvOffer) -> list[Share]:
+        """Return this rank's shares; raise LLMException unless the engines fit."""
         self._layout.check(offer.layout)
         if len(offer.ranks) != offer.layout.ranks:
             raise ParamError(f"reference: names {len(offer.ranks)} of {offer.layout.ranks} ranks")
         return shares(self._layout, self._rank, offer.layout)
 
-    # --- once a claim has ended, on vLLM's thread or one of the engine ------------------------------------------------
+    # --- after a claim, on vLLM's thread or an engine's --------------------------------------------------------------
 
-    def _drop(self, claim: Future[Claimed]) -> None:
+    def _drop(self, claim: Future[ClaimedOffer]) -> None:
         if claim.exception() is None:
             self.engines.release(claim.result())
 
-    def _begin_fetch(self, request: str, targets: Targets, claim: Future[Claimed]) -> None:
+    def _begin_fetch(self, request: str, targets: Targets, claim: Future[ClaimedOffer]) -> None:
         if (error := claim.exception()) is None:
             claim.result().engine.threads.submit(self._fetch, request, targets, claim.result())
         else:
             self._ended.put((request, _failure(request, error)))
 
-    # --- on a thread of the engine ------------------------------------------------------------------------------------
+    # --- on an engine's thread ----------------------------------------------------------------------------------------
 
-    def _fetch(self, request: str, targets: Targets, claimed: Claimed) -> None:
+    def _fetch(self, request: str, targets: Targets, claimed: ClaimedOffer) -> None:
         began = time.perf_counter()
         counted: dict[str, float]
         try:
             nbytes, blocks = self._pull(claimed, targets)
             counted = {"fetched_requests": 1, "fetched_bytes": nbytes, "fetched_blocks": blocks}
-        except Exception as error:  # noqa: BLE001 (the request fails with it)
+        except Exception as error:  # noqa: BLE001 (fails the request)
             counted = _failure(request, error)
         self.engines.release(claimed)
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
-    def _pull(self, claimed: Claimed, targets: Targets) -> tuple[int, int]:
-        """Pull what this rank needs of each rank of the prefill engine; return bytes and blocks."""
+    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
         layout = self._layout
         theirs, ours = _pairs(claimed.offer, targets)
         nbytes = 0
@@ -215,7 +219,7 @@ class Worker:
     # --- what has ended -----------------------------------------------------------------------------------------------
 
     def results(self) -> KVConnectorTransferResults:
-        """Return which requests have ended since the last call; renew the grants that are being read."""
+        """Return the requests that ended since the last call; renew claimed grants."""
         sent, self._over = self._over, set()
         now = time.monotonic()
         for request, (grant, renew_at) in list(self._given.items()):
@@ -226,7 +230,7 @@ class Worker:
             elif now >= renew_at and grant.claimed():
                 self._newly_claimed.add(request)
                 self._given[request] = grant, now + self._lease_s / 3
-                with suppress(LLMException):  # it ended just now
+                with suppress(LLMException):  # it has just ended
                     grant.renew(self._lease_s)
         wait = self._idle and not sent and bool(self._given or self._fetching)
         received: set[str] = set()
@@ -243,7 +247,7 @@ class Worker:
         return KVConnectorTransferResults(sent, received, failed)
 
     def take_claimed(self) -> ClaimedRequests | None:
-        """Return the offered requests that readers have claimed since the last call."""
+        """Return the offered requests claimed since the last call."""
         found, self._newly_claimed = self._newly_claimed, set()
         return ClaimedRequests(found) if found else None
 
@@ -253,19 +257,19 @@ class Worker:
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
-        self.datadist.finalize()  # pulls under way fail
+        self.datadist.finalize()  # running pulls fail
         self.engines.stop()
 
 
 def _failure(request: str, error: BaseException) -> dict[str, float]:
-    """Log why a fetch has failed; return what that counts."""
+    """Log the reason of a failed fetch; return its counters."""
     known = isinstance(error, LLMException)
     logger.error("the KV of request %s did not come: %s", request, error, exc_info=None if known else error)
     return {"failed_fetches": 1}
 
 
-def _pairs(offer: Offer, targets: Targets) -> tuple[list[int], list[int]]:
-    """Return the blocks of the offer that are needed, and the blocks of this engine that they go into."""
+def _pairs(offer: KvOffer, targets: Targets) -> tuple[list[int], list[int]]:
+    """Return the needed blocks of the offer, and this engine's blocks for them."""
     if len(offer.groups) != len(targets):
         raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(targets)}")
     theirs: list[int] = []

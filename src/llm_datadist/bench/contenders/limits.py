@@ -1,7 +1,6 @@
-"""The raw limits of this machine as sides: memcpy, process_vm_readv and TCP streams.
+"""The raw limits of this machine as contenders: memcpy, process_vm_readv and TCP streams.
 
-They move the same blocks in the same kind of memory as the side that they are compared with, by plain loops in threads
-of their own (``_native/limits.hpp``). The library's engine takes no part, and nothing else of the library uses them.
+They use plain loops (``_native/limits.hpp``) that share no code with the engine.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import numpy as np
 
 from llm_datadist._native import _native
 from llm_datadist.bench import workload as work
+from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.bench.memory import private_tensors, tensors_like
-from llm_datadist.bench.sides.base import HOST, Facts, Role, Side
-from llm_datadist.bench.workload import Bytes, Op, Workload
+from llm_datadist.bench.workload import BenchWorkload, Bytes, Op
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
 
 _BETWEEN: Final = (Op.PULL, Op.PUSH, Op.LATENCY)
-# Below this a thread takes longer to start than it saves.
+# Bytes below which a thread costs more than it saves.
 _THREAD_PAYS_ABOVE: Final = 1 << 20
-# Only so that nothing waits for ever: the driver's own bound comes first.
+# Bounds every wait; the driver's own bound comes first.
 _STREAM_S: Final = 300
 _STREAM_BUFFER_BYTES: Final = 4 << 20
 _GO: Final = b"g"
@@ -45,12 +44,10 @@ streaming_bits = _native.streaming_bits
 
 @dataclass(frozen=True)
 class RawBlocks:
-    """Blocks of one size, by address.
+    """Blocks of one size, by address: uint64, shape (N,).
 
     Attributes:
-        addresses: Where each begins, uint64, shape (N,).
-        block_bytes: Bytes of each.
-        owner: What keeps the memory of this process alive; None for that of another one.
+        owner: Keeps this process's memory alive; None for another process's.
     """
 
     addresses: NDArray[np.uint64]
@@ -59,14 +56,11 @@ class RawBlocks:
 
     @classmethod
     def of(cls, tensors: Sequence[NDArray[np.uint8]], numbers: NDArray[np.int64]) -> RawBlocks:
-        """Return rows ``numbers`` of every tensor, tensor after tensor.
-
-        Args:
-            tensors: At least one array, uint8, shape (rows, block_bytes), C-contiguous, all of one shape.
-            numbers: int64, shape (N,).
+        """Return rows ``numbers`` (int64, shape (N,)) of every tensor, tensor after tensor.
 
         Raises:
-            ParamError: Tensors that are not like that, or a row that there is not.
+            ParamError: Tensors are not C-contiguous uint8 arrays of one shape (rows, block_bytes), or a number is out
+                of range.
         """
         if not tensors:
             raise ParamError("tensors is empty: must be at least one")
@@ -79,7 +73,7 @@ class RawBlocks:
     def elsewhere(
         cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64], owner: object = None
     ) -> RawBlocks:
-        """Return rows ``numbers`` of tensors of ``rows`` blocks that begin at ``bases``. Raises as ``of``."""
+        """Return rows ``numbers`` of tensors of ``rows`` blocks at ``bases``. Raises as ``of``."""
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < rows):
             raise ParamError(f"numbers are in [{numbers.min()}, {numbers.max()}]: must be in [0, {rows})")
         offsets = numbers.astype(np.uint64) * np.uint64(block_bytes)
@@ -112,18 +106,14 @@ def _check_writable(blocks: RawBlocks, name: str) -> None:
 
 
 def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = False) -> None:
-    """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, shared by ``threads`` threads.
+    """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, which must not overlap.
 
     Args:
-        dst: Where to; must not overlap ``src``.
-        src: Where from.
-        threads: 1 to 1024; all but the caller are started for this call.
-        streaming: The widest streaming (non-temporal) stores of this processor, see ``streaming_bits``, and a store
-            fence; otherwise plain ``memcpy``.
+        threads: 1 to 1024, with the caller.
+        streaming: Use the widest streaming (non-temporal) stores and a store fence, not ``memcpy``.
 
     Raises:
-        ParamError: Unequal numbers or sizes of blocks, read-only memory, no such number of threads, or no streaming
-            stores here.
+        ParamError: Unequal numbers or sizes of blocks, read-only memory, ``threads`` out of range, no streaming stores.
     """
     _check_same_size(dst, src)
     _check_writable(dst, "dst")
@@ -131,9 +121,7 @@ def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = 
 
 
 def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, write: bool = False) -> None:
-    """Read the blocks ``far`` of process ``pid`` into ``near``, or write them.
-
-    By process_vm_readv or process_vm_writev with 512 ranges a call, shared by ``threads`` threads.
+    """Read the blocks ``far`` of process ``pid`` into ``near``, or write them, 512 ranges a system call.
 
     Raises:
         OSError: The kernel refused.
@@ -146,29 +134,24 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
 
 
 class Wait(enum.IntEnum):
-    """How the receiver of a stream waits."""
+    """A stream receiver's way of waiting."""
 
     BLOCKING = 0
-    """Until something is there."""
+    """Until a byte arrives."""
     LOW_WATER = 1
-    """Until 256 KiB are there (SO_RCVLOWAT), or all that is left."""
+    """Until 256 KiB arrive (SO_RCVLOWAT), or the rest."""
     SPINNING = 2
-    """Not at all: it asks again and again."""
+    """None: polls."""
 
 
 def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
-    """Send blocks over a stream, or receive into them, at most 1 MiB a call.
+    """Send blocks over a blocking socket, or receive into them, at most 1 MiB a system call.
 
-    Args:
-        connection: Connected, blocking. Its bounds are SO_SNDTIMEO and SO_RCVTIMEO: a Python timeout makes it
-            non-blocking.
-        blocks: Of this process.
-        send: The direction.
-        wait: How the receiver waits.
+    SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking.
 
     Raises:
-        OSError: The connection broke (ConnectionResetError when the peer ended it), or its time is over.
-        ParamError: A connection that does not block, or read-only memory.
+        OSError: The connection broke (ConnectionResetError if the peer ended it) or timed out.
+        ParamError: The socket does not block, or memory is read-only.
     """
     if not connection.getblocking() or connection.gettimeout() is not None:
         raise ParamError("connection has a timeout: must be blocking")
@@ -177,12 +160,12 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait
     _native.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
 
 
-def useful_threads(workload: Workload) -> int:
-    """Return the fastest number of threads, which start anew for every transfer."""
+def useful_threads(workload: BenchWorkload) -> int:
+    """Return the fastest number of threads that each transfer starts."""
     return max(1, min(workload.threads, workload.nbytes // _THREAD_PAYS_ABOVE))
 
 
-class Memcpy(Side):
+class Memcpy(Contender):
     """memcpy of every block inside one process, in shared pages for pools."""
 
     ops: ClassVar[tuple[Op, ...]] = (*_BETWEEN, Op.COPY, Op.SWAP)
@@ -190,12 +173,10 @@ class Memcpy(Side):
     streaming: ClassVar[bool] = False
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
-        """Source and destination, or one memory for both."""
+    def footprint(cls, workload: BenchWorkload) -> int:
         return workload.tensor_bytes * workload.tensors * (1 if workload.op is Op.COPY else 2)
 
     def start(self) -> Facts:
-        """Make source and destination; for a copy they are the same tensors."""
         here = self.workload
         self.source_views = tensors_like(here)
         self.destination_views = self.source_views if here.op is Op.COPY else tensors_like(here)
@@ -214,17 +195,17 @@ class Memcpy(Side):
 
 
 class MemcpyStreaming(Memcpy):
-    """The same with the widest streaming (non-temporal) stores of the processor."""
+    """Memcpy with streaming stores."""
 
     streaming: ClassVar[bool] = True
 
     @classmethod
-    def why_not(cls, workload: Workload) -> str | None:
+    def why_not(cls, workload: BenchWorkload) -> str | None:
         return super().why_not(workload) if streaming_bits() else "this processor has no streaming stores"
 
 
-class Cma(Side):
-    """process_vm_readv of another process's private pages, 512 ranges a call; process_vm_writev for a push."""
+class Cma(Contender):
+    """process_vm_readv from another process's private pages; process_vm_writev for a push."""
 
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
 
@@ -255,12 +236,10 @@ class Cma(Side):
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to move all bytes over TCP."""
-
     streams: int
     wait: Wait
     unsent: int | None
-    """TCP_NOTSENT_LOWAT of the sender; None: without a bound."""
+    """TCP_NOTSENT_LOWAT of the sender in bytes; None: no bound."""
 
     def __str__(self) -> str:
         how = {Wait.BLOCKING: "blocking", Wait.LOW_WATER: "SO_RCVLOWAT", Wait.SPINNING: "spinning"}[self.wait]
@@ -275,23 +254,19 @@ _NO_BOUND: Final = (1 << 31) - 1
 _TRIALS: Final = 4
 
 
-class TcpRaw(Side):
-    """One or two TCP streams: the bytes of the workload without any framing, the best way there is.
+class TcpRaw(Contender):
+    """One or two TCP streams without framing, in the fastest of twelve ways.
 
-    Source and destination have the workload's memory. What is sent is the first ``blocks`` rows of every tensor, which
-    are contiguous, so that the size of a block makes no difference; the rest of the destination must stay untouched.
-    The ways are tried when the destination connects, and the fastest is used.
+    The first ``blocks`` rows of every tensor are sent; they are contiguous, so the block size makes no difference.
 
-    Threads: one for each stream at the source, ``bench-stream``; one for the second stream at the destination.
+    Threads: ``bench-stream``, one for each stream except the destination's first.
     """
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
 
     def start(self) -> Facts:
-        """Make the tensors; the source listens and serves."""
         tensors = private_tensors(self.workload)
         self.own(tensors)
-        # Each stream has its part of the front of every tensor.
         nbytes = tensors[0].size // work.SPREAD
         cuts = [nbytes * number // _STREAMS for number in range(_STREAMS + 1)]
         self._parts = [_slices(tensors, begin, end) for begin, end in pairwise(cuts)]
@@ -314,14 +289,13 @@ class TcpRaw(Side):
             stream.connect((HOST, facts["port"]))
             stream.sendall(bytes([number]))
         times: dict[_Way, float] = {}
-        for _ in range(_TRIALS):  # in turns, because the speed of a machine changes
+        for _ in range(_TRIALS):  # in turns, because a machine's speed changes
             for self._way in _WAYS:
                 times[self._way] = min(self.timed(1)[0], times.get(self._way, math.inf))
         self._way = min(times, key=times.__getitem__)
         return {"transport": "tcp", "way": str(self._way)}
 
     def transfer(self) -> None:
-        """Ask for all bytes and receive them, or send them and wait for the answer."""
         others = [self._threads.submit(self._move, number) for number in range(1, self._way.streams)]
         self._move(0)
         for each in others:
@@ -332,23 +306,21 @@ class TcpRaw(Side):
         stream.sendall(bytes([_WAYS.index(self._way)]))
         self._stream(stream, number, self._way, send=sends)
         if sends and stream.recv(1) != _GO:
-            raise ConnectionError("the other end closed the stream")
+            raise ConnectionError("the source closed the stream")
 
     def _stream(self, stream: socket.socket, number: int, way: _Way, *, send: bool) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, way.unsent or _NO_BOUND)
         stream_raw(stream, self._front if way.streams == 1 else self._parts[number], send=send, wait=way.wait)
 
     def verify(self, seed: int) -> bool:
-        """Compare every byte: the rows that were sent, and those behind them."""
         if self.destination_views:
             work.verify_front(self.destination_views, self.workload, seed)
         return bool(self.destination_views)
 
     def stop(self) -> None:
-        """Close the streams; the source's threads end with them."""
         if self.role is Role.SOURCE:
             self._stopping = True
-            # A mere close would not wake a thread that waits in accept or recv.
+            # A close would not wake a thread that waits in accept or recv.
             _shut(self._listener)
             for stream in self._streams:
                 _shut(stream)
@@ -358,29 +330,27 @@ class TcpRaw(Side):
             stream.close()
 
     def _serve(self, _: int) -> None:
-        """Send or receive all bytes of one stream for each request until it ends."""
         try:
             stream, _ = self._listener.accept()
             self._streams.append(stream)
             _prepare(stream)
             [number] = stream.recv(1)
-            # Either this sees the flag or stop() sees the stream.
+            # This sees the flag, or stop() the stream.
             while not self._stopping and (asked := stream.recv(1)):
                 sends = self.workload.op is Op.PULL
                 self._stream(stream, number, _WAYS[asked[0]], send=sends)
                 if not sends:
                     stream.sendall(_GO)
         except OSError:
-            return  # the destination, if it still waits for something, sees the end of the stream
+            return  # the destination sees it
 
 
 def _slices(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
-    """Return the bytes from ``begin`` to ``end`` of every tensor, each slice as one block."""
     return RawBlocks.of([each.reshape(-1)[begin:end].reshape(1, -1) for each in tensors], np.zeros(1, np.int64))
 
 
 def _shut(each: socket.socket) -> None:
-    with suppress(OSError):  # the other end was first
+    with suppress(OSError):  # the peer shut it down first
         each.shutdown(socket.SHUT_RDWR)
 
 

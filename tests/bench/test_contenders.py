@@ -1,4 +1,4 @@
-"""Limits and peers as sides of the bench: all bytes verified, or a reason given before anything starts.
+"""Limits and peers as contenders of the bench: all bytes verified, or a reason given before anything starts.
 
 First the bytes: whatever is wrong with a destination is found. Then the raw limits: the right bytes at every size and
 number of threads, and nothing done on bad input.
@@ -21,11 +21,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist.bench import SideFailed, WrongBytes, sides
-from llm_datadist.bench.processes import RunningSide
-from llm_datadist.bench.sides import LIMITS, PEERS, find, why_not, why_not_importable
-from llm_datadist.bench.sides.base import Role, Side
-from llm_datadist.bench.sides.limits import (
+from llm_datadist.bench import ContenderFailed, WrongBytes, contenders
+from llm_datadist.bench.contenders import LIMITS, PEERS, find, why_not, why_not_importable
+from llm_datadist.bench.contenders.base import Contender, Role
+from llm_datadist.bench.contenders.limits import (
     RawBlocks,
     TcpRaw,
     Wait,
@@ -35,7 +34,18 @@ from llm_datadist.bench.sides.limits import (
     streaming_bits,
     useful_threads,
 )
-from llm_datadist.bench.workload import POISON, Bytes, Memory, Op, Workload, fill, poison, poison_blocks, verify
+from llm_datadist.bench.processes import RunningContender
+from llm_datadist.bench.workload import (
+    POISON,
+    BenchMemory,
+    BenchWorkload,
+    Bytes,
+    Op,
+    fill,
+    poison,
+    poison_blocks,
+    verify,
+)
 from llm_datadist.errors import ParamError
 from tests.support.moves import wait_until
 from tests.unit.holder import Holder
@@ -44,7 +54,7 @@ _TIMEOUT_S: Final = 60.0
 _BETWEEN: Final = {Op.PULL, Op.PUSH, Op.LATENCY}
 _INSIDE: Final = {Op.COPY, Op.SWAP}
 
-#: What each side is for; everything else it must refuse.
+#: What each contender is for; everything else it must refuse.
 OPS: Final = {
     "memcpy": _BETWEEN | _INSIDE,
     "memcpy-nt": _BETWEEN | _INSIDE,
@@ -70,15 +80,15 @@ STREAMING = [False, pytest.param(True, marks=pytest.mark.skipif(not streaming_bi
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
-def blocks_to_pull(block_bytes: int, blocks: int, tensors: int = 2) -> Workload:
-    return Workload(op=Op.PULL, block_bytes=block_bytes, blocks=blocks, tensors=tensors)
+def blocks_to_pull(block_bytes: int, blocks: int, tensors: int = 2) -> BenchWorkload:
+    return BenchWorkload(op=Op.PULL, block_bytes=block_bytes, blocks=blocks, tensors=tensors)
 
 
-def tensors(work: Workload) -> list[Bytes]:
+def tensors(work: BenchWorkload) -> list[Bytes]:
     return [np.zeros((work.rows, work.block_bytes), np.uint8) for _ in range(work.tensors)]
 
 
-def ends(work: Workload, seed: int = 1) -> tuple[list[Bytes], list[Bytes]]:
+def ends(work: BenchWorkload, seed: int = 1) -> tuple[list[Bytes], list[Bytes]]:
     """Return a filled source and a poisoned destination."""
     source, destination = tensors(work), tensors(work)
     fill(source, seed)
@@ -86,7 +96,7 @@ def ends(work: Workload, seed: int = 1) -> tuple[list[Bytes], list[Bytes]]:
     return source, destination
 
 
-def moved(work: Workload, seed: int, *, in_place: bool = False) -> list[Bytes]:
+def moved(work: BenchWorkload, seed: int, *, in_place: bool = False) -> list[Bytes]:
     source, destination = ends(work, seed)
     if in_place:
         destination = source
@@ -181,7 +191,7 @@ def other() -> Iterator[Holder]:
     process.close()
 
 
-def blocks_of_other(other: Holder, work: Workload, numbers: Any) -> RawBlocks:
+def blocks_of_other(other: Holder, work: BenchWorkload, numbers: Any) -> RawBlocks:
     """Return blocks of two tensors, one behind the other."""
     return RawBlocks.elsewhere([other.address, other.address + work.tensor_bytes], work.rows, work.block_bytes, numbers)
 
@@ -320,21 +330,21 @@ def test_what_it_refuses(call: Callable[[], object], said: str) -> None:
         call()
 
 
-# --- sides ------------------------------------------------------------------------------------------------------------
-def work(op: Op, block_bytes: int = 5000, memory: Memory = Memory.POOL) -> Workload:
-    return Workload(op=op, block_bytes=block_bytes, blocks=70, tensors=3, memory=memory, threads=2)
+# --- contenders -------------------------------------------------------------------------------------------------------
+def work(op: Op, block_bytes: int = 5000, memory: BenchMemory = BenchMemory.POOL) -> BenchWorkload:
+    return BenchWorkload(op=op, block_bytes=block_bytes, blocks=70, tensors=3, memory=memory, threads=2)
 
 
-def expects_reason(side: str) -> bool:
-    if side in MODULES:
-        command = [sys.executable, "-c", f"import {MODULES[side]}"]
+def expects_reason(contender: str) -> bool:
+    if contender in MODULES:
+        command = [sys.executable, "-c", f"import {MODULES[contender]}"]
         return subprocess.run(command, capture_output=True, check=False).returncode != 0
-    return side == "memcpy-nt" and not streaming_bits()
+    return contender == "memcpy-nt" and not streaming_bits()
 
 
-def passes(side: str, workload: Workload) -> None:
+def passes(contender: str, workload: BenchWorkload) -> None:
     """Two passes with bytes of their own, so that those of the first do not do for the second."""
-    with RunningSide(side, _TIMEOUT_S) as running:
+    with RunningContender(contender, _TIMEOUT_S) as running:
         running.start(workload)
         for seed in (1, 2):
             running.prepare(seed)
@@ -342,18 +352,18 @@ def passes(side: str, workload: Workload) -> None:
             running.verify(seed)
 
 
-@pytest.mark.parametrize("side", OPS)
-def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(side: str) -> None:
+@pytest.mark.parametrize("contender", OPS)
+def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(contender: str) -> None:
     """Also blocks of a byte, in either memory, and more than one write of 1 MiB."""
     assert set(OPS) == {*LIMITS, *PEERS}
-    absent = expects_reason(side)
+    absent = expects_reason(contender)
     for op in Op:
-        reason = why_not(side, work(op))
-        assert (reason is not None) == (absent or op not in OPS[side]), reason
+        reason = why_not(contender, work(op))
+        assert (reason is not None) == (absent or op not in OPS[contender]), reason
         if reason is None:
-            passes(side, work(op, 33_333 if op is Op.PULL else 5000))
-            if op is Op.PULL and side in ("memcpy", "cma", "tcp-raw"):
-                passes(side, work(op, 1, Memory.REGISTERED))
+            passes(contender, work(op, 33_333 if op is Op.PULL else 5000))
+            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw"):
+                passes(contender, work(op, 1, BenchMemory.REGISTERED))
         else:
             assert absent or op in reason
 
@@ -362,50 +372,50 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
     alone = TcpRaw(Role.SOURCE, work(Op.PULL))
     alone.start()
     alone.stop()  # also where no destination has come
-    side = TcpRaw(Role.DESTINATION, work(Op.PULL))
-    side.start()
-    side.poison()
-    rows = side.workload.blocks
-    source = TcpRaw(Role.SOURCE, side.workload)
-    source.own([np.empty_like(each) for each in side.destination_views])
+    contender = TcpRaw(Role.DESTINATION, work(Op.PULL))
+    contender.start()
+    contender.poison()
+    rows = contender.workload.blocks
+    source = TcpRaw(Role.SOURCE, contender.workload)
+    source.own([np.empty_like(each) for each in contender.destination_views])
     source.fill(3)
-    for view, wanted in zip(side.destination_views, source.source_views, strict=True):
+    for view, wanted in zip(contender.destination_views, source.source_views, strict=True):
         view[:rows] = wanted[:rows]
-    assert side.verify(3)
-    last = side.destination_views[-1]
+    assert contender.verify(3)
+    last = contender.destination_views[-1]
     for row, text in ((rows, "behind the first"), (2 * rows - 1, "behind the first"), (rows - 1, "among the first")):
         kept, last[row, -1] = last[row, -1], last[row, -1] ^ 1
         with pytest.raises(Exception, match=text):
-            side.verify(3)
+            contender.verify(3)
         last[row, -1] = kept
 
 
 def test_a_lost_source_is_told() -> None:
     workload = work(Op.PULL)
-    with RunningSide("tcp-raw", _TIMEOUT_S) as running:
+    with RunningContender("tcp-raw", _TIMEOUT_S) as running:
         running.start(workload)
         running.prepare(1)
         running.run("timed", 1)
         source, destination = running.processes
         os.kill(source.pid, signal.SIGKILL)
-        with pytest.raises(SideFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
+        with pytest.raises(ContenderFailed, match=r"tcp-raw \(destination\): timed: (ConnectionReset|BrokenPipe)Error"):
             running.ask(destination, "timed", count=1)
 
 
 def test_threads_only_where_they_pay() -> None:
     def threads(nbytes: int) -> int:
-        return useful_threads(Workload(op=Op.PULL, block_bytes=nbytes, blocks=1, threads=4))
+        return useful_threads(BenchWorkload(op=Op.PULL, block_bytes=nbytes, blocks=1, threads=4))
 
     assert [threads(each << 20) for each in (1, 2, 3, 4, 500)] == [1, 2, 3, 4, 4]
     assert threads(4096) == 1
 
 
-@pytest.mark.parametrize("side", OPS)
-def test_the_footprint_is_what_it_holds(side: str) -> None:
-    workload = work(Op.COPY if Op.COPY in OPS[side] else Op.PULL)
-    cls: type[Side] = find(side)
+@pytest.mark.parametrize("contender", OPS)
+def test_the_footprint_is_what_it_holds(contender: str) -> None:
+    workload = work(Op.COPY if Op.COPY in OPS[contender] else Op.PULL)
+    cls: type[Contender] = find(contender)
     one = workload.tensor_bytes * workload.tensors
-    gathered = workload.blocks * workload.block_bytes if side == "torch" else 0
+    gathered = workload.blocks * workload.block_bytes if contender == "torch" else 0
     assert cls.footprint(workload) == one * (1 if workload.op is Op.COPY else 2) + gathered
 
 
@@ -417,6 +427,6 @@ def test_why_a_peer_or_its_module_cannot_be_imported(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "libsomething.so.1: cannot open" in (why_not_importable("broken_peer_module", "x") or "")
     # An installed package has no benchmarks/peers.
-    monkeypatch.setattr(sides, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(contenders, "_CHECKOUT", tmp_path)
     monkeypatch.delitem(sys.modules, "benchmarks.peers.torch", raising=False)
     assert (why_not("torch", work(Op.COPY)) or "").startswith("not in this installation")

@@ -1,4 +1,4 @@
-"""What this library does inside one process: copies, the planner, the allocator."""
+"""This library inside one process: copies, the planner, the allocator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, compare_blocks
 from llm_datadist.bench import WrongBytes
+from llm_datadist.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.bench.contenders.ours import make_blocks, open_instance, pool_bytes_for
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides.base import Facts, Role, Side
-from llm_datadist.bench.sides.ours import end_of, make_blocks, pool_bytes_for
-from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
     from llm_datadist._native import Plan
 
-#: Orders of the blocks that take turns, so that nothing is planned that was planned a moment ago.
+#: Orders of the blocks that take turns, so that no plan repeats the last one.
 _ORDERS: Final = 8
-#: Of one block: two block numbers, and what a plan says of it.
+#: Bytes for one block: two block numbers and its run.
 _PLAN_BYTES: Final = 5 * 8
 
 
-class Local(Side):
+class Local(Contender):
     """One LLMDataDist in one process."""
 
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
     caches: ClassVar[int] = 1
 
     def start(self) -> Facts:
-        """Initialize, with a pool for the caches that ``prepare`` makes."""
         work = self.workload
-        one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is Memory.POOL else 0
-        self._end: LLMDataDist = end_of(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
+        one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is BenchMemory.POOL else 0
+        self._datadist: LLMDataDist = open_instance(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
         self.prepare()
         return {"transport": "local"}
 
@@ -44,7 +43,7 @@ class Local(Side):
         """Make the caches."""
 
     def stop(self) -> None:
-        self._end.finalize()
+        self._datadist.finalize()
 
 
 class CopyBlocks(Local):
@@ -53,17 +52,17 @@ class CopyBlocks(Local):
     ops = (Op.COPY,)
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
-        self._cache, self.source_views = make_blocks(self._end, self.workload, None)
+        self._cache, self.source_views = make_blocks(self._datadist, self.workload, None)
         self.destination_views = self.source_views
         pairs = zip(self.workload.src_blocks.tolist(), self.workload.dst_blocks.tolist(), strict=True)
         self._info = {src: [dst] for src, dst in pairs}
 
     def transfer(self) -> None:
-        self._end.cache_manager.copy_blocks(self._cache, self._info)
+        self._datadist.cache_manager.copy_blocks(self._cache, self._info)
 
 
 class CopyCache(Local):
@@ -78,14 +77,14 @@ class CopyCache(Local):
         self._pairs = list(zip(self.workload.dst_blocks.tolist(), self.workload.src_blocks.tolist(), strict=True))
 
     def transfer(self) -> None:
-        copy, src, dst = self._end.cache_manager.copy_cache, self._src, self._dst
+        copy, src, dst = self._datadist.cache_manager.copy_cache, self._src, self._dst
         for dst_row, src_row in self._pairs:
             copy(dst, src, dst_row, src_row)
 
     def _make(self) -> tuple[Cache, list[Bytes]]:
-        work, manager = self.workload, self._end.cache_manager
+        work, manager = self.workload, self._datadist.cache_manager
         desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
-        if work.memory is Memory.POOL:
+        if work.memory is BenchMemory.POOL:
             cache = manager.allocate_cache(desc)
             return cache, tensor_views(cache)
         tensors = private_tensors(work)
@@ -99,31 +98,27 @@ class SwapBlocks(Local):
 
     def prepare(self) -> None:
         work = self.workload
-        self._device, self.source_views = make_blocks(self._end, work, None)
+        self._device, self.source_views = make_blocks(self._datadist, work, None)
         self.destination_views = private_tensors(work)
         desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8, Placement.HOST)
         self._host = Cache.create_cpu_cache(desc, [each.ctypes.data for each in self.destination_views])
         self._pairs = dict(zip(work.src_blocks.tolist(), work.dst_blocks.tolist(), strict=True))
 
     def transfer(self) -> None:
-        self._end.cache_manager.swap_blocks(self._device, self._host, self._pairs)
+        self._datadist.cache_manager.swap_blocks(self._device, self._host, self._pairs)
 
 
-class Planning(Side):
-    """The planner alone, for a pull of ``blocks`` random blocks in every tensor.
-
-    Moves nothing.
-    """
+class Planning(Contender):
+    """The planner alone, for a pull of ``blocks`` random blocks in every tensor. Moves nothing."""
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PLAN,)
     roles: ClassVar[tuple[Role, ...]] = (Role.ALONE,)
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return _ORDERS * workload.blocks * _PLAN_BYTES
 
     def start(self) -> Facts:
-        """Make two geometries and several orders of the same blocks."""
         work = self.workload
         desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
         self._geometry = Geometry.of(desc, CacheKind.BLOCKS)
@@ -136,7 +131,7 @@ class Planning(Side):
         self._plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)
 
     def verify(self, seed: int) -> bool:
-        """Compare a plan with the blocks it is for, each in its place: order does not matter, none are adjacent."""
+        """Compare a plan with its blocks, in any order."""
         size = self.workload.block_bytes
         src, dst = self._orders[0]
         plan: Plan = compare_blocks(self._geometry, self._geometry, self._layers).plan(dst, src)
@@ -153,13 +148,13 @@ class Planning(Side):
 
 
 class Allocating(Local):
-    """Each step allocates a blocks cache in an empty pool and deallocates it."""
+    """Steps that each allocate a blocks cache in an empty pool and deallocate it."""
 
     ops = (Op.ALLOC,)
     pool_only = "registered memory is not allocated"
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return workload.tensor_bytes * workload.tensors
 
     def prepare(self) -> None:
@@ -167,17 +162,17 @@ class Allocating(Local):
         self._desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
 
     def transfer_one(self, index: int) -> None:
-        manager = self._end.cache_manager
+        manager = self._datadist.cache_manager
         manager.deallocate_blocks_cache(manager.allocate_blocks_cache(self._desc))
 
     def verify(self, seed: int) -> bool:
-        """Check that tensors do not overlap and that the pool is empty again."""
-        manager = self._end.cache_manager
+        """Check that tensors do not overlap and the pool is empty again."""
+        manager = self._datadist.cache_manager
         cache = manager.allocate_blocks_cache(self._desc)
         addresses = np.sort(np.array(cache.tensor_addrs, dtype=np.uint64))
         manager.deallocate_blocks_cache(cache)
         if len(addresses) != self.workload.tensors or (np.diff(addresses) < self.workload.tensor_bytes).any():
             raise WrongBytes("tensors of one cache overlap, or some are missing")
-        if used := sum(pool.used_bytes for pool in self._end.statistics().pools):
+        if used := sum(pool.used_bytes for pool in self._datadist.statistics().pools):
             raise WrongBytes(f"{used} bytes of the pool are still in use")
         return True

@@ -1,4 +1,4 @@
-"""This library between two processes, or between two ``LLMDataDist`` of one, as its users call it."""
+"""This library between two processes, or two ``LLMDataDist`` of one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
+from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.sides.base import HOST, Facts, Role, Side
-from llm_datadist.bench.workload import Bytes, Memory, Op, Workload
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -27,21 +27,20 @@ if TYPE_CHECKING:
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
-# Far above what anything here takes: a loaded machine must not fail the bench, and the driver has a bound of its own.
+# Far above any call here: a loaded machine must not fail the bench.
 _TIMEOUT_MS: Final = 120_000
 _LINK_POOL_BYTES: Final = 1 << 20
 _PAGE_SHIFT: Final = 16
 
 
-def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, accessible: bool = True) -> LLMDataDist:
-    """Return an initialized LLMDataDist: the source listens, the destination links.
+def open_instance(
+    role: Role, workload: BenchWorkload, transport: str, *, pool_bytes: int, accessible: bool = True
+) -> LLMDataDist:
+    """Return an initialized LLMDataDist; the source listens.
 
     Args:
-        role: SOURCE or DESTINATION.
-        workload: For its threads.
-        transport: Value of ``llm.Transport``.
-        pool_bytes: Size of the device pool; 0: no pool.
-        accessible: Remote cache access (RCA), which a push needs and a pull by key must not have.
+        pool_bytes: Bytes of the device pool; 0: no pool.
+        accessible: Remote cache access (RCA); a push needs it, a pull by key must not have it.
     """
     config = LLMConfig()
     config.device_id = 0
@@ -61,13 +60,13 @@ def end_of(role: Role, workload: Workload, transport: str, *, pool_bytes: int, a
 
 
 def pool_bytes_for(tensor_bytes: int, tensors: int) -> int:
-    """Return the size of a pool that holds so many tensors."""
+    """Return the bytes of a pool that holds this many tensors."""
     page = 1 << _PAGE_SHIFT
     return -(-tensor_bytes // page) * page * tensors
 
 
 def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
-    """Link the destination to the source at ``port``; raise RuntimeError if that fails."""
+    """Link the destination to the source at ``port``, or raise RuntimeError."""
     info = LLMClusterInfo()
     info.remote_cluster_id = CLUSTER[Role.SOURCE]
     info.append_local_ip_info(HOST, 0)
@@ -78,57 +77,52 @@ def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
     return info
 
 
-def make_blocks(datadist: LLMDataDist, workload: Workload, key: BlocksCacheKey | None) -> tuple[Cache, list[Bytes]]:
-    """Make a blocks cache of the workload's rows, and arrays over it.
-
-    It lies in the pool, or over registered memory.
-    """
+def make_blocks(
+    datadist: LLMDataDist, workload: BenchWorkload, key: BlocksCacheKey | None
+) -> tuple[Cache, list[Bytes]]:
+    """Make a blocks cache of the workload's rows, and arrays over it."""
     desc = CacheDesc(workload.tensors, [workload.rows, workload.block_bytes], DataType.DT_UINT8)
     manager = datadist.cache_manager
-    if workload.memory is Memory.POOL:
+    if workload.memory is BenchMemory.POOL:
         cache = manager.allocate_blocks_cache(desc, key)
         return cache, tensor_views(cache)
     tensors = private_tensors(workload)
     return manager.register_blocks_cache(desc, [each.ctypes.data for each in tensors], key), tensors
 
 
-class Ours(Side):
-    """pull_blocks and push_blocks of a blocks cache between two processes, over ``transport``.
-
-    Block numbers are NumPy arrays, which the library takes beside lists.
-    """
+class Ours(Contender):
+    """pull_blocks and push_blocks of a blocks cache between two processes, with NumPy arrays of block numbers."""
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
 
     def start(self) -> Facts:
-        self._end = self._open(self.role)
-        cache, views = make_blocks(self._end, self.workload, KEY if self.role is Role.SOURCE else None)
+        self._datadist = self._open(self.role)
+        cache, views = make_blocks(self._datadist, self.workload, KEY if self.role is Role.SOURCE else None)
         self.own(views)
         self._move = self._mover(cache)
-        return {"port": self._end.listen_port}
+        return {"port": self._datadist.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        link(self._end, facts["port"])
-        return {"transport": self._transport_used(self._end)}
+        link(self._datadist, facts["port"])
+        return {"transport": self._transport_used(self._datadist)}
 
     def transfer(self) -> None:
         self._move()
 
     def transfer_one(self, index: int) -> None:
-        """Pull one block, as a decoder that needs one more: lists of one block number."""
         src, dst = self._pairs[index]
-        self._end.cache_manager.pull_blocks(KEY, self._cache, src, dst)
+        self._datadist.cache_manager.pull_blocks(KEY, self._cache, src, dst)
 
     def stop(self) -> None:
-        self._end.finalize()
+        self._datadist.finalize()
 
     def _open(self, role: Role) -> LLMDataDist:
-        pool = self.workload.memory is Memory.POOL
+        pool = self.workload.memory is BenchMemory.POOL
         size = pool_bytes_for(self.workload.tensor_bytes, self.workload.tensors) if pool else 0
-        return end_of(role, self.workload, self.transport, pool_bytes=size)
+        return open_instance(role, self.workload, self.transport, pool_bytes=size)
 
     def _mover(self, cache: Cache) -> Callable[[], None]:
-        src, dst, manager = self.workload.src_blocks, self.workload.dst_blocks, self._end.cache_manager
+        src, dst, manager = self.workload.src_blocks, self.workload.dst_blocks, self._datadist.cache_manager
         self._cache = cache
         if self.workload.op is Op.LATENCY:
             self._pairs = [([a], [b]) for a, b in zip(src.tolist(), dst.tolist(), strict=True)]
@@ -136,10 +130,10 @@ class Ours(Side):
             return lambda: manager.push_blocks(KEY, cache, src, dst)
         return lambda: manager.pull_blocks(KEY, cache, src, dst)
 
-    def _transport_used(self, end: LLMDataDist) -> str:
-        choice = end.explain(CLUSTER[Role.SOURCE])
-        # Memory outside the pools may go another way than they.
-        private = choice.private_transport if self.workload.memory is Memory.REGISTERED else None
+    def _transport_used(self, datadist: LLMDataDist) -> str:
+        choice = datadist.explain(CLUSTER[Role.SOURCE])
+        # Non-pool memory may use another transport than pools.
+        private = choice.private_transport if self.workload.memory is BenchMemory.REGISTERED else None
         return private or choice.transport
 
 
@@ -150,16 +144,16 @@ class Inproc(Ours):
     roles = (Role.ALONE,)
 
     def start(self) -> Facts:
-        self._source, self._end = self._open(Role.SOURCE), self._open(Role.DESTINATION)
+        self._source, self._datadist = self._open(Role.SOURCE), self._open(Role.DESTINATION)
         _, there = make_blocks(self._source, self.workload, KEY)
-        cache, here = make_blocks(self._end, self.workload, None)
+        cache, here = make_blocks(self._datadist, self.workload, None)
         push = self.workload.op is Op.PUSH
         self.source_views, self.destination_views = (here, there) if push else (there, here)
         port = self._source.listen_port
         assert port is not None, "the source listens"
-        link(self._end, port)
+        link(self._datadist, port)
         self._move = self._mover(cache)
-        return {"transport": self._transport_used(self._end)}
+        return {"transport": self._transport_used(self._datadist)}
 
     def stop(self) -> None:
         super().stop()
@@ -167,36 +161,32 @@ class Inproc(Ours):
 
 
 class Linking(Ours):
-    """Each step links the destination to the source and unlinks it.
-
-    Both ends have a pool of 1 MiB.
-    """
+    """Steps that each link and unlink. Both sides have a pool of 1 MiB."""
 
     ops = (Op.LINK,)
 
     @classmethod
-    def footprint(cls, workload: Workload) -> int:
+    def footprint(cls, workload: BenchWorkload) -> int:
         return 2 * _LINK_POOL_BYTES
 
     def start(self) -> Facts:
-        self._end = end_of(self.role, self.workload, self.transport, pool_bytes=_LINK_POOL_BYTES)
-        return {"port": self._end.listen_port}
+        self._datadist = open_instance(self.role, self.workload, self.transport, pool_bytes=_LINK_POOL_BYTES)
+        return {"port": self._datadist.listen_port}
 
     def connect(self, facts: Facts) -> Facts:
-        """Link and unlink once, to see that the transport can be used."""
         self._port = facts["port"]
-        info = link(self._end, self._port)
-        used = self._transport_used(self._end)
-        self._end.unlink_clusters([info], _TIMEOUT_MS)
+        info = link(self._datadist, self._port)
+        used = self._transport_used(self._datadist)
+        self._datadist.unlink_clusters([info], _TIMEOUT_MS)
         return {"transport": used}
 
     def transfer_one(self, index: int) -> None:
-        info = link(self._end, self._port)
-        status, _ = self._end.unlink_clusters([info], _TIMEOUT_MS)
+        info = link(self._datadist, self._port)
+        status, _ = self._datadist.unlink_clusters([info], _TIMEOUT_MS)
         if status != LLMStatusCode.LLM_SUCCESS:
             raise RuntimeError(f"unlink_clusters: {status}")
 
     def verify(self, seed: int) -> bool:
-        if self._end.statistics().links and self.role is Role.DESTINATION:
+        if self._datadist.statistics().links and self.role is Role.DESTINATION:
             raise RuntimeError("a link is left after unlink_clusters")
         return self.role is Role.DESTINATION
