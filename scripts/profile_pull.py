@@ -76,7 +76,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     cm.pull_blocks(_KEY, cache, src, dst)
     engine, deadline = cm._engine, Deadline(3_600_000)
     link_, name = engine.links.get(1), arguments.remote_name(_KEY, 2)
-    remote, local = link_.caches.kept[(name, False)], engine.store.registry.lookup(cache.cache_id)
+    remote, local = link_.caches.cached[(name, False)], engine.store.registry.lookup(cache.cache_id)
     to, of = parse_blocks("dst_blocks", dst), parse_blocks("src_blocks", src)
     layers, ours = arguments.layer_selection(None, None, 2), local.storage.tensors
     ends, far, near = remote.pair, remote.geometry, local.geometry

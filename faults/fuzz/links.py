@@ -194,12 +194,12 @@ def fuzz_answers(frames: int, seed: int) -> Verdicts:
             for _ in range(40):
                 _open_one(engine, link, forge, verdicts)
             _place_some(forge, verdicts)
-            link.caches.kept.clear()  # the last lie is not to be believed for ever
+            link.caches.cached.clear()  # the last lie is not to be believed for ever
             _lie(stage, forge, verdicts)
             if lie % 64 == 0:
-                link.caches.kept.clear()
+                link.caches.cached.clear()
                 stage.look()
-        _linked(stage).caches.kept.clear()
+        _linked(stage).caches.cached.clear()
         stage.settled()
     return verdicts
 

@@ -31,7 +31,7 @@ from llm_datadist._links.messages import (
 from llm_datadist._native import NO_DEADLINE, Plan
 from llm_datadist._native.plan import PlanEnd, digest
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumServer
+from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumTarget
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.views import tensor_views
 from tests.support import moves
@@ -566,22 +566,22 @@ def test_one_peer_after_the_other_is_answered() -> None:
     served: list[str] = []
     before = residue()
     no_caches: Any = None  # every answer is a failure
-    server = ChecksumServer(no_caches, AccessPolicy(no_caches), None)
+    target = ChecksumTarget(no_caches, AccessPolicy(no_caches), None)
     go = threading.Event()
-    server.thread.submit(go.wait, 60)
+    target.thread.submit(go.wait, 60)
     fair = Verify(0, 1, 0, [], False, 1, 0, 1, b"", False, bytes(16), 10_000)
     for name, count in (("greedy", 4), ("modest", 2)):
         link = Mock(peer=name)  # all that the queues ask of a link is that it can be a key
         link.tell.side_effect = lambda message, name=name: served.append(f"{name}{message.id}")
         for number in range(count):
-            server.on_verify(link, msgspec.structs.replace(fair, id=number))
+            target.on_verify(link, msgspec.structs.replace(fair, id=number))
     go.set()
     wait_until(lambda: len(served) == 6)
-    server.close()
+    target.close()
     assert served == ["greedy0", "modest0", "greedy1", "modest1", "greedy2", "greedy3"]
-    server.on_verify(link, fair)
+    target.on_verify(link, fair)
     assert served[-1] == "modest0"
-    server.close()
+    target.close()
     assert settled(before) == before
 
 

@@ -492,7 +492,7 @@ def test_when_neither_can_be_bound_the_error_says_so(end: LocalEnd, monkeypatch:
     end.start("PROMPT", 2, listen_ip_info=f"127.0.0.1:{port}")
     # Another process takes the old address the moment it is free.
     thief = before_binding(monkeypatch, port, lambda: socket.create_server(("127.0.0.1", port)))
-    with pytest.raises(LinkError, match="listens no more"):
+    with pytest.raises(LinkError, match="no longer listens"):
         end.do(switch, "DECODER", at(port, "0.0.0.0"))
     thief[0].close()
     assert end.do(now) == ("PROMPT", None)

@@ -169,7 +169,7 @@ def test_attack_t1_a_guessed_address_is_written_only_where_the_owner_allows_it_a
             assert isinstance(answer, wire.Located if allowed else wire.Failed)
             if isinstance(answer, wire.Failed):
                 assert answer.code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-                assert "llm.WriteByAddress is 0" in answer.text
+                assert "llm.WriteByAddress=0 of the owner" in answer.text
         if not allowed:
             visitor.say(wire.Resolve(2, True, None, cache.cache_id, 0, 1000))
             assert "remote cache access" in visitor.hear(wire.Failed).text

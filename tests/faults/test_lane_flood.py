@@ -41,7 +41,7 @@ class Flood:
         self.end.do(make, "mine", Spec(tensors=1, rows=1, stride=STRIDE, blocks=True), 2)
         self.end.do(call, "pull_blocks", KEY, Use("mine"), [0], [0])
         there = self.end.world.probe.link(1)
-        (answer,) = there.caches.kept.values()
+        (answer,) = there.caches.cached.values()
         self.remote = answer.tensors
         connection = there.connection.shared
         assert isinstance(connection, TcpConnection)

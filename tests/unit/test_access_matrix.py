@@ -35,7 +35,7 @@ from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.checksum import ChecksumServer
+from llm_datadist._transfer.checksum import ChecksumTarget
 from llm_datadist._transfer.handles import encode_handle, encode_key_handle
 from llm_datadist._transfer.target import MoveTarget, Target
 from llm_datadist._transport.moves import MoveRequest
@@ -71,7 +71,7 @@ class Bench:
         policy = AccessPolicy(self.store, peers)
         self.target = Target(self.store, policy)
         self.lanes = MoveTarget(self.store, policy)
-        self.checksums = ChecksumServer(self.store, policy, None)
+        self.checksums = ChecksumTarget(self.store, policy, None)
         undo.callback(self.checksums.close)
         self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)
         word, *registered = kind.split("-")

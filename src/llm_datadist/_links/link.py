@@ -150,9 +150,9 @@ class LinkOrigin:
 class PeerCacheView:
     """What the transfers of one link have learnt; this package only keeps it."""
 
-    kept: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
+    cached: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
     mapped: dict[Any, Any] = field(default_factory=dict)  # where its tensors are, by the names that it gave them
-    assumed: dict[Any, Any] = field(default_factory=dict)  # pinned answers that the next ones are taken to be like
+    predicted: dict[Any, Any] = field(default_factory=dict)  # pinned answers that the next ones are taken to be like
     unlike: dict[Any, Any] = field(default_factory=dict)  # pairs of caches of which the log has said how they differ
     located: set[int] = field(default_factory=set)  # caches of this end that the peer knows by address, and may write
 
@@ -468,7 +468,7 @@ class Link:
             peer_host=self.peer.host,
             read_bytes=sum(each.read_bytes for each in used),
             written_bytes=sum(each.written_bytes for each in used),
-            resolved=len(self.caches.kept),
+            resolved=len(self.caches.cached),
             verified_bytes=self._verified_bytes,
             sealed=self.renewal is not None,
             authenticated_at=None if self.renewal is None else self.renewal.at,

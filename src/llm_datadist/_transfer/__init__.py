@@ -1,1 +1,1 @@
-"""The verbs: pull, push, copy, swap, layer by layer; at the initiator and at the target."""
+"""Transfers: pulls, pushes, copies, swaps and layer-wise jobs, at the initiator and at the target."""

@@ -1,7 +1,4 @@
-"""The access rule: which peers may link, which caches they may use, and how.
-
-Handshakes, resolves, data lanes, checksums, grants and questions for addresses all ask here.
-"""
+"""Permissions of peers, for handshakes, resolves, move requests, reports, checksums, claims and look-ups."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ _NOTHING: Final = Permissions()
 
 
 class AccessPolicy:
-    """Decides what a peer may do at this end; a call that does not raise permits. Threads: any; keeps no state.
+    """Permissions of peers at this instance; ``require_*`` raises ParamError unless permitted. Threads: any; stateless.
 
-    A peer may use a cache that is remote accessible, under a pin where one is needed. It may write where this end has
-    remote cache access (RCA), or into a cache that it has located by address over the same link.
-
-    ``peers`` (``llm.PeerPolicy``) takes rights away, by the cluster id of the link: without it every peer has them all.
+    A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write with remote cache access
+    (RCA), or into a cache located over its link. ``peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
     """
 
     def __init__(self, store: CacheStore, peers: PeerPolicy | None = None) -> None:
@@ -38,14 +33,15 @@ class AccessPolicy:
         self._peers = peers
 
     def require_link(self, cluster_id: int) -> None:
-        """Raise AuthFailed unless a cluster may be linked, whichever end dials."""
+        """Raise AuthFailed unless the cluster may link, as dialer or listener."""
         if self._peers is not None and not self._peers.of(cluster_id).link:
-            raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this end")
+            raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this instance")
 
     def offered_to(self, cluster_id: int) -> Exports:
-        """Return what a cluster on this host may map. Raises LinkRefused where requests must be decided one by one.
+        """Return the exports that a cluster on this host may map.
 
-        A mapping has no bounds inside a pool, and what may be written can be read too.
+        Raises LinkRefused if each request needs a decision, because a mapping shows whole pools and writable memory is
+        readable.
         """
         exports = self._store.exports
         if self._peers is None:
@@ -62,50 +58,45 @@ class AccessPolicy:
         return exports if may.push else replace(exports, writable=False)
 
     def require_move(self, link: object, *, push: bool) -> None:
-        """Raise ParamError unless the peer may pull, or push, at all."""
         if self._peers is not None:
             may = self._of(link)
             if not (may.push if push else may.pull):
                 raise _denied(link, "push" if push else "pull")
 
     def require_push(self, link: object, cache_id: int | None) -> None:
-        """Raise ParamError unless the peer may write a cache; ``cache_id`` is None where it named a key."""
+        """Require the right to write a cache; ``cache_id`` is None for a key."""
         self.require_move(link, push=True)
         located = isinstance(link, Link) and cache_id in link.caches.located
         if not self._store.remote_accessible and not located:
-            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) at both ends")
+            raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) on both sides")
 
     def require_locate(self, link: object) -> None:
-        """Raise ParamError unless the peer may ask by address."""
         if self._peers is not None and not self._of(link).locate:
             raise _denied(link, "locate")
 
     def require_key(self, link: object, key: Key) -> None:
-        """Raise ParamError unless the peer may name keys of that model."""
         if self._peers is not None:
             models = self._of(link).models
             if isinstance(models, frozenset) and key[2] not in models:
                 raise _denied(link, f"use model {key[2]}")
 
     def may_see(self, link: object, entry: Entry) -> bool:
-        """Return True unless the peer is bound to models, and the cache has no key of one."""
+        """Return False if the peer is limited to models without a key in the cache."""
         if self._peers is None:
             return True
         models = self._of(link).models
-        # Copied first: another thread may bind a key meanwhile.
+        # A copy, because another thread may bind a key during the iteration.
         return not isinstance(models, frozenset) or any(key[2] in models for key in tuple(entry.bindings))
 
     def require_sight(self, link: object, entry: Entry) -> None:
-        """Raise ParamError unless :meth:`may_see`."""
         if not self.may_see(link, entry):
             raise _denied(link, f"use cache {entry.cache_id}, which has no key of its models")
 
     def may_consume(self, link: object) -> bool:
-        """Return True unless the peer may consume no keys."""
         return self._peers is None or self._of(link).consume
 
     def require_consumed(self, link: object, cache_id: int) -> None:
-        """Raise ParamError or CacheNotFound unless the peer may have pushed to the cache so that a key is consumed."""
+        """Require the right to report a push that consumes a key. Also raises CacheNotFound."""
         if self._peers is not None:
             self.require_move(link, push=True)
             self.require_sight(link, self._store.registry.lookup(cache_id))
@@ -113,7 +104,7 @@ class AccessPolicy:
                 raise _denied(link, "consume keys")
 
     def require_consume(self, link: object, entry: Entry, binding: Binding | None) -> None:
-        """Raise ParamError if the transfer would consume the binding, and the peer may not."""
+        """Require the right to consume, if the transfer would consume the binding."""
         if self.may_consume(link):
             return
         if binding is not None and entry.owned and binding.key[0] == Namespace.REQUEST:
@@ -122,14 +113,14 @@ class AccessPolicy:
     def needs_pin(self, entry: Entry) -> bool:
         """Return True if a peer must pin the cache to use it.
 
-        A complete pull consumes a row's key, after which the memory may be freed. Nothing is consumed of blocks
-        caches, nor of registered ones with remote cache access: a peer may keep where these are, protected by guards.
+        A complete pull of a row may consume its key and free the memory. Blocks caches and, with RCA, registered ones
+        need no pin: no key of theirs is consumed, and guards suffice.
         """
         return entry.geometry.kind is CacheKind.CACHE and (entry.owned or not self._store.remote_accessible)
 
     def require_use(self, link: object, entry: Entry, pin: int) -> None:
-        """Raise ParamError unless the peer may use a cache under ``pin``; 0 stands for none."""
-        if not pin:  # the peer got its pin by a resolve, which has asked; the key may be consumed meanwhile
+        """Require the right to use a cache under ``pin`` (0: none)."""
+        if not pin:  # a pin was checked when made, and the key may be consumed since
             self.require_sight(link, entry)
         if not entry.remote_accessible:
             raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
@@ -143,5 +134,5 @@ class AccessPolicy:
 
 
 def _denied(link: object, what: str) -> ParamError:
-    who = f"cluster {link.peer.cluster_id}" if isinstance(link, Link) else "a stranger"
+    who = f"cluster {link.peer.cluster_id}" if isinstance(link, Link) else "an unverified connection"
     return ParamError(f"{PEER_POLICY} of the owner does not allow {who} to {what}")

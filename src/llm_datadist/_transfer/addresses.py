@@ -1,13 +1,10 @@
-"""Raw addresses of a peer (``TransferConfig.dst_addrs``): which of its caches they are, and the right to write there.
+"""Raw addresses of a peer (``TransferConfig.dst_addrs``): look-up, and the right to write there.
 
-The initiator asks first: ``Locate`` names addresses and how many bytes will be written at each. The target answers
-with ``Located``: cache, tensor and offset. From then on the pushes are as all others: by cache id, resolved, under
-guards, planned against the true geometry.
+``Locate`` asks for the cache, tensor and offset of each address. Pushes then name cache ids, as all others.
 
-Without remote cache access (RCA) a target allows pushes only into caches that it has located for this link
-(``PeerCacheView.located``). Ids are never used again within an ``init``, so that right ends with the cache or the
-link. The pools stay sealed against peers' writes: such a push is answered with absolute addresses, which cma, the
-data lanes and the same process reach, and shared memory does not.
+Without remote cache access (RCA) a target allows pushes only into caches located for this link. An ``init`` never
+reuses ids, so that right ends with the cache or the link. Pools stay sealed against peers' writes: such a push gets
+absolute addresses, or none if the owner moves the bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._transfer.access import AccessPolicy
 
-#: Ids kept per link; beyond, those of caches that are gone are dropped.
+#: Located ids of a link above which freed ones are dropped.
 _MANY_IDS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOffset:
-    """Where an address of the peer lies: ``offset`` bytes into a tensor of one of its caches."""
+    """Place of a peer's address: ``offset`` bytes into a tensor of a cache."""
 
     cache_id: int
     tensor: int
@@ -48,17 +45,14 @@ class RemoteOffset:
 
 @dataclass(frozen=True, slots=True)
 class Locations:
-    """Where all addresses of a question lie; ``allocated`` if one lies in memory of the peer's pools.
-
-    Memory of a pool belongs to a cache only until that is freed; memory of the user stays what it is.
-    """
+    """Places of addresses; ``allocated`` if one is in an allocated cache, whose memory may be reused."""
 
     offsets: list[RemoteOffset]
     allocated: bool
 
 
 class Locator:
-    """Asks peers what lies at their addresses. Threads: any; keeps no state."""
+    """Initiator of address look-ups. Threads: any."""
 
     def __init__(self, links: LinkManager) -> None:
         self._links = links
@@ -66,10 +60,7 @@ class Locator:
     def locate(
         self, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
     ) -> Locations:
-        """Return where ``addresses`` lie; ``nbytes`` bytes will be written at each.
-
-        Raise ParamError if an address, or a part of its range, lies in no cache that the peer lets this end write.
-        """
+        """Return the places of ``addresses``; ParamError unless ``nbytes`` at each lie in one writable tensor."""
         link = self._links.get(cluster_id)
         found, allocated = [], False
         with link:
@@ -93,27 +84,27 @@ def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, 
 
 
 def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
-    """Decode an answer about ``count`` addresses. The push checks that the cache has such offsets."""
+    """Decode an answer about ``count`` addresses; ProtocolError. The push checks the offsets."""
     if not count * 8 == len(answer.cache_ids) == len(answer.offsets) == 2 * len(answer.tensors):
         raise ProtocolError(f"{who} located {len(answer.tensors) // 4} of {count} addresses")
     columns = ((answer.cache_ids, "<u8"), (answer.tensors, "<u4"), (answer.offsets, "<u8"))
     return [RemoteOffset(*row) for row in zip(*(np.frombuffer(*each).tolist() for each in columns), strict=True)]
 
 
-class LocateServer:
-    """Answers what lies at addresses of ours, and lets the peer write there, if ``allowed``. Threads: control."""
+class LocateTarget:
+    """Target of address look-ups, which let the peer write there. Threads: control."""
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, *, allowed: bool) -> None:
         self._store = store
         self._policy = policy
         self._allowed = allowed
-        self._warned = store.remote_accessible  # then peers may write anyway
+        self._warned = store.remote_accessible  # peers may write anyway
 
     def on_locate(self, link: Link, message: Locate) -> None:
         try:
             if not self._allowed:
                 raise LLMException(
-                    "locate: llm.WriteByAddress is 0 at this end: memory is named by caches and keys only",
+                    "locate: llm.WriteByAddress=0 of the owner: name memory by caches and keys",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 )
             self._policy.require_locate(link)
@@ -144,7 +135,7 @@ def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locat
     addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
     entries, _, _ = store.registry.snapshot()
     live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
-    live = [each for each in live if policy.may_see(link, each)]  # the others are as if they were not there
+    live = [each for each in live if policy.may_see(link, each)]  # errors do not reveal the others
     index = _AddressIndex(live, message.nbytes)
     found = index.find(addresses)
     cache_ids = index.cache_ids[found]
@@ -161,7 +152,7 @@ def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locat
 
 
 class _AddressIndex:
-    """The tensors of some caches by address, one row of the arrays each; only those with room for ``nbytes``."""
+    """Tensors with room for ``nbytes``, sorted by address; one row of each array per tensor."""
 
     def __init__(self, entries: Sequence[Entry], nbytes: int) -> None:
         self._nbytes = nbytes
@@ -179,12 +170,12 @@ class _AddressIndex:
         self._rooms = np.repeat(room, counts)[order]
 
     def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the row of each address; raise ParamError if one, or a part of its range, is in no tensor."""
+        """Return the row of each address; ParamError unless its range is in a tensor."""
         # The last tensor that begins at or before an address holds it, unless caches overlap.
         found = np.searchsorted(self.bases, addresses, side="right") - 1
         if len(self.bases):
             rows = np.maximum(found, 0)
-            # Unsigned: an address before the base gives a difference larger than any room.
+            # Unsigned, so an address before the base differs by more than any room.
             missing = (found < 0) | (addresses - self.bases[rows] > self._rooms[rows])
         else:
             missing = np.ones(len(addresses), np.bool_)

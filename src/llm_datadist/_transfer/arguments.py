@@ -1,8 +1,7 @@
-"""The rules on the arguments of the three interfaces: v2 (CacheManager), v1 (KvCacheManager) and C++ (cpp_api).
+"""Rules on arguments of v2 (CacheManager), v1 (KvCacheManager) and C++ (cpp_api).
 
-:data:`ARGUMENTS` says by name what each argument must be by itself; v1 and C++ use it with their own differences on
-top. The functions below it are the rules that need more than one argument. Everything here runs in the caller's thread
-and raises before anything has happened.
+:data:`ARGUMENTS` has the rule of each single argument; v1 and C++ override some. All run in the caller's thread,
+before any side effect but a local use.
 """
 
 from __future__ import annotations
@@ -39,24 +38,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-#: Takes an argument's name and value; returns the value as the library uses it, or raises TypeError or ParamError.
+#: (name, value) -> value as used; TypeError, ParamError.
 Rule = Callable[[str, object], Any]
 Rules = Mapping[str, Rule]
 
-#: Which keys a new cache gets, each with its row.
+#: Keys of a new cache, each with its row.
 Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
 
-#: For calls without layer ranges, which are most.
+#: Cached, because most calls have no layer ranges.
 _selection = lru_cache(maxsize=64)(LayerSelection)
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
-    """Return the values in the order given, each checked by the rule of its name."""
+    """Return the values, each checked by the rule of its name."""
     return [rules[name](name, value) for name, value in values.items()]
 
 
 def instance_of(*kinds: type) -> Rule:
-    """Return the rule that an argument is of one of ``kinds``."""
 
     def rule(name: str, value: object) -> object:
         if not isinstance(value, kinds):
@@ -67,7 +65,7 @@ def instance_of(*kinds: type) -> Rule:
 
 
 def byte_count(name: str, value: object) -> int:
-    """Return the bytes per tensor: above 0, or -1, which stands for the rest of a row."""
+    """Return the bytes per tensor; -1 stands for the rest of a row."""
     nbytes = check_int64(name, value)
     check_rule(nbytes == -1 or nbytes > 0, f"{name}={nbytes}: must be -1 or above 0")
     return nbytes
@@ -90,7 +88,7 @@ def _byte_offset(name: str, value: object) -> int:
 
 
 def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair, of a dict of int to list of int (interface §6.8)."""
+    """Return (sources, destinations), pair by pair (interface §6.8)."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
         return plain
@@ -110,7 +108,7 @@ def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair, of a dict of int to int (interface §6.9)."""
+    """Return (sources, destinations), pair by pair (interface §6.9)."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
         return plain
@@ -124,12 +122,12 @@ def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def _block_number(name: str, value: object) -> None:
-    """Raise the error that names the element which the native parser, which knows no dicts, has refused."""
+    """Name the element in the error, which the native parser cannot."""
     number = check_int64(name, value)
     check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
 
-#: What each argument must be in v2. Keys are not here: which kinds are allowed depends on the call.
+#: Rules of v2. Keys of transfers have none, because the allowed kinds depend on the call.
 ARGUMENTS: Final[Rules] = {
     # caches and their memory
     "cache_desc": instance_of(CacheDesc),
@@ -159,7 +157,7 @@ def check_key_count(keys: Bindings, geometry: Geometry) -> None:
 
 
 def check_addresses(addrs: list[int], geometry: Geometry) -> None:
-    """Check that there is one non-zero address per tensor, and memory for every tensor behind it."""
+    """Check that each tensor has a non-zero address with mapped memory."""
     check_rule(addrs, "addrs is empty: one address per tensor is needed")
     check_rule(
         len(addrs) == geometry.num_tensors,
@@ -172,9 +170,9 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
 
 
 def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
-    """Return whether peers may use registered memory: None means True (interface R16).
+    """Return True if peers may use registered memory (interface R16).
 
-    ``linked``: ``link()`` was called, so True must not be given any more (interface §6.6).
+    An explicit True is refused if ``link()`` was called (interface §6.6).
     """
     if remote_accessible is None:
         return True
@@ -187,7 +185,7 @@ def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
 
 
 def check_mem_infos(mem_infos: object) -> None:
-    """Check one MemInfo or a list of them: device memory, address and size above 0 (interface §6.15)."""
+    """Check one or several MemInfo (interface §6.15)."""
     infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
     check_rule(infos, "mem_infos is empty: at least one MemInfo is needed")
     for i, info in enumerate(infos):
@@ -201,7 +199,7 @@ def check_mem_infos(mem_infos: object) -> None:
 
 @contextmanager
 def naming_request(req_id: object) -> Iterator[None]:
-    """Put ``req_id=N`` into the text of every error of the block (interface R9)."""
+    """Add the request id to the errors of the block (interface R9)."""
     try:
         yield
     except (LLMException, TypeError) as error:
@@ -211,7 +209,7 @@ def naming_request(req_id: object) -> Iterator[None]:
 
 
 def require_rca(remote_accessible: bool, call: str) -> None:
-    """Raise ParamError unless remote cache access is on: pushes need it (interface R16)."""
+    """Check that remote cache access is on (interface R16)."""
     check_rule(
         remote_accessible, f"{call} needs enable_remote_cache_accessible=True (llm.EnableRemoteCacheAccessible=1)"
     )
@@ -220,10 +218,7 @@ def require_rca(remote_accessible: bool, call: str) -> None:
 def layer_selection(
     src_layer_range: object, dst_layer_range: object, tensor_num_per_layer: object, *, empty_ok: bool = True
 ) -> LayerSelection:
-    """Return the layers of a call.
-
-    ``empty_ok``: an empty range means "not given", as in pulls; in pushes it is an error.
-    """
+    """Return the layers. With ``empty_ok`` (pulls) an empty range counts as not given."""
     per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
@@ -237,7 +232,7 @@ def layer_selection(
 
 
 def check_single_id(key: object) -> None:
-    """Check that exactly one id of a CacheKey is set (interface §6.0); other kinds of keys pass."""
+    """Check that a CacheKey has exactly one id (interface §6.0); other keys pass."""
     if isinstance(key, CacheKey):
         given = (key.req_id != INVALID_ID) + (key.prefix_id != INVALID_ID)
         check_rule(
@@ -247,10 +242,7 @@ def check_single_id(key: object) -> None:
 
 
 def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_cluster_id: int | None) -> RemoteName:
-    """Return how the peer is asked for ``key``.
-
-    Pulling from one's own cluster is refused; pass None as ``own_cluster_id`` for a push (interface R28).
-    """
+    """Return the remote name of ``key``; refuse ``own_cluster_id``, which is None for pushes (interface R28)."""
     cluster = key.cluster_id
     if cluster == own_cluster_id:
         raise ParamError(f"cluster_id={cluster} of the key is our own: copy instead of pulling")
@@ -260,7 +252,7 @@ def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_clust
 
 
 def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
-    """Check that ``size`` bytes (-1: the rest) from ``offset`` on lie in a row of the local cache."""
+    """Check that ``size`` bytes (-1: the rest) from ``offset`` lie in a local row."""
     row = f"a row of the local cache has {geometry.stride} bytes"
     check_rule(offset < geometry.stride, f"dst_cache_offset={offset}: {row}")
     at = f" from dst_cache_offset={offset} on" if offset else ""
@@ -274,7 +266,7 @@ def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
 
 
 def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Check that the block lists suit the kind of key (interface §6.11)."""
+    """Check that the lists suit the kind of key (interface §6.11)."""
     sources, targets = len(src_blocks), len(dst_blocks)
     if not targets:
         raise ParamError("dst_blocks is empty: at least one block is needed")
@@ -288,7 +280,7 @@ def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
 
 
 def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:
-    """Check that a grant is for this peer and these blocks."""
+    """Check that the grant is of the key's peer and covers the blocks."""
     grant = check_type("grant", grant, Grant)
     check_rule(isinstance(key, BlocksCacheKey), "grant: only with a BlocksCacheKey")
     check_rule(
@@ -302,7 +294,7 @@ def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCach
 
 
 def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Check that the lists are pairs (interface §6.13) and that an id-key names no row (interface R31)."""
+    """Check pairs of blocks (interface §6.13), and row 0 in an id-key (interface R31)."""
     if not len(dst_blocks):
         raise ParamError("dst_blocks is empty: at least one block is needed")
     check_pairs(src_blocks, dst_blocks)
@@ -313,7 +305,6 @@ def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
 def check_pairs(
     src_blocks: BlockList, dst_blocks: BlockList, names: tuple[str, str] = ("src_blocks", "dst_blocks")
 ) -> None:
-    """Check for two lists of equal length, not empty; the caller calls them ``names``."""
     check_rule(len(src_blocks), f"{names[0]} is empty: at least one block is needed")
     equal_lengths(src_blocks, dst_blocks, names)
 

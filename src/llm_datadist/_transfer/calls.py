@@ -1,7 +1,6 @@
-"""What the calls of all three interfaces do once their arguments are checked, and the two forms of such a call.
+"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form.
 
-A call runs in its caller's thread, or in a thread of ``Workers`` when it is awaited. It holds the local cache, checks
-what can be known without the peer, plans, and hands over to the initiator or to the copies inside the process.
+A call begins a local use of its cache, checks what needs no peer, and moves the bytes.
 """
 
 from __future__ import annotations
@@ -43,17 +42,13 @@ if TYPE_CHECKING:
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-#: The work that is left of a call whose arguments were checked; runs in the caller's thread or a worker.
+#: Work of a call after its argument checks; runs in the caller's thread or a worker.
 Pending = Callable[[Deadline], None]
 Awaited = Coroutine[Any, Any, None]
 
 
 class EngineUser:
-    """Base of both managers: holds the engine of one ``init``, and refuses to use it after ``finalize``
-    (interface R21).
-
-    Threads: any.
-    """
+    """Base of both managers: the engine of one ``init``, refused after ``finalize`` (interface R21)."""
 
     def __init__(self, engine: Engine) -> None:
         self._of = engine
@@ -80,7 +75,7 @@ class EngineUser:
         arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
     def _discard(self, cache: Cache) -> None:
-        """Undo an allocation whose caller never gets the handle."""
+        """Undo an allocation whose caller does not get the handle."""
         self._of.store.discard(cache.cache_id)
 
     @staticmethod
@@ -94,7 +89,7 @@ User = TypeVar("User", bound=EngineUser)
 
 
 def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
-    """Make a public call of a method that checks arguments and returns the work left."""
+    """Make a public call of a method that checks arguments and returns the remaining work."""
 
     @wraps(check)
     def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -105,7 +100,7 @@ def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concate
 
 
 def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
-    """Make the asyncio form of a :func:`blocking` call: check arguments at once, await the work."""
+    """Return the asyncio form of a :func:`blocking` call, which checks arguments at once."""
     check: Callable[Concatenate[User, P], Pending] = call.__wrapped__  # type: ignore[attr-defined]  # set by wraps
 
     @wraps(check)
@@ -132,7 +127,7 @@ class _Annotation(str):
 
 
 def _set_result(call: Callable[..., object], result: str) -> None:
-    """Let ``help`` and ``inspect`` show ``call`` with the parameters that it wraps and this result."""
+    """Make ``help`` and ``inspect`` show the wrapped parameters and this result."""
     call.__annotations__ = call.__annotations__ | {"return": result}
     shown = signature(call)
     parameters = [
@@ -151,9 +146,9 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
-    """Return the id by which ``engine`` knows the cache of a handle, the caller's argument ``name``.
+    """Return the cache id of a handle.
 
-    CacheError: the handle is of another LLMDataDist, or of an earlier ``init``. All calls get ids from handles here.
+    Raises CacheError if the handle is of another LLMDataDist or ``init``.
     """
     granter = cache._granter
     if granter is engine.grants or granter is None:
@@ -166,7 +161,7 @@ def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
 
 
 def deallocate(engine: Engine, call: str, cache: Cache) -> None:
-    """Give back the cache of a handle of this engine, and empty the handle."""
+    """Deallocate the cache and empty its handle; only warn about foreign handles."""
     try:
         cache_id = local_id(engine, call, "cache", cache)
     except CacheError as error:
@@ -233,8 +228,8 @@ def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: di
 def swap_blocks(
     engine: Engine, src: Cache, dst: Cache, pairs: tuple[NDArray[np.int64], NDArray[np.int64]], names: tuple[str, str]
 ) -> Pending:
-    """Move blocks between device and host memory; there is no deadline (interface R6)."""
-    # Its addresses count, not its id; but those of a foreign handle may be unmapped at any time.
+    """Move blocks between device and host memory, without a deadline (interface R6)."""
+    # Only the addresses are used, but a foreign handle's may be unmapped.
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
@@ -245,12 +240,12 @@ def swap_blocks(
 
 
 class TransferCall(msgspec.Struct, eq=False):
-    """One pull or push, its own arguments checked. Used by one thread. As text: what errors call the local cache."""
+    """Pull or push after argument checks; as text, the local cache in errors. Threads: one."""
 
     engine: Engine
-    what: str  # the caller's name of the call: in errors, logs and statistics
-    argument: str  # the caller's name of the local cache
-    cache_id: int  # of the local cache
+    what: str  # name of the call
+    argument: str  # the caller's, for the local cache
+    cache_id: int  # local
     name: RemoteName
     layers: LayerSelection
 
@@ -267,7 +262,7 @@ def transfer_call(
 def pull_row(
     call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
 ) -> None:
-    """Pull the remote row into the local ``row``: ``size`` bytes per tensor, or -1; offsets are bytes into a row."""
+    """Pull ``size`` bytes per tensor (-1: the rest) into ``row``; offsets are bytes into a row."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
@@ -294,10 +289,9 @@ def pull_blocks(
     *,
     name: str = "dst_blocks",
 ) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in the order given (interface R26).
+    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in list order (interface R26).
 
-    Without ``src_blocks`` the remote row is cut into pieces of the local block size, piece i for ``dst_blocks[i]``.
-    ``name`` is the caller's of ``dst_blocks``.
+    Without ``src_blocks`` piece i of the remote row goes there. Errors call ``dst_blocks`` by ``name``.
     """
     engine, layers = call.engine, call.layers
     with (
@@ -338,7 +332,7 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
-    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26)."""
+    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in list order (interface R26)."""
     engine, layers = call.engine, call.layers
     with (
         engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
@@ -357,10 +351,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
 
 
 class LayerwiseArguments:
-    """The arguments of transfer_cache_async but for the source, checked in their documented order.
-
-    ``by_key``: configs are :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`.
-    """
+    """Arguments of transfer_cache_async except the source, checked in their documented order."""
 
     def __init__(
         self,
@@ -396,7 +387,6 @@ class LayerwiseArguments:
         )
 
     def cut(self, src: Geometry, row: int) -> LayerPlan:
-        """Return which bytes of each tensor go where."""
         if self.dst is None:
             return LayerPlan.of_row(src, row)
         if self.src is None:
@@ -421,7 +411,7 @@ def _indices(name: str, values: object) -> BlockList | None:
 def start_transfer(
     engine: Engine, src_cache: Cache, given: LayerwiseArguments, timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT
 ) -> CacheTask:
-    """Hold the source, whose placement was checked, and start the thread."""
+    """Begin a local use of the source, whose placement is checked, and start the job."""
     store, cache_id = engine.store, local_id(engine, "transfer_cache_async", "src_cache", src_cache)
     with ExitStack() as undo:
         entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
@@ -445,7 +435,6 @@ def start_transfer(
 def _delivery(
     engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int
 ) -> KeyDelivery | AddressDelivery:
-    """Return destination ``i``: a place at a peer, and the layers of the source that it gets."""
     config = given.configs[i]
     wanted = layers if config.src_layer_range is None else config.src_layer_range
     check_rule(

@@ -1,10 +1,7 @@
-"""Checksums (``llm.Checksum``): after a transfer both ends digest their own memory, and the digests are compared.
+"""Checksums (``llm.Checksum``): after a transfer both sides digest their memory, and the initiator compares.
 
-The memories are compared, not the bytes on their way: a byte that was changed, left out or put elsewhere anywhere is
-found. A source that its owner changes before the question is a mismatch as well.
-
-:class:`Comparison` runs in the thread of the caller, :class:`ChecksumServer` has a thread of its own. A question
-that cannot be answered fails the transfer: it never counts as a match.
+A changed, missing or misplaced byte is found, and a source that its owner changes too early. An unanswered question
+fails the transfer.
 """
 
 from __future__ import annotations
@@ -40,21 +37,21 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.resolution import Resolution
 
 MAX_QUESTION_BYTES: Final = 64 << 20
-"""Bytes of memory of one question: some 10 ms of work, for which the questions of other peers wait."""
+"""Bytes of memory of one question: some 10 ms, during which questions of other peers wait."""
 MAX_QUESTION_TENSORS: Final = 1 << 15
-"""Tensors of one question: their digests fit a frame twice."""
+"""Tensors of one question; twice their digests fit a frame."""
 
-#: The search for the first difference splits a part into about so many pieces per question.
+#: Pieces, about, per question of the search for the first difference.
 _PIECES: Final = 1024
-#: Runs of one question; after :func:`_split_runs` (twice as many, and the pieces) they fit a message too.
+#: Runs of one question; :func:`_split_runs` may double them and add the pieces.
 _MAX_RUNS: Final = MAX_VERIFY_RUNS // 2 - _PIECES
-#: Precision of the search in a row, which has no blocks.
+#: Precision of the search in a row.
 _ROW_PIECE_BYTES: Final = 4096
-#: Seconds before a busy peer is asked again, at first and at most.
+#: Seconds between questions to a busy peer, at first and at most.
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
 
-#: Questions of one peer that may wait, and their bytes; beyond, the answer is LLM_LINK_BUSY.
+#: Waiting questions of one peer, and their bytes; beyond, the answer is LLM_LINK_BUSY.
 _MAX_WAITING: Final = 256
 _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_BUDGET_MS: Final = 24 * 3600 * 1000
@@ -62,7 +59,7 @@ _MAX_BUDGET_MS: Final = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Compares both ends of a transfer whose bytes have arrived. Used by the thread of the call, under its deadline."""
+    """Comparison of both sides of a transfer whose bytes have arrived. Threads: the call's."""
 
     link: Link
     local: Entry
@@ -74,10 +71,12 @@ class Comparison:
     pool: CopyPool | None
 
     def verify(self, plan: Plan) -> None:
-        """Return if both ends hold the same bytes wherever ``plan`` has put them.
+        """Compare the bytes of ``plan``, without those that a later run has overwritten (interface R26).
 
-        Of an ordered plan only bytes that no later run has written over are compared (interface R26). ChecksumMismatch
-        names the first place; TransferFailed: the peer's cache has changed meanwhile, or it did not answer.
+        Raises:
+            ChecksumMismatch: Names the first difference.
+            TransferFailed: The peer refused, for example because its cache has changed.
+            DeadlineExceeded, PeerLost, NotLinked: No answer.
         """
         plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0
@@ -89,7 +88,7 @@ class Comparison:
             except LLMException:
                 if not differing:
                     raise
-                break  # a difference is known: the mismatch stays the answer
+                break  # a known difference is the answer
             for i in np.flatnonzero(~same).tolist():
                 one = part.replace(
                     dst_first=part.dst_first + i,
@@ -103,15 +102,13 @@ class Comparison:
         self.link.count_verified(plan.nbytes)
 
     def _first(self, plan: Plan, *, here: bool) -> int:
-        """Return the first tensor of a plan at this end, or at the peer."""
         return plan.dst_first if here is not self.push else plan.src_first
 
     def _column(self, *, here: bool) -> int:
-        """Return the column of the runs that has the offsets of one end."""
         return 0 if here is not self.push else 1
 
     def _agree(self, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
-        """Return, of shape (tensors, 1 or runs), which digests agree."""
+        """Return True for digests that agree, shape (tensors, 1 or runs)."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         spans = part.runs[:, (self._column(here=False), 2)].astype("<u8", order="C").tobytes()
         ours: list[NDArray[np.uint64]] = []
@@ -133,7 +130,7 @@ class Comparison:
             )
 
         def digest_ours() -> None:
-            if not ours:  # a busy peer is asked again
+            if not ours:  # else the peer was busy
                 ours.append(self._digest(part, nonce, each_run=each_run))
 
         answer = self._ask(build, digest_ours)
@@ -158,7 +155,7 @@ class Comparison:
 
     def _mismatch(self, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
         tensor, part = next(iter(differing.items()))
-        with suppress(LLMException):  # without an answer the place is only less precise
+        with suppress(LLMException):  # without answers the place is less precise
             part = self._narrow(part)
         local_tensor, local_block, here = self._where(part, here=True)
         _, remote_block, there = self._where(part, here=False)
@@ -178,8 +175,8 @@ class Comparison:
         )
 
     def _narrow(self, part: Plan) -> Plan:
-        """Return the first differing block, or piece of a row, if the search ends."""
-        # Blocks of the peer, else of this end, else pieces of a row.
+        """Return the first differing block, or piece of a row; more if the difference vanishes."""
+        # The peer's blocks, else own ones, else pieces of a row.
         column, block = self._column(here=True), _ROW_PIECE_BYTES
         for here, geometry in ((True, self.local.geometry), (False, self.remote.geometry)):
             if geometry.kind is not CacheKind.CACHE:
@@ -190,13 +187,13 @@ class Comparison:
             runs = _split_runs(part.runs, column, unit)
             differ = np.flatnonzero(~self._agree(part.replace(runs=runs), each_run=True)[0])
             if not differ.size:
-                break  # both agree by now: something still writes there
+                break  # both agree now, so something still writes there
             first = runs[differ[0] : differ[0] + 1]
             part = part.replace(runs=first, nbytes=int(first[0, 2]))
         return part
 
     def _where(self, part: Plan, *, here: bool) -> tuple[int, int, str]:
-        """Return tensor, block or row, and a text of a part at one end; block -1 unless the part lies in one."""
+        """Return tensor, block or row (-1: several), and a text, on one side."""
         geometry, tensor = (self.local if here else self.remote).geometry, self._first(part, here=here)
         begins = part.runs[:, self._column(here=here)]
         begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
@@ -208,7 +205,7 @@ class Comparison:
         return tensor, block, f"{text} (bytes {begin} to {end} of the tensor)"
 
     def _ask(self, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
-        """Ask the peer, repeatedly while it is busy; call ``meanwhile`` before waiting."""
+        """Ask, again while the peer is busy; call ``meanwhile`` before each wait."""
         link, what, pause = self.link, f"{self.what}: verifying", _FIRST_PAUSE
         while True:
             try:
@@ -223,8 +220,8 @@ class Comparison:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refused(self, failure: RemoteFailure) -> TransferFailed:
-        """Build the error of a refusal, and drop the kept answers: they may be outdated."""
-        self.link.caches.kept.clear()
+        """Return the error of a refusal; drop cached resolutions, which may be outdated."""
+        self.link.caches.cached.clear()
         code = failure.status_code
         if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
             code = LLMStatusCode.LLM_FAILED
@@ -233,7 +230,7 @@ class Comparison:
 
 
 def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:
-    """Split runs wherever the offsets in ``column`` are multiples of ``unit``."""
+    """Split runs where offsets in ``column`` are multiples of ``unit``."""
     at, length = runs[:, column], runs[:, 2]
     held = length > 0
     at, length, runs = at[held], length[held], runs[held]
@@ -248,11 +245,11 @@ def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.
     return np.ascontiguousarray(np.stack([runs[of, 0] + skipped, runs[of, 1] + skipped, end - begin], axis=1))
 
 
-class ChecksumServer:
-    """Answers :class:`~llm_datadist._links.messages.Verify`, one question of each peer in turn.
+class ChecksumTarget:
+    """Target of checksums: answers one question of each peer in turn.
 
-    Threads: the control thread fills the queues, ``llm-datadist-verify`` empties them; it exists from the first
-    question to :meth:`close`. The lock guards the queues.
+    Owns: the thread ``llm-datadist-verify``, from the first question to :meth:`close`.
+    Threads: the control thread fills the queues, that thread empties them.
     """
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, pool: CopyPool | None) -> None:
@@ -260,12 +257,11 @@ class ChecksumServer:
         self._policy = policy
         self._pool = pool
         self._lock = threading.Lock()
-        # The questions of each peer, with when they must be answered (time.monotonic_ns()); the first peer is next.
+        # Questions with their time.monotonic_ns() limits; the first peer is next.
         self.queues: dict[Link, deque[tuple[Verify, int]]] = {}
         self.thread = Threads(1, "llm-datadist-verify")
 
     def on_verify(self, link: Link, message: Verify) -> None:
-        """Queue a peer's question. Threads: control."""
         expires_ns = time.monotonic_ns() + min(message.budget_ms, _MAX_BUDGET_MS) * 1_000_000
         with self._lock:
             queue = self.queues.setdefault(link, deque())
@@ -294,16 +290,15 @@ class ChecksumServer:
             self.queues.pop(link, None)
 
     def close(self) -> None:
-        """Finish the current question, forget the others, and join the thread. Idempotent."""
+        """Finish the current question, drop the others, join the thread. Idempotent."""
         with self._lock:
             self.queues.clear()
         self.thread.shutdown(cancel_futures=True)
 
     def _serve(self) -> None:
-        """Answer one question of the peer whose turn it is. Threads: ``llm-datadist-verify``."""
         with self._lock:
             if not self.queues:
-                return  # its link has ended
+                return  # the link of the question has ended
             link, queue = next(iter(self.queues.items()))
             question, expires_ns = queue.popleft()
             del self.queues[link]
@@ -313,13 +308,13 @@ class ChecksumServer:
             answer: Message = Verified(question.id, self._digests(link, question, expires_ns))
         except LLMException as error:
             answer = failed(question.id, error)
-        except Exception as error:  # noqa: BLE001 (the executor would swallow it, and the peer would wait)
+        except Exception as error:  # noqa: BLE001 (the thread would swallow it, and the peer would wait)
             logger.error("unexpected error while digesting for %s", link.peer, exc_info=error)
             answer = Failed(question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {error!r}"[:4000])
         link.tell(answer)
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
-        # Of a push too: a digest of a few bytes tells what they are.
+        # For a push too: the digest of a few bytes reveals them.
         self._policy.require_move(link, push=False)
         registry = self._store.registry
         entry = registry.reach(link, question.cache_id, question.pin, use=True)
@@ -340,7 +335,6 @@ class ChecksumServer:
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        """Check the guards of the question, and the entry's own: it may be unregistered meanwhile."""
         load = self._store.exports.guards.load
         named = ((each.slot, each.generation) for each in question.guards)
         for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
@@ -349,7 +343,7 @@ class ChecksumServer:
 
 
 def _question_plan(entry: Entry, question: Verify) -> Plan:
-    """Return what to digest, within the limits of one question; the digest checks tensor bounds."""
+    """Return the plan, within the limits; the digest checks tensor bounds."""
     geometry, count = entry.geometry, question.count
     if question.extent != geometry.tensor_bytes:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")
@@ -358,7 +352,7 @@ def _question_plan(entry: Entry, question: Verify) -> Plan:
     if len(question.runs) % 16:
         raise ParamError(f"verify: runs of {len(question.runs)} bytes are no pairs of uint64")
     spans = np.frombuffer(question.runs, "<u8").reshape(-1, 2)
-    # Each length is checked before their sum, which could wrap.
+    # Lengths first, because their sum could wrap.
     longest = int(spans[:, 1].max(initial=0))
     total = int(spans[:, 1].sum()) * count if longest <= MAX_QUESTION_BYTES else longest
     if total > MAX_QUESTION_BYTES:

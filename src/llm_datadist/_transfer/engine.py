@@ -1,8 +1,6 @@
-"""The engine: the parts of one initialised LLMDataDist, built in order and taken down in reverse.
+"""Engine: the parts of one ``init``, built in order and closed in reverse.
 
-``LLMDataDist`` makes one per ``init``. A manager keeps the engine it was made for, so that a manager of an earlier
-``init`` is recognised as stale (interface R21). If a part cannot be built, those before it are taken down and init
-fails.
+If a part cannot be built, those before it are closed and ``init`` fails.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.addresses import LocateServer, Locator
-from llm_datadist._transfer.checksum import ChecksumServer
+from llm_datadist._transfer.addresses import LocateTarget, Locator
+from llm_datadist._transfer.checksum import ChecksumTarget
 from llm_datadist._transfer.grants import GrantClaims, Grants
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Everything between ``init`` and ``finalize``; ``alive`` is False from then on. Threads: any."""
+    """Parts of an instance; ``alive`` until ``finalize``. Threads: any."""
 
     def __init__(self, cluster_id: int, options: Options, device: Device | None = None) -> None:
         self.cluster_id = cluster_id
@@ -72,17 +70,17 @@ class Engine:
                 self._build(device or HostDevice())
         except LLMException:
             raise
-        except (OSError, RuntimeError) as error:  # of descriptors or threads, as a rule
+        except (OSError, RuntimeError) as error:  # mostly no descriptors or threads left
             raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
     def _build(self, device: Device) -> None:
-        """Build the parts in order; each adds its end to the stack that :meth:`close` unwinds."""
+        """Build the parts, with their ends on the stack that :meth:`close` unwinds."""
         options = self.options
         incarnation = secrets.token_bytes(16)
         if options.listen is not None:
             options.check_reach(LISTEN, options.listen[0])
         self._credentials = None if options.credentials is None else Credentials(options.credentials)
-        # The port first: if it is busy nothing else has been built.
+        # The port before the parts, because it may be busy.
         listening = bind(options.listen) if options.listen is not None else None
         with ExitStack() as undo:
             if listening is not None:
@@ -105,14 +103,14 @@ class Engine:
             self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
             undo.callback(self.grants.close)
             self.store.freed = self.grants.drop_cache
-            self.checksums = ChecksumServer(self.store, access, self._copy_pool)
+            self.checksums = ChecksumTarget(self.store, access, self._copy_pool)
             undo.callback(self.checksums.close)
             self.target = Target(self.store, access)
             owner = MoveTarget(self.store, access)
             self.transports = Transports(Context(options, self.store.exports, owner, LinkWire()))
             undo.callback(self.transports.close)
             self.store.quiesce = self._quiesce
-            # Joined after the links have ended: that ends what the threads wait for.
+            # Joined after the links have ended, which ends what the threads wait for.
             self.workers = Workers()
             undo.callback(self.workers.close)
             self.tasks = Tasks(options.sync_kv_timeout_ms)
@@ -140,15 +138,14 @@ class Engine:
         _warn_if_open(self.links.listen_address, self._credentials)
 
     def deadline(self) -> Deadline:
-        """Return the deadline of a call that begins now (``sync_kv_timeout``)."""
         return Deadline(self.options.sync_kv_timeout_ms)
 
     def _quiesce(self, storage: Storage) -> None:
-        """Stop all use of memory by transports; the guards have been advanced before."""
+        """Stop transports from using memory whose guards have advanced."""
         self.transports.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
-        with suppress(StateError):  # the control thread has stopped: grants end with the engine
+        with suppress(StateError):  # finalized, which ends all grants
             self._control.post(self._control.loop.call_at, when, function)
 
     def _make_links(self) -> LinkManager:
@@ -165,7 +162,7 @@ class Engine:
             messages.Claim: self.grants.on_claim,
             messages.Claimed: GrantClaims.on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
-            messages.Locate: LocateServer(self.store, self._access, allowed=options.write_by_address).on_locate,
+            messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
         return LinkManager(
             self._control,
@@ -194,10 +191,12 @@ class Engine:
         return self.links.communicators.open(plan)
 
     def switch(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
-        """Take another role, and listen at ``listen`` or not at all (interface §3.6).
+        """Change the role; listen at ``listen``, or not at all if None (interface §3.6).
 
-        Raises StateError while there is a link, or one is being made (``LLM_EXIST_LINK``); LinkError when the new
-        address cannot be bound: the old listener goes on.
+        Raises:
+            StateError: A link exists or is being made (``LLM_EXIST_LINK``).
+            LinkError: The new address cannot be bound. The role and the old listener stay; the text says if that was
+                lost.
         """
         self.links.settle_unlinks()
         self.links.refuse_if_linked()
@@ -208,7 +207,7 @@ class Engine:
         self.options = replace(self.options, role=role, listen=listen)
 
     def _listen_at(self, wanted: tuple[str, int] | None, now: tuple[str, int] | None) -> None:
-        """Bind the new address before closing the old listener, unless the port is the same."""
+        """Bind the new address before closing the old listener, unless that one occupies it."""
         if wanted is None:
             self.links.listen(None)
             return
@@ -229,9 +228,9 @@ class Engine:
         _warn_if_open(self.links.listen_address, self._credentials)
 
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
-        """Close the old listener, then bind the new address, which shares its port (one is a wildcard).
+        """Close the old listener, then bind the new address, which conflicts on the same port.
 
-        From then on an existing link is no reason to refuse: that would leave this end without any listener.
+        No link made since stops the new listener, because there would be none.
         """
         self.links.listen(None)
         try:
@@ -242,7 +241,7 @@ class Engine:
             except LinkError as again:
                 self.options = replace(self.options, listen=None)
                 raise LinkError(
-                    f"{error}; and the old address cannot be bound again, this end listens no more: {again}",
+                    f"{error}; and the old address cannot be bound again, this instance no longer listens: {again}",
                     status_code=error.status_code,
                 ) from error
             self.links.listen(old, even_if_linked=True)
@@ -250,14 +249,14 @@ class Engine:
         self.links.listen(listening, even_if_linked=True)
 
     def close(self) -> None:
-        """Take everything down in reverse order; peers are not told (interface §3.2). Idempotent."""
+        """Close all parts in reverse order without telling peers (interface §3.2). Idempotent."""
         if not self.alive:
             return
         self.alive = False
         self._undo.close()
 
     def abandon(self) -> None:
-        """Mark the engine as dead in a forked child; its threads and locks are the parent's."""
+        """Mark the engine as dead in a forked child, which has none of its threads."""
         self.alive = False
         self.links.abandon()
         if self.page is not None:
@@ -280,7 +279,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         caches, keys, pins = self.store.registry.statistics()
-        quarantined = self.store.quarantined_bytes()  # sweeps, so before the pools are read
+        quarantined = self.store.quarantined_bytes()  # before the pools are read, because it sweeps
         return Statistics(
             pools=tuple(pool.statistics() for pool in self.store.pools),
             caches=caches,
@@ -308,6 +307,7 @@ class Engine:
 def _warn_if_open(address: tuple[str, int] | None, credentials: Credentials | None) -> None:
     if credentials is None and address is not None and not is_loopback(address[0]):  # llm.Insecure
         logger.warning(
-            "listening on %s without authentication: whoever reaches this port can read the caches published here",
+            "listening on %s without authentication: any process that reaches this port can read, and may write, "
+            "published caches",
             show_address(address),
         )

@@ -1,17 +1,12 @@
-"""Grants at both ends: those that this process has given, and the claims of those that peers have given.
+"""Grants at the owner (:class:`Grants`), and claims at readers (:class:`GrantClaims`).
 
-Who owns what: :class:`Grants`, at the owner of the blocks, holds one guard for each grant that has not ended. Peers
-name a grant by its token. A reader sends ``Claim`` and gets the guard to check; if there is no such grant yet, the
-claim waits, at most as long as the reader does; if it is over, ``ClaimOver`` says why. It sends ``ClaimEnded`` once it
-needs the blocks no more. The end of its link ends every grant that it has claimed and not released.
+A claim names a token. It waits for its grant at most as long as its reader; if the grant has ended, ``ClaimOver`` says
+why. ``ClaimEnded`` ends a claim. The end of a link ends every grant claimed and not released over it.
 
     given --Claim of each reader--> claimed --ClaimEnded of all readers--> released
       either, at any time: expired | revoked | its reader was lost | its cache was freed | finalized
 
-Each end advances the guard, so a pull that is under way fails, and the owner may use the blocks again.
-
-Threads: ``grant``, ``renew``, ``revoke`` and ``close`` any; messages, expiry and lost links the control thread. One
-lock; guards are advanced and messages sent outside it.
+Every end advances the guard, so running pulls fail and the owner may reuse the blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transfer.access import AccessPolicy
 
-_End = Literal[
+EndReason = Literal[
     "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
 ]
 _REVOKED: Final = "revoked"
@@ -67,16 +62,16 @@ _EXPIRED: Final = "its time was over"
 _FREED: Final = "its cache was freed"
 _FINALIZED: Final = "finalized"
 
-#: Claims of one peer that may wait for their grants; beyond, the answer is LLM_LINK_BUSY.
+#: Waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY.
 _MAX_WAITING: Final = 4096
-#: A claim waits no longer, whatever its reader says.
+#: Longest wait of a claim.
 _MAX_WAIT_S: Final = 24 * 3600.0
-#: Tokens of grants that have ended: a claim of one need not wait.
+#: Ended grants remembered, so that their claims do not wait.
 _MAX_ENDED: Final = 1 << 16
 
 
 def check_token(token: object) -> bytes:
-    """Return a caller's token. Raises TypeError, ParamError."""
+    """Return the token; TypeError, ParamError."""
     named = check_type("token", token, bytes)
     check_rule(len(named) == TOKEN_BYTES, f"token: {len(named)} bytes, it must have {TOKEN_BYTES}")
     return named
@@ -88,20 +83,20 @@ def _check_ttl(ttl: object) -> float:
     return float(seconds)
 
 
-class _Given(msgspec.Struct, eq=False):
-    """A grant that has not ended. Its fields are guarded by the lock of :class:`Grants`."""
+class _ActiveGrant(msgspec.Struct, eq=False):
+    """Grant that has not ended. Threads: under the lock of :class:`Grants`."""
 
     grant: Grant
-    entry: Entry  # the cache of the blocks, which may be gone
+    entry: Entry  # may be freed
     until: float  # monotonic
-    looked_at: float  # when the control thread looks at it again; not after ``until``
-    readers: int = 0  # as many as the first claim says
-    claims: set[Link] = msgspec.field(default_factory=set)  # that were not released yet
+    looked_at: float  # next look of the control thread, at most ``until``
+    readers: int = 0  # number, by the first claim
+    claims: set[Link] = msgspec.field(default_factory=set)  # not released yet
     releases: int = 0
 
 
 class _Waiting(NamedTuple):
-    """A claim of a grant that there is not yet."""
+    """Claim before its grant."""
 
     link: Link
     claim: Claim
@@ -110,9 +105,10 @@ class _Waiting(NamedTuple):
 
 @public_calls_hold_signals(grant="revoke")
 class Grants:
-    """Owns a guard for every grant that has not ended, and the claims that wait.
+    """Grants of this instance; ``call_at`` calls on the control thread at a monotonic time.
 
-    ``call_at(seconds, function)`` calls ``function`` on the control thread at a monotonic time.
+    Owns: a guard for every active grant, and the waiting claims.
+    Threads: control for messages, expiry and lost links, any for the rest. Guards advance outside the lock.
     """
 
     def __init__(
@@ -128,22 +124,21 @@ class Grants:
         self._call_at = call_at
         self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards all below
-        self._advanced = threading.Condition(self._lock)  # notified when a grant has ended
-        self._given: dict[bytes, _Given] = {}
+        self._advanced = threading.Condition(self._lock)  # notified after each end
+        self._given: dict[bytes, _ActiveGrant] = {}
         self._expiries: list[tuple[float, bytes]] = []
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
-        self._claimed: dict[Link, set[bytes]] = {}  # tokens that the peer has claimed and not released
-        self._ended: dict[bytes, tuple[_End, float]] = {}  # why, and when (monotonic); oldest first
-        self._ends: Counter[_End] = Counter()
+        self._claimed: dict[Link, set[bytes]] = {}  # tokens of claims not released
+        self._ended: dict[bytes, tuple[EndReason, float]] = {}  # reason and monotonic time; oldest first
+        self._ends: Counter[EndReason] = Counter()
         self._closed = False
 
     def __str__(self) -> str:
-        """Return the instance whose grants and caches these are, for errors."""
         return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
 
     def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
-        """Return a grant for ``blocks`` that lasts ``ttl`` seconds at most. Errors as :meth:`Cache.grant`."""
+        """Return a grant for ``blocks`` that expires after ``ttl`` seconds. Errors as :meth:`Cache.grant`."""
         self.require_here(f"grant: {self}")
         with self._lock:
             self._require_open()
@@ -172,15 +167,15 @@ class Grants:
         require_process(self._owner, what)
 
     def _add(self, grant: Grant, entry: Entry, until: float) -> list[tuple[Link, Message]]:
-        """Keep a new grant; return the answers to the claims that have waited for it."""
+        """Add a grant; return the answers to the claims that waited for it."""
         token = grant.token
         with self._lock:
             self._require_open()
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = _Given(grant, entry, until, until)
+            self._given[token] = _ActiveGrant(grant, entry, until, until)
             earliest = self._look_at(until, token)
-            # Under the same lock: the end of a link finds its claims either waiting or taken.
+            # Under the same lock, so a link's end finds its claims waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
             answers = [(each.link, self._claim(each.link, each.claim)) for each in waiting]
         if earliest:
@@ -196,7 +191,7 @@ class Grants:
             )
 
     def _look_at(self, when: float, token: bytes) -> bool:
-        """Under the lock: note an expiry; return True if it is the next one."""
+        """Under the lock: schedule a look; return True if it is the next one."""
         heapq.heappush(self._expiries, (when, token))
         return self._expiries[0] == (when, token)
 
@@ -207,7 +202,7 @@ class Grants:
             if given is None:
                 raise StateError(f"renew: {grant!r} has ended: {self._ended.get(grant.token, (grant._end,))[0]}")
             given.until = until
-            if until < given.looked_at:  # a later look finds a longer time by itself
+            if until < given.looked_at:  # the scheduled look finds a longer time
                 given.looked_at = until
                 earliest = self._look_at(until, grant.token)
         if earliest:
@@ -247,7 +242,6 @@ class Grants:
             )
 
     def on_claim(self, link: Link, message: Claim) -> None:
-        """Answer a reader that names a grant, or let it wait for that."""
         token = message.token
         try:
             self._policy.require_move(link, push=False)
@@ -271,7 +265,7 @@ class Grants:
             link.tell(answer)
 
     def _claim(self, link: Link, claim: Claim) -> Message:
-        """Under the lock: return the answer to a claim of a grant that there is, or was."""
+        """Under the lock: answer a claim of an active or ended grant."""
         number, token = claim.id, claim.token
         given = self._given.get(token)
         if given is None:
@@ -300,11 +294,11 @@ class Grants:
         return Claimed(number, data)
 
     def on_claim_ended(self, link: Link, message: ClaimEnded) -> None:
-        """Take a claim back, or note that its reader needs the blocks no more; the last one ends the grant."""
+        """End a claim, undone or released; the last release ends the grant."""
         with self._lock:
             given = self._given.get(message.token)
             if given is None or link not in given.claims:
-                return  # it has ended meanwhile
+                return  # the grant has ended
             self._forget_claim(link, given)
             given.releases += message.released
             over = given.releases >= given.readers > 0
@@ -312,7 +306,7 @@ class Grants:
             self._end(message.token, RELEASED)
 
     def drop_peer(self, link: Link) -> None:
-        """End the grants that a lost reader has claimed, and the claims of it that wait."""
+        """End a lost reader's claimed grants and waiting claims."""
         with self._lock:
             if self._waiting_of[link]:
                 self._drop_waiting(lambda claim: claim.link is link, list(self._waiting))
@@ -322,14 +316,12 @@ class Grants:
             self._end(token, READER_LOST)
 
     def drop_cache(self, entry: Entry) -> None:
-        """End the grants of a cache that is freed."""
         with self._lock:
             tokens = [token for token, given in self._given.items() if given.entry is entry]
         for token in tokens:
             self._end(token, _FREED)
 
     def expire_claims(self, now: float) -> None:
-        """Drop the claims whose readers wait no more."""
         with self._lock:
             self._drop_waiting(lambda claim: claim.until <= now, list(self._waiting))
 
@@ -342,7 +334,7 @@ class Grants:
                 raise AssertionError(f"grants: claims {taken} and {held}, waiting {waiting} and {self._waiting_of}")
 
     def _drop_waiting(self, over: Callable[[_Waiting], bool], tokens: Iterable[bytes]) -> list[_Waiting]:
-        """Under the lock: drop the claims of these grants that are ``over``; return them."""
+        """Under the lock: drop and return claims that are ``over``."""
         dropped = []
         for token in tokens:
             claims = self._waiting.pop(token, [])
@@ -352,7 +344,7 @@ class Grants:
         self._waiting_of.subtract(each.link for each in dropped)
         return dropped
 
-    def _forget_claim(self, link: Link, given: _Given) -> None:
+    def _forget_claim(self, link: Link, given: _ActiveGrant) -> None:
         """Under the lock."""
         given.claims.discard(link)
         tokens = self._claimed[link]
@@ -360,8 +352,8 @@ class Grants:
         if not tokens:
             del self._claimed[link]
 
-    def _end(self, token: bytes, why: _End) -> None:
-        """End a grant, if it has not ended; when this returns its guard has advanced."""
+    def _end(self, token: bytes, why: EndReason) -> None:
+        """End a grant. On return its guard has advanced, unless another thread is ending it."""
         with self._lock:
             given = self._given.pop(token, None)
             if given is None:
@@ -378,7 +370,7 @@ class Grants:
             self._advanced.notify_all()
 
     def _expire(self) -> None:
-        """End the grants that are out of time; schedule the next look. Threads: control."""
+        """End the expired grants; schedule the next look. Threads: control."""
         now = time.monotonic()
         over: list[bytes] = []
         with self._lock:
@@ -400,10 +392,7 @@ class Grants:
 
 
 class GrantClaims:
-    """Claims grants of peers, at the reader. Keeps nothing: a grant knows the link that it was claimed over.
-
-    Threads: ``claim`` any, within the caller's deadline; ``on_late_claim`` the control thread.
-    """
+    """Claims at the reader. Threads: any."""
 
     def __init__(self, links: LinkManager) -> None:
         self._links = links
@@ -413,7 +402,7 @@ class GrantClaims:
         link, what = self._links.get(cluster_id), f"claim_grant: grant {shown(token)} of cluster {cluster_id}"
 
         def ask(of: str, budget_ms: int) -> Message | None:
-            """Return None where there is no such grant (yet)."""
+            """Return None if no such grant exists yet."""
             try:
                 return link.request(lambda number: Claim(number, token, readers, budget_ms), deadline, of, "claim")
             except RemoteFailure as failure:
@@ -449,7 +438,7 @@ class GrantClaims:
 
     @staticmethod
     def on_late_claim(link: Link, message: Claimed) -> None:
-        """Give a claim back whose answer came after its caller had given up."""
+        """Undo a claim whose answer came after its caller had given up."""
         try:
             grant = Grant.from_bytes(message.grant)
         except ParamError as error:
@@ -458,9 +447,9 @@ class GrantClaims:
 
 
 def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantEnded | None:
-    """Ask the owner whether a grant has ended, and why; None unless it has.
+    """Ask the owner why a grant has ended; None unless it has.
 
-    Where the owner says nothing in time, its guard decides, if this end has it mapped.
+    Without an answer in time the owner's guard decides, if it is mapped here.
     """
     what, over = f"{what}: {grant!r}", link.peer.incarnation != grant.incarnation
     if not over:
@@ -469,12 +458,12 @@ def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantE
             if isinstance(answer, ClaimOver):
                 return _over(link, what, answer)
         except RemoteFailure as failure:
-            over = failure.status_code is LLMStatusCode.LLM_TIMEOUT  # forgotten: it ended long ago
+            over = failure.status_code is LLMStatusCode.LLM_TIMEOUT  # forgotten since it ended
         except DeadlineExceeded:
-            with suppress(LLMException):  # over lanes the guards are the owner's
+            with suppress(LLMException):  # with remote guards none is mapped here
                 over = not link.connection.shared.guards_unchanged(GuardSet([grant.guard], SLOT_BYTES))
         except LLMException:
-            return None  # the link has ended meanwhile, as the next call says
+            return None  # the link has ended, as the next call reports
     return _over(link, what) if over else None
 
 
@@ -484,9 +473,9 @@ def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
 
 
 class _Reader(msgspec.Struct, eq=False):
-    """The reader's end of a claim."""
+    """Claim of a grant at its reader."""
 
-    link: Link | None  # None once it was given back
+    link: Link | None  # None after the release
     owner: int = msgspec.field(default_factory=lambda: HERE["pid"])
 
     @hold_signals
@@ -494,6 +483,6 @@ class _Reader(msgspec.Struct, eq=False):
         if (link := self.link) is None:
             return
         require_process(self.owner, f"release: {grant!r}")
-        self.link = None  # an interrupted call is not repeated: the owner may have been told
+        self.link = None  # not repeated after an interrupt, because the owner may have been told
         if not put_off(link.tell, ended := ClaimEnded(grant.token, released=True)):
             link.tell(ended)

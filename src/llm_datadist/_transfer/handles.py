@@ -1,4 +1,4 @@
-"""Handles: the names by which the owner of memory finds what a peer asks it to move."""
+"""Handles: names by which the owner (:class:`~.target.MoveTarget`) finds the memory of a move request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_GUARDS: Final = 8
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
-    """What the initiator read from a Resolved: the cache, its pin or 0, the guards of the answer."""
+    """Cache, pin (0: none) and guards of a ``Resolved``, with the guard of any grant."""
 
     cache_id: Id
     pin: Id
@@ -28,10 +28,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """What the initiator assumes without a Resolved: a cache of this geometry, which the owner finds by its key.
+    """Predicted resolution: the owner finds a cache of this geometry by ``key``.
 
-    The owner pins it under the number ``pin``. Offsets of the request are from where the key's row begins. ``settled``
-    are the messages that ended transfers before: one of them may have consumed the key, and be on its way still.
+    It pins the cache as number ``pin``. Offsets of the request begin at the key's row. ``settled`` counts the reports
+    sent before; one that is still on its way may consume the key.
     """
 
     key: tuple[int, U64, U64]
@@ -46,19 +46,17 @@ _decoder: Final = msgspec.msgpack.Decoder(Handle | KeyHandle)
 
 
 def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    """Encode, on the initiator, what the peer's :class:`~.target.MoveTarget` needs to find its cache again."""
     return _encoder.encode(Handle(cache_id, pin, list(guards)))
 
 
 def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
-    """Encode, on the initiator, what the peer's :class:`~.target.MoveTarget` needs to pin a cache like ``geometry``."""
     return _encoder.encode(KeyHandle(key, geometry, pin, budget_ms, settled))
 
 
 def decode_handle(data: bytes) -> Handle | KeyHandle:
-    """Return the handle in a request. Raises ProtocolError."""
+    """Decode a handle; ProtocolError."""
     try:
         handle: Handle | KeyHandle = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a request to move bytes names nothing: {error}") from error
+        raise ProtocolError(f"move request: invalid handle: {error}") from error
     return handle

@@ -1,7 +1,6 @@
-"""The initiator of transfers: resolves, plans, copies, checks guards and settles, in the caller's thread.
+"""Initiator of pulls and pushes: resolve, plan, copy, compare guards, report.
 
-Nothing here knows the public classes. The bytes addressed at the destination are undefined after a failure, all others
-are untouched; a failed transfer consumes no key.
+After a failure the addressed bytes at the destination are undefined, all others are untouched, and no key is consumed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
-from llm_datadist._transfer.resolution import RemoteName, Resolution, assume, keep, open_answer, with_grant
+from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, predict, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
@@ -43,36 +42,34 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
 
-#: Both caches -> what to copy.
 MakePlan = Callable[[CachePair], Plan]
 
-#: The first answer may be kept or assumed, the second is what the target says now. The other attempts are for sockets
-#: beside the control connection, which the timeout of another transfer may break.
+#: One may have an outdated resolution. The others are for sockets that another transfer's timeout breaks.
 _ATTEMPTS: Final = 4
-#: Time for the answer to a ping that was sent when a transfer had timed out, before.
+#: Wait for the reply to a ping sent after a transfer timeout.
 _ANSWER_MS: Final = 200
-#: Answers kept per link, and pairs of caches that the log has named.
-_MAX_KEPT: Final = 65536
+#: Cached resolutions per link, predicted ones, and pairs of caches in warnings.
+_MAX_CACHED: Final = 65536
 
 
 class Span(Protocol):
-    """What measures an operation, see :meth:`Meters.span`."""
+    """Receiver of the transport's name, see :meth:`Meters.span`."""
 
     transport: str
 
 
-class DestinationPin(msgspec.Struct, eq=False):
-    """Where the parts of one push went: the peer's incarnation, and its caches by name. Used by one thread.
+class PushDestination(msgspec.Struct, eq=False):
+    """Destination of a push: its parts must reach one incarnation and the same caches.
 
-    Between two parts, or two attempts, the peer may be initialised anew, and a key may move to another cache. The next
-    part would fit there as well, and nothing would show that the parts before it are missing.
+    Between parts, or attempts, the peer may begin another ``init``, or bind a key to another cache. The earlier parts
+    would be missing there.
     """
 
     _peer: Peer | None = None
     _caches: dict[Hashable, int] = {}
 
     def require(self, peer: Peer, name: Hashable, cache_id: int, what: str) -> None:
-        """Raise TransferFailed if an earlier part went elsewhere than to ``cache_id``, which ``name`` resolved to."""
+        """Raise TransferFailed if an earlier part of ``name`` went to another cache or incarnation."""
         before = self._caches.get(name, cache_id)
         if self._peer is not None and self._peer.incarnation != peer.incarnation:
             moved = (
@@ -88,31 +85,31 @@ class DestinationPin(msgspec.Struct, eq=False):
         raise TransferFailed(f"{what}: {moved}; send all of it again", peer=peer.cluster_id, phase="resolve")
 
     def record(self, peer: Peer, name: Hashable, cache_id: int) -> None:
-        """Note that a part has arrived there, or may have."""
+        """Record that a part may have arrived there."""
         self._peer = peer
         self._caches[name] = cache_id
 
 
 class TransferOp(msgspec.Struct, eq=False):
-    """One pull or push. Used by one thread. As text it is what errors call its resolve."""
+    """A pull or push; as text, its resolve in errors. Threads: one."""
 
-    name: RemoteName  # the remote cache; a push without remote cache access reaches only caches located before
-    local: Entry  # the cache of this end; the caller holds it
-    make_plan: MakePlan  # returns what to copy, once both caches are known; may raise ParamError
+    name: RemoteName
+    local: Entry  # in local use by the caller
+    make_plan: MakePlan  # may raise ParamError
     deadline: Deadline
     what: str
     push: bool = False
-    consumes: bool = False  # True if a complete push consumes the key of the remote row (interface R5)
-    grant: Grant | None = None  # a pull succeeds only while this grant holds too
-    destination_pin: DestinationPin | None = None  # where the earlier parts of a push in parts went
-    span: Span | None = None  # learns which transport moves the bytes
+    consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
+    grant: Grant | None = None  # must be active until the last byte
+    destination: PushDestination | None = None  # shared by the parts of a push
+    span: Span | None = None
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"
 
 
 class Initiator:
-    """Carries out pulls and pushes. Threads: any; all state is in the operation and in the links."""
+    """Execution of pulls and pushes. Threads: any; stateless."""
 
     def __init__(
         self,
@@ -128,7 +125,7 @@ class Initiator:
         self._strict = strict
 
     def run(self, op: TransferOp) -> int:
-        """Resolve, copy and settle; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
+        """Execute ``op``; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
         try:
             return self._run(op)
         except MemoryError as error:
@@ -140,8 +137,8 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("link", self)
         link = self._links.get(op.name.cluster_id)
-        if op.push and op.destination_pin is None:
-            op.destination_pin = DestinationPin()  # an attempt that broke must not be continued elsewhere
+        if op.push and op.destination is None:
+            op.destination = PushDestination()  # no attempt may continue a broken one elsewhere
         with link:
             try:
                 return self._run_over(link, op)
@@ -153,22 +150,22 @@ class Initiator:
     def _run_over(self, link: Link, op: TransferOp) -> int:
         key = op.name, op.push
         for attempt in range(_ATTEMPTS):
-            kept: Resolution | None = link.caches.kept.get(key) or (None if attempt else _assumed(link, op))
-            remote = kept or self._resolve(link, op)
+            cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else _predicted(link, op))
+            remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
                 plan = self._attempt(link, op, remote)
                 if plan is not None:
                     return plan.nbytes
             except ParamError:
-                # With remote guards an outdated answer looks like a current one: it may be what does not fit.
-                if kept is None or not remote.tensors.remote_guards:
+                # Remote guards do not show here that a cached resolution is outdated.
+                if cached is None or not remote.tensors.remote_guards:
                     raise
             finally:
                 if remote.pin or op.consumes:
-                    _settle(link, op, remote, plan)
-            link.caches.kept.pop(key, None)
-            link.caches.assumed.pop(op.local.geometry, None)
+                    _report(link, op, remote, plan)
+            link.caches.cached.pop(key, None)
+            link.caches.predicted.pop(op.local.geometry, None)
         raise TransferFailed(
             f"{op.what}: {op.name} changed, or its connection broke, {_ATTEMPTS} times in a row",
             peer=op.name.cluster_id,
@@ -176,7 +173,7 @@ class Initiator:
         )
 
     def _resolve(self, link: Link, op: TransferOp) -> Resolution:
-        """Ask the target where the cache is; keep the answer unless it is pinned."""
+        """Ask the target where the cache is; cache the answer unless it is pinned."""
         name, deadline = op.name, op.deadline
 
         def build(number: int) -> Resolve:
@@ -192,19 +189,19 @@ class Initiator:
             raise ProtocolError(f"{op.what}: {link.peer} answered a Resolve with {type(answer).__name__}")
         remote = open_answer(link, answer, op.what, push=op.push)
         if not remote.pin:
-            keep(link.caches.kept, (name, op.push), remote, _MAX_KEPT)
+            keep(link.caches.cached, (name, op.push), remote, _MAX_CACHED)
         return remote
 
     def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
-        """Plan, copy and verify under one answer; return the plan, None to resolve again."""
-        if op.destination_pin is not None:
-            op.destination_pin.require(link.peer, op.name, remote.cache_id, op.what)
+        """Plan, copy and verify; return the plan, None to resolve again."""
+        if op.destination is not None:
+            op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
             remote = with_grant(remote, op.grant, link, op.what)
-        # Announced before the guards are compared: from then on the owner waits for the end of the copy.
+        # Before the guards are compared, because the owner waits for announced copies only.
         intent = _announce(link, op, remote) if op.push or link.connection.capabilities.announces_reads else None
         try:
-            # Compared before the plan: what does not fit an outdated answer may fit the true one.
+            # Before the plan, which may not fit an outdated resolution.
             if not _current(link, op, remote):
                 return None
             pair = remote.pair
@@ -216,38 +213,40 @@ class Initiator:
                 steps.watch("plan", link)
             plan = op.make_plan(pair)
             if first:
-                # What is assumed is like an answer that was compared.
-                if not remote.assumed and (difference := unlike(op.local.geometry, remote.geometry)):
+                # A prediction equals a resolution that was compared.
+                if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
                     self._find_unlike(link, op, remote, difference)
                 remote.pair = pair
-            if remote.assumed:
+            if remote.predicted:
                 if not is_one_request(plan):
                     return None
-                remote.pin = remote.assumed  # from here on the owner may have it
+                remote.pin = remote.predicted  # the owner may have it from here on
             if not self._copy(link, op, remote, plan):
                 return None
         finally:
             if intent is not None:
                 intent.end()
-        if self._checksum:  # while the pin keeps what the peer is asked about
+        if self._checksum:  # before the report, which ends the pin
             same_memory = pair.same_memory
             comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
             comparison.verify(plan)
-        elif remote.pin and link.connection.capabilities.remote_guards and not remote.assumed and is_one_request(plan):
-            keep(link.caches.assumed, op.local.geometry, remote, _MAX_KEPT)
+        elif (
+            remote.pin and link.connection.capabilities.remote_guards and not remote.predicted and is_one_request(plan)
+        ):
+            keep(link.caches.predicted, op.local.geometry, remote, _MAX_CACHED)
         return plan
 
     def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
-        """Warn, once for each pair of caches, that bytes would mean something else; raise with ``llm.StrictTypes``."""
+        """Warn once for each pair of caches; CacheMismatch with ``llm.StrictTypes``."""
         text = f"{op.what}: {op.name} and cache {op.local.cache_id} here: {difference}"
         if self._strict:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
         known, mark = link.caches.unlike, object()
-        if len(known) < _MAX_KEPT and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
+        if len(known) < _MAX_CACHED and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
             logger.warning("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
-        """Copy, then re-check guards. Return False unless all bytes arrived: the caller resolves again."""
+        """Copy, then compare guards again. Return False if the caller must resolve again."""
         connection = remote.tensors.connection
         recovery = connection.recovery
         move = connection.write if op.push else connection.read
@@ -257,7 +256,7 @@ class Initiator:
             if recovery.suspects:
                 _judge_suspects(link, recovery, op.deadline)
             if op.push and recovery.doubts_writes:
-                _settle_writes(link, recovery, op)
+                _await_writes_given_up(link, recovery, op)
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
@@ -274,16 +273,16 @@ class Initiator:
                 link.last_question = link.ping()
             raise
         except MemoryChanged as error:
-            # Refused before the first byte. The next resolve finds the new place, or says that the cache is gone.
-            if remote.assumed and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
-                remote.pin = 0  # refused before it was pinned
+            # Refused before the first byte. The next resolve finds the new place, or no cache.
+            if remote.predicted and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+                remote.pin = 0  # not pinned
             return False
         except (LinkError, TransferAborted) as error:
             if not link.responds(op.deadline):
                 if not link.ended:
                     op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
                 raise link.lost_error(op.what, "copy") from error
-            whole = False  # only sockets beside the link broke, after any number of bytes
+            whole = False  # sockets beside the link broke, after any number of bytes
         except MemoryError as error:
             if isinstance(error, LLMException):
                 raise
@@ -291,35 +290,35 @@ class Initiator:
         else:
             whole = True
             if not _current(link, op, remote):
-                link.caches.kept.clear()
+                link.caches.cached.clear()
                 raise TransferFailed(
                     f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
                     f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
                     peer=link.peer.cluster_id,
                     phase="copy",
                 )
-        if op.destination_pin is not None:
-            op.destination_pin.record(link.peer, op.name, remote.cache_id)
+        if op.destination is not None:
+            op.destination.record(link.peer, op.name, remote.cache_id)
         return whole
 
 
-def _assumed(link: Link, op: TransferOp) -> Resolution | None:
-    """Return what a pull by key assumes, so that it is resolved and read by one request; None where it cannot."""
-    known: Resolution | None = link.caches.assumed.get(op.local.geometry)
+def _predicted(link: Link, op: TransferOp) -> Resolution | None:
+    """Return the prediction for a pull by key, which then takes one request; else None."""
+    known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     if known is None or op.name.key is None or op.push or op.grant is not None:
         return None
-    return assume(link, known, op.name.key, op.deadline.remaining_ms())
+    return predict(link, known, op.name.key, op.deadline.remaining_ms())
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
-    """Drop the sockets that a transfer has found silent, if the peer answers over the control connection."""
+    """Drop sockets that a transfer found silent, if the peer answers over the control channel."""
     lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
     if recovery.drop_suspects(peer_lives=lives) and not link.origin.dialled:
         link.tell(SocketsDropped())
 
 
-def _settle_writes(link: Link, recovery: Recovery, op: TransferOp) -> None:
-    """Wait until earlier pushes that failed write nothing more: it would overwrite what this one brings."""
+def _await_writes_given_up(link: Link, recovery: Recovery, op: TransferOp) -> None:
+    """Wait until earlier failed pushes can write nothing more over this one's bytes."""
     newest, number = _give_up_writes(link, recovery)
     if not op.deadline.poll(lambda: link.last_pong >= number or link.ended):
         text = f"{op.what}: whether an earlier push that failed has ended there"
@@ -327,11 +326,11 @@ def _settle_writes(link: Link, recovery: Recovery, op: TransferOp) -> None:
     if link.ended:
         raise link.lost_error(op.what, "copy")
     recovery.writes_given_up(newest)
-    recovery.redial_soon()  # this call dials too, but may end before
+    recovery.redial_soon()  # this call dials too, but may end first
 
 
 def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
-    """Tell the owner to drop the sockets that may still carry bytes of failed pushes. Return as ``give_up_writes``."""
+    """Have the owner drop sockets with bytes of failed pushes; return as ``give_up_writes``."""
 
     def tell() -> int:
         link.tell(SocketsDropped())
@@ -341,7 +340,6 @@ def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
 
 
 def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:
-    """Announce the copy to the owner of the remote memory."""
     try:
         return remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
     except LinkError as error:
@@ -349,7 +347,7 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
-    """Return True while every guard shows its generation; the target checks remote guards by itself."""
+    """Return True if every guard shows its generation; the target compares remote ones."""
     if remote.tensors.remote_guards:
         return True
     if steps.watch is not None:
@@ -360,8 +358,8 @@ def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
         raise link.lost_error(op.what, "copy") from error
 
 
-def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:
-    """Tell the target what was copied, None for nothing, and give the pin back."""
+def _report(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -> None:
+    """Report the copied tensors (none if ``plan`` is None) and end the pin."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:
         link.settle(Consumed(remote.cache_id, remote.row, first, count))

@@ -1,11 +1,7 @@
-"""Layer-wise jobs: each sends a layer to all its destinations once the model has computed it (interface R18).
+"""Layer-wise jobs: each layer is sent once the model has computed it (interface R18).
 
-One thread per job. A job ends when everything is sent, at its first failure, or by ``finalize``. Then each destination
-has a result, an unfinished one never reads as a success, and errors are kept and logged.
-
-``finalize`` joins the threads, but a user's synchronizer may never return. Therefore they are daemons, and ``finalize``
-leaves such a thread behind: its job has ended and the source is released, so it takes no further step. At the end of
-the interpreter jobs that still send may go on (:meth:`Tasks.finish`).
+A job has a daemon thread and ends when all is sent, at its first failure, or by ``finalize``. Then every destination
+has a result. ``finalize`` leaves a thread behind if its synchronizer does not return; the job takes no further step.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from llm_datadist._checks import HERE, check_uint32, require_process
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals, public_calls_hold_signals
-from llm_datadist._transfer.initiator import DestinationPin, Initiator, MakePlan, Span, TransferOp
+from llm_datadist._transfer.initiator import Initiator, MakePlan, PushDestination, Span, TransferOp
 from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
@@ -48,34 +44,32 @@ if TYPE_CHECKING:
     from llm_datadist.types.layerwise import LayerSynchronizer
 
 TENSORS_PER_LAYER: Final = 2
-"""K and V: the layer-wise transfer knows no other number (interface §6.14)."""
+"""K and V, always (interface §6.14)."""
 
 _WHAT: Final = "transfer_cache_async"
-#: finalize waits for the transfer in hand, which its own deadline bounds, and a little for the thread to end.
+#: Wait of finalize for a thread, beyond the deadline of its transfer.
 _GRACE_MS: Final = 1000
 _FOR_EVER_MS: Final = 1 << 40
 _POLL_SECONDS: Final = 0.01
 
 
 class Delivery(Protocol):
-    """One destination of a job."""
+    """Destination of a job."""
 
     @property
     def layers(self) -> range:
-        """Layers of the source that it receives, in order; not empty."""
+        """Source layers, in order; not empty."""
 
     def send(self, layer: int) -> None:
-        """Send one layer; raise what a push raises."""
+        """Send a layer; errors as a push."""
 
 
 class TransferJob:
-    """The work behind one :class:`CacheTask`.
+    """Work of a :class:`CacheTask`, with one delivery per config.
 
-    Threads: :meth:`run` has a thread of :class:`Tasks`, all else is for any. The lock guards the results and whether a
-    transfer runs; nothing is called under it.
-
-    There is one delivery for each config. ``release`` gives the source's memory back; called once, at the end of the
-    job. ``timeout_code`` is the status of a time-out in this interface. ``call`` learns how the job ends.
+    Owns: the local use of the source, which ``release`` ends with the job.
+    Threads: :meth:`run` in one of :class:`Tasks`, any for the rest. Nothing is called under the lock.
+    ``timeout_code`` is the interface's status of a time-out; ``call`` receives the result.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class TransferJob:
         self.name = name
         self._call = call or Uncounted()
         self.timeout_code = timeout_code
-        self.sent = 0  # layers so far, over all destinations
+        self.sent = 0  # layers, over all destinations
         self._deliveries = list(deliveries)
         self._layers = sorted({layer for each in deliveries for layer in each.layers})
         self._synchronizer: LayerSynchronizer | None = synchronizer
@@ -106,21 +100,20 @@ class TransferJob:
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
-        """Send layer after layer. Threads: the job's own."""
         self._thread = threading.current_thread()
         with self._call as call:
             try:
                 for layer in self._layers:
                     if not self._send_layer(layer):
                         break
-            except BaseException as error:  # noqa: BLE001 (SystemExit in the user's code too must not look like success)
+            except BaseException as error:  # noqa: BLE001 (a SystemExit of the user's code is no success)
                 self._fail({}, error, "its thread died")
             self._finish()
             call.status, _, errors = self.results()
             call.error = next((error for error in errors if error is not None), None)
 
     def _send_layer(self, layer: int) -> bool:
-        """Wait for a layer, send it to its destinations; return False when the job is over."""
+        """Wait for a layer and send it; return False if the job is over."""
         selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
         if not self._synchronized(layer, selected):
             return False
@@ -128,16 +121,16 @@ class TransferJob:
 
     @hold_signals
     def _send_to(self, i: int, layer: int) -> bool:
-        """Send a layer to a destination; return False when the job is over."""
+        """Return False if the job is over."""
         with self._lock:
-            self._sending = self._ended is None  # from here on end() leaves the rest to this thread
+            self._sending = self._ended is None  # then end() leaves the rest to this thread
         if not self._sending:
             return False
         try:
             self._deliveries[i].send(layer)
         except Exception as error:  # noqa: BLE001 (kept, logged and reported)
             self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
-            return False  # still "sending": run() finishes the job, not end()
+            return False  # still "sending", so run() finishes the job
         self.sent += 1
         last = layer == self._deliveries[i].layers[-1]
         with self._lock:
@@ -165,9 +158,9 @@ class TransferJob:
 
     @hold_signals
     def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
-        """Give each unfinished destination its own error of ``failed``, or else LLM_FAILED and the ``cause``.
+        """Give unfinished destinations their error of ``failed``, else LLM_FAILED and ``cause``.
 
-        After :meth:`end` its reason is the cause for all: finalize takes the links away, so any error may follow.
+        After :meth:`end` its reason replaces both, because ended links cause any error.
         """
         ended = self._ended
         if ended is not None:
@@ -184,7 +177,7 @@ class TransferJob:
         logger.warning("%s stops: %s: %r", self.name, reason, cause)
 
     def _code_of(self, error: BaseException | None) -> LLMStatusCode:
-        """Return the status of an error; LLM_FAILED for None and for errors without a status."""
+        """Return the status of an error, else LLM_FAILED."""
         if isinstance(error, DeadlineExceeded):
             return self.timeout_code
         code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
@@ -192,13 +185,13 @@ class TransferJob:
 
     @hold_signals
     def _finish(self) -> None:
-        """Release the source, then publish the results. Idempotent. Threads: any."""
+        """Release the source, then be done. Idempotent."""
         with self._lock:
             release, self._release = self._release, None
         if release is None:
             return
         early = LLMException(f"{self.name}: it ended early", status_code=LLMStatusCode.LLM_FAILED)
-        self._fail({}, self._ended or early, "the end came")  # no-op if every destination has its result
+        self._fail({}, self._ended or early, "the end came")  # does nothing if all have results
         self._synchronizer, self._deliveries = None, []
         try:
             release()
@@ -206,7 +199,7 @@ class TransferJob:
             self._done.set()
 
     def end(self, reason: LLMException) -> None:
-        """Let no further transfer begin; a running one is the last. Threads: any."""
+        """Start no further transfer; a running one is the last."""
         with self._lock:
             if self._ended is None:
                 self._ended = reason
@@ -215,7 +208,7 @@ class TransferJob:
             self._finish()
 
     def stop(self) -> None:
-        """:meth:`end` the job, for an interrupt, and wait for the transfer in hand, which its own deadline bounds."""
+        """:meth:`end` the job after an interrupt; wait for the running transfer."""
         text = f"{self.name}: its caller was interrupted"
         self.end(LLMException(text, status_code=LLMStatusCode.LLM_FAILED))
         self._done.wait()
@@ -227,27 +220,26 @@ class TransferJob:
     def wait(self, timeout_ms: int | None) -> bool:
         require_process(self._pid, self.name)
         if threading.current_thread() is self._thread:
-            raise StateError(f"{self.name}: its own synchronizer waits for it, and would for ever")
+            raise StateError(f"{self.name}: waiting inside its own synchronizer would deadlock")
         deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)
         while not self._done.wait(deadline.next_turn()):
-            do_what_was_put_off()  # this may wait for long, and holds nothing
+            do_what_was_put_off()  # the wait may be long
             if deadline.expired():
                 return False
         return True
 
     @hold_signals
     def results(self) -> tuple[LLMStatusCode, list[LLMStatusCode | None], list[BaseException | None]]:
-        """Return (first failure or success, results, errors) as they are now."""
+        """Return (first failure or success, results, errors)."""
         with self._lock:
             return self._first, list(self._results), list(self._errors)
 
 
 @public_calls_hold_signals()
 class CacheTask:
-    """A layer-wise transfer that runs or is over. Returned by ``transfer_cache_async``. Threads: any.
+    """Layer-wise transfer, running or over, from ``transfer_cache_async``. Threads: any.
 
-    A time-out of these calls does not end the transfer; only its own end, a failure and ``finalize`` do. A result is
-    final once it is there, also after ``finalize``.
+    A failure and ``finalize`` end the transfer, a time-out of these calls does not. Results are final.
 
     Source: interface §4, R18.
     """
@@ -259,14 +251,14 @@ class CacheTask:
         """Wait for the end of the transfer. May be called again.
 
         Args:
-            timeout_in_millis: Milliseconds, uint32; None: no limit.
+            timeout_in_millis: Milliseconds, uint32. Default: no limit.
 
         Returns:
-            ``LLM_SUCCESS`` if everything has been sent; the status of the first failure, which stopped the transfer;
-            ``LLM_TIMEOUT`` if the transfer is not over in time.
+            ``LLM_SUCCESS`` if everything was sent, else the status of the first failure, which stopped the transfer.
+            ``LLM_TIMEOUT``, in v1 ``LLM_WAIT_PROCESS_TIMEOUT``, if the transfer is not over in time.
 
         Raises:
-            TypeError, ParamError: ``timeout_in_millis`` is no uint32.
+            TypeError, ParamError: ``timeout_in_millis`` is not a uint32.
             StateError: Called by the transfer's own synchronizer, or in a forked child.
 
         Source: interface §4.
@@ -274,16 +266,20 @@ class CacheTask:
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end of the transfer; return one status per config. May be called again.
+        """Wait for the end of the transfer; return the status of each config.
 
-        ``LLM_SUCCESS``: all layers of that config arrived. ``LLM_PARAM_INVALID``: they do not fit the destination, an
-        address lies in no cache of the peer, or the synchronizer returned False. ``LLM_NOT_YET_LINK``,
-        ``LLM_KV_CACHE_NOT_EXIST``, ``LLM_TIMEOUT``, ``LLM_SUSPECT_REMOTE_ERROR`` and others as of a push.
-        ``LLM_FAILED``: the synchronizer raised, or another config failed and stopped the transfer; some layers may
-        have arrived. ``LLM_ENGINE_FINALIZED``: finalize came first. ``LLM_TIMEOUT`` for each: not over in time.
+        May be called again.
 
         Args:
-            timeout_in_millis: Milliseconds, uint32; None: no limit.
+            timeout_in_millis: Milliseconds, uint32. Default: no limit.
+
+        Returns:
+            ``LLM_SUCCESS``: all layers of the config arrived; with all others some may have arrived.
+            ``LLM_PARAM_INVALID``: layers do not fit the destination, an address lies in no cache there, or the
+            synchronizer returned False. ``LLM_FAILED``: the synchronizer raised, or another config stopped the
+            transfer. ``LLM_ENGINE_FINALIZED``: finalize came first. ``LLM_NOT_YET_LINK``, ``LLM_KV_CACHE_NOT_EXIST``,
+            ``LLM_SUSPECT_REMOTE_ERROR`` and others: as a push. The time-out of :meth:`synchronize` for all if the
+            transfer is not over in time.
 
         Raises:
             TypeError, ParamError, StateError: As :meth:`synchronize`.
@@ -296,7 +292,7 @@ class CacheTask:
 
     @property
     def errors(self) -> list[BaseException | None]:
-        """The error of each config, None without one so far. An extension."""
+        """Error of each config, None without one so far. Extension."""
         return self._job.results()[2]
 
     def _wait(self, timeout_in_millis: int | None) -> bool:
@@ -311,10 +307,7 @@ class CacheTask:
 
 
 class Tasks:
-    """Owns the jobs of one engine and their threads, ``llm-datadist-task-<n>``. The lock guards the list.
-
-    One transfer takes ``patience_ms`` at most.
-    """
+    """Jobs of an engine and their threads ``llm-datadist-task-<n>``; a transfer takes at most ``patience_ms``."""
 
     def __init__(self, patience_ms: int) -> None:
         self._patience_ms = patience_ms
@@ -327,7 +320,7 @@ class Tasks:
         return f"llm-datadist-task-{next(self._numbers)}"
 
     def start(self, job: TransferJob) -> CacheTask:
-        """Run a job in its own thread; when it cannot, the job has ended."""
+        """Run a job in its own thread, or end it and raise."""
         thread = threading.Thread(target=copy_context().run, args=(job.run,), name=job.name, daemon=True)
         refusal: LLMException | None = None
         with self._lock:
@@ -347,7 +340,7 @@ class Tasks:
         return CacheTask(job)
 
     def finish(self) -> None:
-        """Wait until all jobs have ended, or none has sent a layer in ``patience_ms``."""
+        """Wait until all jobs have ended, or none sends in ``patience_ms``."""
         sent, limit = -1, Deadline(self._patience_ms)
         while any(not job.done for job, _ in self._jobs):
             now = sum(job.sent for job, _ in self._jobs)
@@ -358,7 +351,7 @@ class Tasks:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Let no further transfer begin; a running one ends when the links do."""
+        """Start no further transfer."""
         with self._lock:
             self._stopped = True
             jobs = list(self._jobs)
@@ -366,12 +359,12 @@ class Tasks:
             job.end(_finalized(job))
 
     def join(self) -> None:
-        """Join the threads, but not the caller's own, nor one whose synchronizer does not return."""
+        """Join the threads, except the caller's and those whose synchronizer does not return."""
         self.stop()
         limit = Deadline(self._patience_ms + _GRACE_MS)
         for job, thread in self._jobs:
             if thread.ident is None or thread is threading.current_thread():
-                continue  # without an ident: :meth:`start` is about to start it; its job has ended
+                continue  # without an ident it starts later, for an ended job
             thread.join(limit.remaining())
             if thread.is_alive():
                 logger.warning("%s: its synchronizer has not returned; the thread is left to it", job.name)
@@ -383,26 +376,26 @@ def _finalized(job: TransferJob) -> StateError:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one delivery sends, and by what. Threads: the job's own."""
+    """Source of a delivery. Threads: the job's."""
 
-    entry: Entry  # the local cache; the job holds it
-    cut: LayerPlan  # what of each tensor goes where
+    entry: Entry  # in local use by the job
+    cut: LayerPlan
     initiator: Initiator
     locator: Locator
     meters: Meters
     timeout_ms: int  # of one layer to one destination
-    destination_pin: DestinationPin = field(default_factory=DestinationPin)
+    destination: PushDestination = field(default_factory=PushDestination)
 
     def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Span) -> int:
-        """Push a part, which consumes no key; return the bytes moved."""
-        pin = self.destination_pin
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination_pin=pin, span=span)
+        """Push a part, without consuming a key."""
+        to = self.destination
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination=to, span=span)
         return self.initiator.run(op)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyDelivery:
-    """Sends to a cache of the peer by key, or by id and row; ``layers[i]`` becomes ``dst_layers[i]`` there."""
+    """Delivery to a cache by key, or by id and row; ``layers[i]`` becomes ``dst_layers[i]``."""
 
     source: Source
     name: RemoteName
@@ -434,7 +427,7 @@ class KeyDelivery:
 
 @dataclass(slots=True)
 class AddressDelivery:
-    """Sends to raw addresses of the peer: K and V of each of ``layers``, in order. Threads: the job's own."""
+    """Delivery to raw addresses: K and V of each of ``layers``, in order."""
 
     source: Source
     cluster_id: int
@@ -449,17 +442,16 @@ class AddressDelivery:
         shown = ", ".join(f"{address:#x}" for address in addresses)
         with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
             if self.located is not None:
-                with suppress(CacheNotFound, CacheMismatch):  # the caches have changed: look the addresses up again
+                with suppress(CacheNotFound, CacheMismatch):  # the caches have changed
                     span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
                     return
             self.located = self._locate(deadline)
             span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
 
     def _locate(self, deadline: Deadline) -> Locations:
-        """Look the addresses up at the peer.
+        """Look the addresses up; TransferFailed if earlier layers are lost.
 
-        If another cache is there than at an earlier layer, and one of the two is memory of the peer's pools, what was
-        sent before is lost. Memory of the user is the same, however it is registered.
+        They are if the caches have changed, and an allocated one is among them: registered memory stays the same.
         """
         before = self.located
         now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
@@ -474,7 +466,6 @@ class AddressDelivery:
         return now
 
     def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Span) -> int:
-        """Push K and V, together if they are at one offset of neighbouring tensors."""
         first = layer * TENSORS_PER_LAYER
         key, value = offsets
         if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):

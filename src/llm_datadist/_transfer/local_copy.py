@@ -1,8 +1,6 @@
-"""Copies inside one process: rows, blocks of one cache, blocks of two. Planned as pulls are.
+"""Copies of rows and blocks inside one process, planned as pulls are.
 
-:class:`LocalCopies` runs in the caller's thread and holds the caches for the length of each call. Between host and
-device :class:`SwapEngine` copies, with its own threads and staging memory. After a failure or a time-out the bytes
-addressed are undefined.
+:class:`SwapEngine` copies between host and device. After a failure or a time-out the addressed bytes are undefined.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
-#: Swap workers, fewer only where fewer CPUs are usable, and staging buffers (interface R10).
+#: Swap workers, at most one per usable CPU, and staging buffers (interface R10).
 _WORKERS: Final = 4
 _STAGING_BUFFERS: Final = 4
 
@@ -46,7 +44,7 @@ class CacheRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One side of a copy between two caches; ``name`` is the caller's argument."""
+    """Side of a copy; ``name`` is the caller's argument."""
 
     name: str
     geometry: Geometry
@@ -61,7 +59,7 @@ class Operand:
 
 
 class LocalCopies:
-    """Copies between caches of this process, or memory of the caller. Threads: any."""
+    """Copies between own caches, or memory of the caller. Threads: any."""
 
     def __init__(self, store: CacheStore, swap: SwapEngine, pool: CopyPool | None) -> None:
         self._store = store
@@ -69,7 +67,7 @@ class LocalCopies:
         self._pool = pool
 
     def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
-        """Copy part of a row to a row (interface R8); return the bytes copied."""
+        """Copy part of a row to a row (interface R8); return the bytes."""
         hold, src_name, dst_name = self._store.using, f"{what}: src", f"{what}: dst"
         with hold(src.cache_id, src_name) as source, hold(dst.cache_id, dst_name) as target:
             source.geometry.require_kind(src_name, CacheKind.CACHE)
@@ -82,7 +80,7 @@ class LocalCopies:
     def copy_blocks(
         self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
     ) -> int:
-        """Copy blocks inside one cache, in the order given (interface R26); return the bytes copied."""
+        """Copy blocks inside one cache, in list order (interface R26); return the bytes."""
         with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
             cache = Operand("cache", entry.geometry, entry.storage.tensors)
@@ -99,10 +97,7 @@ class LocalCopies:
         *,
         ends: tuple[str, str] = ("src_cache", "dst_cache"),
     ) -> int:
-        """Move blocks between a HOST and a DEVICE blocks cache (interface R10); return the bytes moved.
-
-        ``ends`` are the caller's names of the two caches.
-        """
+        """Move blocks between HOST and DEVICE (interface R10); return the bytes. Errors name ``ends``."""
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
@@ -123,11 +118,10 @@ class LocalCopies:
         deadline: Deadline,
         what: str,
     ) -> int:
-        """Copy blocks ``(N,)`` to each of several lists ``(L, N)``; return the bytes copied (interface R13).
+        """Copy blocks ``(N,)`` to the lists ``(L, N)``, in order (interface R13, R26); return the bytes.
 
-        ``src`` and ``dst`` are ids of caches of ours, or memory of the caller. The pairs take effect list by list, in
-        the order given (interface R26). Between device and host it is a swap, with its threads and staging and without
-        a time limit (interface R6, R10); on the device a copy within ``deadline``.
+        ``src`` and ``dst`` are ids of own caches, or memory of the caller. Between device and host it is a swap without
+        a time limit (interface R6, R10), on the device a copy within ``deadline``.
         """
         with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
             plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
@@ -141,10 +135,7 @@ class LocalCopies:
 
     @contextmanager
     def _swap_operand(self, name: str, cache: Cache) -> Iterator[Operand]:
-        """Yield geometry and addresses of a handle; a cache of ours keeps its memory meanwhile.
-
-        The handle alone counts, registered or not (interface §6.9): ids of caches that are not ours mean nothing here.
-        """
+        """Yield a handle's operand, registered or not (interface §6.9); an own cache is in use."""
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
             try:
@@ -155,14 +146,14 @@ class LocalCopies:
             if len(addresses) != geometry.num_tensors:
                 raise ParamError(f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
-                # Not the handle's descriptor: its shape is the user's own list, and may have changed since.
+                # Not the handle's descriptor, whose shape the user may have changed.
                 yield Operand(name, entry.geometry, entry.storage.tensors)
             else:
                 yield Operand.of(name, geometry, addresses)
 
     @contextmanager
     def _held(self, name: str, operand: int | Operand, what: str) -> Iterator[Operand]:
-        """Yield an operand; a cache of ours, named by its id, keeps its memory meanwhile."""
+        """Yield an operand; an own cache is in use."""
         if isinstance(operand, Operand):
             yield operand
             return
@@ -185,10 +176,9 @@ def _plan_blocks(
     what: str,
     names: tuple[str, str],
 ) -> tuple[Plan, bool]:
-    """Plan block ``src_blocks[i]`` -> ``dst_blocks[i]``; also return if both are the same tensors.
+    """Plan ``src_blocks[i]`` -> ``dst_blocks[i]``; also return True if both are the same tensors.
 
-    ``dst_blocks`` has shape ``(N,)``, or ``(L, N)`` for L lists one after the other. Errors call the two lists by
-    ``names``.
+    ``dst_blocks`` has shape ``(N,)``, or ``(L, N)`` for L lists. Errors call the lists by ``names``.
     """
     src, dst = source.geometry, target.geometry
     if src.stride != dst.stride:
@@ -200,10 +190,10 @@ def _plan_blocks(
         raise CacheMismatch(
             f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
         )
-    # Host memory may be the "device" here, so two caches may lie on the same tensors.
+    # Host memory may stand for the device.
     alias = source is target or np.array_equal(source.tensors.bases, target.tensors.bases)
     if dst_blocks.ndim > 1:
-        if int(dst_blocks.max()) >= dst.rows:  # the planner would name an index of the one long list
+        if int(dst_blocks.max()) >= dst.rows:  # the planner would name an index of the flat list
             i, j = (int(at) for at in np.unravel_index(dst_blocks.argmax(), dst_blocks.shape))
             raise ParamError(f"{names[1]}[{i}][{j}]={dst_blocks[i, j]}: must be in [0, {dst.rows})")
         src_blocks, dst_blocks = np.tile(src_blocks, len(dst_blocks)), dst_blocks.reshape(-1)
@@ -222,7 +212,7 @@ def _plan_blocks(
 
 
 def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:
-    """Raise ParamError if a byte belongs to both operands, unless they are the same tensors."""
+    """Raise ParamError if bytes are shared, except by the same tensors."""
     if alias:
         return
     one, other = source.tensors, target.tensors
@@ -236,34 +226,33 @@ def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) ->
 
 
 class SwapEngine:
-    """Owns the swap workers and the staging buffers of one LLMDataDist (interface R10).
+    """Swaps of blocks between host and device (interface R10).
 
-    Threads: any; one swap runs at a time. The workers exist from the first swap to :meth:`close`. Without ``cpus``
-    it uses all that this process may use.
+    Owns: workers, at most ``cpus``, and staging buffers, from the first swap to :meth:`close`.
+    Threads: any; one staged swap runs at a time.
     """
 
     def __init__(self, device: Device, cpus: int | None = None) -> None:
         self._device = device
-        self._lock = threading.Lock()  # one swap at a time: the staging buffers are one set
+        self._lock = threading.Lock()  # for the one set of staging buffers, and the workers
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
-        # One more than the workers, to empty the staging buffers.
+        # One more, to empty the staging buffers.
         self._threads = Threads(_WORKERS + 1, "llm-datadist-swap")
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Carry out a plan of whole blocks between host and device; return the bytes moved.
+        """Execute a plan of whole blocks; return the bytes.
 
-        Nothing was copied if the device cannot provide the staging buffers (OutOfMemory).
+        OutOfMemory, with nothing copied, if the device cannot hold the staging buffers.
         """
         if plan.nbytes == 0:
             return 0
         if not self._device.needs_staging:
             with self._lock:
-                # Not the engine's pool: interface R10 fixes the number of workers, llm.CopyThreads that of the
-                # engine's.
+                # Not the engine's pool, because interface R10 fixes the number of workers.
                 if self._copy_pool is None:
-                    with suppress(RuntimeError, MemoryError):  # no thread can be started: the caller copies alone
+                    with suppress(RuntimeError, MemoryError):  # without threads the caller copies
                         self._copy_pool = _native.CopyPool(self.workers)
                 pool = self._copy_pool
             _native.execute(plan, dst.tensors, src.tensors, pool, _native.NO_DEADLINE)
@@ -327,7 +316,7 @@ class SwapEngine:
         _Pipeline(self._device, buffers).run(copies, self._threads, self.workers)
 
     def _take_staging(self, nbytes: int) -> None:
-        """Allocate the staging buffers, unless they have ``nbytes`` each already."""
+        """Allocate staging buffers of at least ``nbytes``."""
         if self._staging and self._staging[0].nbytes >= nbytes:
             return
         self._give_staging_back()
@@ -351,7 +340,7 @@ class SwapEngine:
 
 
 class _Pipeline:
-    """One swap-in: several workers copy host -> buffer, one thread buffer -> device."""
+    """Swap-in: workers copy host -> buffer, one thread buffer -> device."""
 
     def __init__(self, device: Device, buffers: list[int]) -> None:
         self._device = device
@@ -379,7 +368,7 @@ class _Pipeline:
             try:
                 self._device.copy_to_device(buffer, source, nbytes)
             except BaseException:
-                # The other workers must not wait for a buffer that never comes back.
+                # Else the other workers would wait for this buffer.
                 self._failed.set()
                 self._empty.put(buffer)
                 raise
@@ -402,7 +391,7 @@ class _Pipeline:
 
 
 def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, int]]:
-    """Yield (dst address, src address, bytes), tensor by tensor, in the order of the runs."""
+    """Yield (dst address, src address, bytes) by tensor and run."""
     runs = plan.runs.tolist()
     for i in range(plan.count):
         target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])

@@ -1,7 +1,4 @@
-"""Spans around operations: they count, time and log them. Each engine has its own :class:`Meters`.
-
-A span is native code unless the log takes INFO messages.
-"""
+"""Spans that count, time and log operations; native code unless INFO is logged or calls are traced."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Meters:
-    """Totals per operation. Threads: any; takes no lock."""
+    """Totals per operation, of one engine. Threads: any, without a lock."""
 
     def __init__(self) -> None:
         self._meters: dict[str, OperationMeter] = {}
@@ -38,7 +35,7 @@ class Meters:
         return Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
 
     def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
-        """Return a context manager around a call that is not counted; here it does nothing (see ``tracing.py``)."""
+        """Return a context manager for an uncounted call; without tracing it does nothing."""
         return Uncounted()
 
     def totals(self) -> tuple[OperationStatistics, ...]:
@@ -63,7 +60,7 @@ def _user_level() -> int:
 
 @dataclass(slots=True)
 class Uncounted:
-    """A call that is not counted. One that returns a status sets it, and the error behind it."""
+    """Uncounted call. If the call returns a status, it sets that and the error."""
 
     status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
     error: BaseException | None = None
@@ -77,7 +74,7 @@ class Uncounted:
 
 @dataclass(slots=True)
 class Logged:
-    """A span that also logs how the operation begins and ends, at the line of the user's code that called it."""
+    """Span that also logs begin and end of the operation, with the user's line."""
 
     _timer: Timer
     _name: str

@@ -1,6 +1,6 @@
-"""Where a cache of the peer is: the name that is asked for, and the target's answer, checked and mapped.
+"""Names of remote caches, and the target's answers, validated and mapped in the caller's thread.
 
-Runs in the caller's thread. An answer is checked as a stranger's; one that does not hold gives its pin back.
+An invalid answer raises, and gives its pin back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-#: Mapped tensors kept per link, and the longest list of offsets that is worth keeping.
+#: Mapped tensors cached per link, each with at most so many bytes of offsets.
 _MAX_MAPPED: Final = 1024
 _MAX_MAPPED_BYTES: Final = 4096
 
 
 class RemoteName(msgspec.Struct, frozen=True):
-    """How the initiator names a cache of the peer: by key, or by id and row."""
+    """Name of a remote cache: a key, or an id and a row."""
 
     cluster_id: int
     key: Key | None = None
@@ -46,7 +46,7 @@ class RemoteName(msgspec.Struct, frozen=True):
 
 
 class Resolution(msgspec.Struct, eq=False):
-    """The target's answer, mapped; valid while its guards show the generations that it came with."""
+    """The target's answer, mapped; valid while its guards show these generations."""
 
     cache_id: int
     geometry: Geometry
@@ -54,15 +54,15 @@ class Resolution(msgspec.Struct, eq=False):
     tensors: RemoteTensors
     guards: tuple[Guarded, ...]
     guard_set: GuardSet
-    pin: int  # what keeps the cache at the target, or 0 for an answer that may be kept
-    assumed: int = 0  # what the pin will be called, if this is no answer but what the next one is assumed to be
-    pair: CachePair | None = None  # the remote cache compared with the local one that was used with it last
+    pin: int  # 0: none, so the answer may be cached
+    predicted: int = 0  # the future pin's number if this is a prediction
+    pair: CachePair | None = None  # comparison with the local cache used last
 
 
 def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resolution:
-    """Check an answer and map its tensors.
+    """Validate an answer and map its tensors.
 
-    Raises ProtocolError when it contradicts itself, ``LLM_FEATURE_NOT_ENABLED`` when nothing reaches that memory.
+    Raises ProtocolError if it contradicts itself, ``LLM_FEATURE_NOT_ENABLED`` if no transport reaches the memory.
     """
     try:
         geometry = decode_geometry(bytes(answer.geometry))
@@ -76,7 +76,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
         if steps.watch is not None:
             steps.watch("resolved", link)
-        if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is used again and again
+        if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         if tensors.remote_guards:
             tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
@@ -92,20 +92,20 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
     return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
 
 
-def assume(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
-    """Return what the answer about ``key`` is assumed to be: a cache like ``known``, in which the owner finds the row.
+def predict(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
+    """Return the predicted resolution of ``key``: a cache like ``known``.
 
-    The owner compares the geometry, and pins the cache when it is read (:class:`~.target.MoveTarget`).
+    At the read the owner compares the geometry, finds the row and pins the cache.
     """
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
     tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))
     return msgspec.structs.replace(
-        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, assumed=number, pair=None
+        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
     )
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:
-    """Add the grant's guard to those of the answer; raise TransferFailed if it is not for this cache."""
+    """Add the grant's guard; TransferFailed if the grant is not for this cache."""
     if (link.peer.incarnation, remote.cache_id) != (grant.incarnation, grant.cache_id):
         raise TransferFailed(
             f"{what}: {grant!r} is not of what the key names: cache {remote.cache_id} of {link.peer}",
@@ -118,7 +118,7 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
 
 
 def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
-    """Keep a value in a table; one with ``most`` entries is emptied first."""
+    """Add a value to a table, emptied first if it has ``most`` entries."""
     if len(known) >= most and key not in known:
         known.clear()
     known[key] = value
@@ -140,20 +140,20 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
         pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
         raise LLMException(
             f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "
-            f"{capabilities.name} cannot reach; leave llm.Transport at auto, or give that end a pool (mem_pool_cfg) "
+            f"{capabilities.name} cannot reach; leave llm.Transport at auto, or give the peer a pool (mem_pool_cfg) "
             "and allocate the cache there, or register memory that lies inside a pool"
-            + (", with llm.EnableRemoteCacheAccessible=1 at both ends" if push else ""),
+            + (", with llm.EnableRemoteCacheAccessible=1 on both sides" if push else ""),
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             peer=link.peer.cluster_id,
             phase="resolve",
         )
-    # ``located``: the target says what may be written, and by this answer it has allowed it.
+    # ``located``, because the target's answer allows the write.
     connection = link.connection.reaching(regions)
     return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 
 def _map_served(link: Link, answer: Resolved, geometry: Geometry, *, push: bool) -> RemoteTensors:
-    """Return tensors that have no place but their index: the owner finds them by the handle."""
+    """Return tensors without addresses, which the owner finds by handle and index."""
     served = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
     if served is None:
         raise _misfit(link, answer, geometry)

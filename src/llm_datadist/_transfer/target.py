@@ -1,7 +1,6 @@
-"""The target of transfers: resolves caches for peers, pins them, and lets transports move their bytes.
+"""Target of transfers: resolves, pins, reports and move requests of peers, on the control thread.
 
-What a peer may do is decided by :class:`~llm_datadist._transfer.access.AccessPolicy`. The handlers run on the control
-thread and are short; a refusal is an answer, and the link goes on.
+:class:`~llm_datadist._transfer.access.AccessPolicy` decides on permissions. A refusal is an answer; the link goes on.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transport.moves import MoveRequest
 
-#: A pin outlives its initiator's deadline by this much: the release is on its way.
+#: Life of a pin after its initiator's deadline, while the release is on its way.
 _PIN_GRACE_SECONDS: Final = 2.0
-#: No pin lasts longer, whatever its initiator says.
+#: Longest deadline of a pin.
 _MAX_PIN_SECONDS: Final = 24 * 3600.0
 
 
 class _Finder:
-    """Finds caches for peers, and pins them where that is needed. Base of both targets. Threads: control."""
+    """Finds and pins caches for peers. Base of both targets. Threads: control."""
 
     def __init__(self, store: CacheStore, policy: AccessPolicy) -> None:
         self._store = store
@@ -51,10 +50,10 @@ class _Finder:
         *,
         consumes: bool,
     ) -> tuple[Pin | None, Entry, int, Binding | None]:
-        """Return (pin if one is needed, entry, row, binding) of what the peer may use, by key or by its ``place``.
+        """Return (pin if needed, entry, row, binding) by key, or by ``place`` (cache id, row), if permitted.
 
-        ``place`` is (cache id, row). ``like`` names the pin, and says what the peer takes the cache to be.
-        ``consumes``: a complete transfer consumes the key of the row.
+        ``like`` has the pin's number and the predicted geometry. With ``consumes`` a complete transfer consumes the
+        key.
         """
         if key is not None:
             self._policy.require_key(link, key)
@@ -66,7 +65,7 @@ class _Finder:
             pin = registry.pin(link, expires, key=key, cache_id=cache_id, row=row, pin_id=pin_id)
             entry, row, binding = pin.entry, pin.row, pin.binding
         try:
-            # After the pin: until then the key may have moved to another cache.
+            # After the pin, because the key may move before it.
             if key is None:
                 self._policy.require_sight(link, entry)
             if consumes:
@@ -87,7 +86,7 @@ def _promised(entry: Entry, binding: Binding | None) -> list[Guarded]:
 
 
 class Target(_Finder):
-    """Answers resolves, takes releases, owns the peers' pins. Threads: control."""
+    """Handlers of resolves and reports. Threads: control."""
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
         try:
@@ -99,24 +98,24 @@ class Target(_Finder):
         try:
             link.tell(answer)
         except ProtocolError as error:
-            # More tensors than a frame can name: without an answer the caller would wait for its deadline.
+            # More tensors than fit a frame.
             if isinstance(answer, Resolved) and answer.pin:
                 self._store.apply(self._store.registry.release(link, answer.pin))
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:
-        """End a pin of the peer. With remote cache access a pull consumes nothing (interface R5)."""
+        """End a pin. With remote cache access a pull consumes nothing (interface R5)."""
         link.peer_settled += 1
         consume = message.count > 0 and not self._store.remote_accessible and self._policy.may_consume(link)
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
-        """Consume the key of a row once all of it was pushed (interface R5)."""
+        """Consume the key of a pushed row, with remote cache access (interface R5)."""
         link.peer_settled += 1
         if not self._store.remote_accessible:
             return
-        try:  # there is no answer; a peer of this library has asked by its Resolve
+        try:  # no answer: the Resolve of an honest peer was refused already
             self._policy.require_consumed(link, message.cache_id)
         except LLMException as error:
             logger.info("%s says that it has pushed: %s", link.peer, error)
@@ -125,39 +124,37 @@ class Target(_Finder):
         self._store.apply(effects)
 
     def on_late_answer(self, link: Link, message: Resolved) -> None:
-        """Give back the pin of an answer that came after its caller had given up."""
+        """Release the pin of an answer whose caller had given up."""
         if message.pin:
             link.settle(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
-        """End the pins of a link that has ended; its keys stay."""
         self._store.apply(self._store.registry.drop_peer(link))
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
         store, key = self._store, message.key
-        # A pull of a row consumes its key unless there is remote cache access, a push consumes it where there is.
+        # With remote cache access pushes consume the key of a row, without it pulls do.
         consumes = message.consumes and store.remote_accessible if message.push else not store.remote_accessible
         if not message.push:
             self._policy.require_move(link, push=False)
         else:
             self._policy.require_push(link, message.cache_id if key is None else None)
             if key is None and message.cache_id <= 0:
-                # A push to id 0 or below means CacheKey(req 0, model 0) in the interface (interface B3).
+                # A push to an id below 1 means CacheKey(req 0, model 0) (interface B3).
                 key = (Namespace.REQUEST, 0, 0)
             if key is None:
-                # A push to a missing row is a wrong argument; the row of a pull may still be published
-                # (interface §6.12).
+                # A push to a missing row is a ParamError; a pull's row may be published later (interface §6.12).
                 entry = store.registry.lookup(message.cache_id, "cache_id")
                 self._policy.require_sight(link, entry)
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         place = message.cache_id, message.row
         pin, entry, row, binding = self._found(link, key, place, message.budget_ms, consumes=consumes)
         pin_id = 0 if pin is None else pin.pin_id
-        # Without remote cache access the pools are sealed against peers' writes: a located cache is named by address.
+        # Without remote cache access pools are sealed against peers' writes, so absolute addresses are needed.
         sealed = message.push and not store.remote_accessible
         regions, offsets = entry.storage.names(mapped=link.connection.capabilities.shared_regions and not sealed)
         if link.connection.reaching(np.frombuffer(regions, "<u4")).capabilities.remote_guards:
-            regions = offsets = b""  # over lanes the handle names the cache, and no peer learns an address
+            regions = offsets = b""  # the handle suffices, and the peer learns no address
             if pin is not None:
                 pin.served = 0
         return Resolved(
@@ -173,7 +170,7 @@ class Target(_Finder):
 
 
 class MoveTarget(_Finder):
-    """Answers peers that ask this side to move bytes. Implements :class:`~llm_datadist._transport.moves.MoveOwner`."""
+    """Answers to move requests. Implements :class:`~llm_datadist._transport.moves.MoveOwner`."""
 
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
         write = request.write
@@ -189,24 +186,24 @@ class MoveTarget(_Finder):
         serve = None if write else (plan.src_first, plan.count)
         entry = self._store.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
         self._policy.require_use(link, entry, handle.pin)
-        # The cache's own guard comes first in every answer; without it the peer could read what it is reused for.
+        # The cache's own guard is the first of every answer; without it the peer could read reused memory.
         if handle.guards[0].slot != entry.guard.slot:
             raise ProtocolError(f"a request for cache {entry.cache_id} leaves its guard out")
-        # The entry's own generation, not the one that its slot shows by now, nor one that the peer foresees.
+        # The entry's own generation, because the slot may have advanced and the peer may guess.
         if handle.guards[0].generation != entry.guard.generation:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
-        # A pin ends without a guard, and counts what was sent; all else that was looked at lasts while the guards do.
+        # With a pin not standing: it ends without a guard, and counts the tensors sent.
         return MoveReply(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
-        """Pin what is asked for by key; return the handle and the plan that a Resolved would have led to.
+        """Pin the cache of a key; return the handle and the plan of a Resolved.
 
-        Raise CacheNotFound, whatever is wrong: then nothing is pinned, and an answer to a Resolve says what it is.
+        Every failure is CacheNotFound without a pin; the initiator's Resolve then gets the reason.
         """
         if isinstance(link, Link) and link.peer_settled < asked.settled:
-            raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")
+            raise CacheNotFound("an earlier report of the peer has not arrived yet")
         try:
             _, entry, row, binding = self._found(
                 link, asked.key, (0, 0), asked.budget_ms, asked, consumes=not self._store.remote_accessible

@@ -1,7 +1,6 @@
-"""Spans of OpenTelemetry, one for each public call (``llm.Tracing``); without that option this module is not loaded.
+"""OpenTelemetry spans of public calls; loaded only with ``llm.Tracing``.
 
-A span is the child of the caller's current one, and is current itself while the call runs. Whatever a tracer raises is
-logged, and the call goes on without it.
+A span is the child of the caller's current one, and is current during the call. A tracer's exceptions are only logged.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _current: ContextVar[Call | None] = ContextVar("llm_datadist call", default=None
 
 
 class Call(Uncounted):
-    """One public call with its span. Used by one thread. ``nbytes``: what it moved; ``transport``: over what."""
+    """Public call with its span. Threads: one."""
 
     def __init__(self, name: str, peers: Iterable[int | None], blocks: int | None = None) -> None:
         super().__init__()
         self.name = name
         self.nbytes = 0
         self.transport = ""
-        known = [str(each) for each in peers if each is not None]  # text: uint64 is more than an attribute can hold
+        known = [str(each) for each in peers if each is not None]  # text, because an attribute cannot hold uint64
         self._attributes: dict[str, AttributeValue] = {_PREFIX + "operation": name}
         if known:
             self._attributes[_PREFIX + "peer"] = known[0] if len(known) == 1 else known
@@ -73,7 +72,7 @@ class Call(Uncounted):
             _safely(context.detach, self._token)
         if self._span is not None:
             _safely(self._describe, self._span)
-            _safely(self._span.end)  # also where it could not be described
+            _safely(self._span.end)  # also if it could not be described
 
     def _begin(self) -> None:
         remote = _PREFIX + "peer" in self._attributes
@@ -115,7 +114,7 @@ class TracedMeters(Meters):
 
 @dataclass(slots=True)
 class Traced:
-    """An operation that is counted, in the span of its call."""
+    """Counted operation in the span of its call."""
 
     _timer: Timer | Logged
     _call: Call
@@ -139,8 +138,8 @@ class Traced:
 
 
 def _safely(step: Callable[..., object], *args: object) -> None:
-    """Do a step of the tracer's; log what it raises."""
+    """Do a step of the tracer; log its exceptions."""
     try:
         step(*args)
-    except Exception as error:  # noqa: BLE001 (code of the user's tracer, which must not break a transfer)
+    except Exception as error:  # noqa: BLE001 (a user's tracer must not break a transfer)
         logger.warning("a span of OpenTelemetry is lost or incomplete: %r", error)

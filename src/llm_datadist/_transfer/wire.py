@@ -1,4 +1,4 @@
-"""Requests of transports over the control channel of a link, and what a peer says of sockets beside it."""
+"""Requests of transports over a link's control channel, and dropped sockets beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LinkWire:
-    """Carries requests of transports to peers. Implements :class:`llm_datadist._transport.transport.Wire`."""
+    """Requests of transports to peers. Implements :class:`llm_datadist._transport.transport.Wire`."""
 
     def ask(self, link: Link, data: bytes, deadline: Deadline) -> bytes:
         what = f"a transfer over {link.choice.name}"
@@ -23,11 +23,11 @@ class LinkWire:
         return answer.data
 
     def tell(self, link: Link, data: bytes) -> None:
-        link.tell(TransportAsk(0, data))  # no request has this number: its answer is a late one
+        link.tell(TransportAsk(0, data))  # no request has number 0, so the answer is a late one
 
 
 def on_ask(link: Link, message: TransportAsk) -> None:
-    """Hand a request of the peer to the connection that serves it. Threads: control."""
+    """Hand a peer's request to the connection's server. Threads: control."""
     server = link.connection.server
     if server is None:
         raise ProtocolError("the peer asks for a transfer on a link whose transports serve no requests")
@@ -35,16 +35,16 @@ def on_ask(link: Link, message: TransportAsk) -> None:
 
 
 def on_late_answer(link: Link, message: TransportSaid) -> None:
-    """Give back what the owner holds for a request whose caller has given up. Threads: control."""
+    """Have the owner undo a request whose caller has given up. Threads: control."""
     server = link.connection.server
     if server is not None and (request := server.on_late_answer(message.data)) is not None:
         link.tell(TransportAsk(0, request))
 
 
 def on_sockets_dropped(link: Link, _: SocketsDropped) -> None:
-    """Drop the sockets of now: the peer finds them silent, or has given up what they carry. Threads: control.
+    """Drop all sockets: the peer found them silent, or gave up their writes. Threads: control.
 
-    The peer's next ``Ping`` is answered when this has returned, and no memory is touched for them any more.
+    The answer to the peer's next ``Ping`` says that they touch no memory any more.
     """
     for each in link.connection.connections:
         if each.recovery is not None:

@@ -1,5 +1,4 @@
-"""Threads for awaited calls: the blocking call runs in a worker, and its cancellation leaves memory safe
-(interface R7)."""
+"""Threads for awaited calls, whose cancellation leaves memory safe (interface R7)."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: More than there are CPUs, because a call mostly waits for memory or a peer.
+#: More than CPUs, because calls mostly wait for memory or a peer.
 _MAX_WORKERS: Final = 32
 
 
 class Workers:
-    """Owns the threads ``llm-datadist-async_<n>``, at most 32; each exists from its first call to :meth:`close`.
+    """Threads ``llm-datadist-async_<n>``, at most 32, each from its first call to :meth:`close`.
 
     Threads: any, and any event loop.
     """
@@ -37,16 +36,17 @@ class Workers:
         self._pid = HERE["pid"]
 
     async def run(self, call: Callable[[Deadline], T], budget_ms: int) -> T:
-        """Run ``call`` in a worker thread, with a deadline that begins when the thread does.
+        """Run ``call`` in a worker thread, with a deadline that begins with its work.
 
-        If the awaiting task is cancelled, ``CancelledError`` comes after the call has ended, so that nothing of it
-        writes anywhere afterwards; the link stays usable, as after a timeout. A call that has not begun never does; one
-        that waits for an answer ends within 50 ms; one that copies ends after its current chunk; one whose bytes go
-        over lanes ends with them, or with its deadline. Closing the coroutine only cancels the call, without waiting.
-        Raises LLMException when no thread can be started, StateError when finalize came first
-        (``LLM_ENGINE_FINALIZED``), or in a forked child.
+        ``CancelledError`` comes once the call has ended; the link stays usable, and only bytes of a push over lanes may
+        still be on their way. A call that has not begun never does. One that waits for an answer or a lane ends within
+        50 ms, a copy after its current chunk. Closing the coroutine cancels without waiting.
+
+        Raises:
+            LLMException: No thread can be started.
+            StateError: Finalize came first (``LLM_ENGINE_FINALIZED``), or this is a forked child.
         """
-        import asyncio  # loaded already: there is an event loop
+        import asyncio  # loaded already, as there is an event loop
 
         require_process(self._pid, "awaited call")
         awaited: _Call[T] = _Call(call, budget_ms)
@@ -67,16 +67,16 @@ class Workers:
             awaited.end()
 
     def stop(self) -> None:
-        """Drop calls that have not begun, and take no more; never waits. Idempotent."""
+        """Drop calls that have not begun and refuse others, without waiting. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Let running calls end, drop those that have not begun, join the threads. Idempotent."""
+        """:meth:`stop`, then join the threads. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
 
 
 class _Call(Generic[T]):
-    """One call in a worker thread; any other thread may cancel it at any time."""
+    """Call in a worker thread; any thread may cancel it."""
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:
         self._call = call
@@ -103,24 +103,23 @@ class _Call(Generic[T]):
         return self._future
 
     def dropped(self) -> bool:
-        """Return True when the call was taken from the threads before it had begun."""
         return self._future is not None and self._future.cancelled()
 
     @partial(hold_signals, whole=True)
     def end(self) -> None:
-        """Return when the call has ended: the handler of a signal may have raised out of the wait for it."""
+        """Wait for the end, if a signal handler has raised out of the first wait."""
         if self._future is not None and not self.cancel():
             wait([self._future])
 
     @hold_signals
     def leave(self) -> None:
-        """Cancel the call, and never wait for its end."""
+        """Cancel the call without waiting for its end."""
         self.cancel()
         self._future = None
 
     @hold_signals
     def cancel(self) -> bool:
-        """Make the call end soon, if it has not ended; return True if it had not begun, and never will."""
+        """Make the call end soon; return True if it never begins."""
         if self._future is None or self._future.cancel():
             return True
         self._cancelled = True
@@ -130,7 +129,7 @@ class _Call(Generic[T]):
 
 
 async def _end_of(waiting: asyncio.Future[T]) -> None:
-    """Return when a cancelled call has ended, however often the awaiting task is cancelled meanwhile."""
+    """Wait for the end of a cancelled call, even if the task is cancelled again."""
     import asyncio
 
     while not waiting.done():
