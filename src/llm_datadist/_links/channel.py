@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.seal import Seal
+    from llm_datadist._links.tls_session import TlsSession
 
 #: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
 _PAUSE_BYTES: Final = 1 << 20
@@ -114,7 +114,7 @@ class Channel:
 
     ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
     reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
-    With a ``seal`` all bytes go through it.
+    With a ``tls`` all bytes go through it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Channel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
         on_answer: Callable[[Message], bool] = lambda message: False,
-        seal: Seal | None = None,
+        tls: TlsSession | None = None,
     ) -> None:
         sock.setblocking(False)
         self._control = control
@@ -132,7 +132,7 @@ class Channel:
         self._on_message = on_message
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._seal = seal
+        self._tls = tls
         # Used by the holder of the reader role only.
         self._input = SocketInput(sock.fileno())
         self._parser = FrameParser()
@@ -153,7 +153,7 @@ class Channel:
 
     def send_first(self, first: Message) -> None:
         """Send a message before any other one, but not before :meth:`begin`. Called before anything is sent."""
-        self._backlog += self._sealed(frame(first))
+        self._backlog += self._encrypted(frame(first))
         self._flushing = True
 
     def begin(self, leftover: bytes = b"") -> None:
@@ -165,8 +165,8 @@ class Channel:
         data = frame(message)
         with self._lock:
             if not self._open:
-                raise NotLinked(f"the control connection is closed: {self.reason}")
-            data = self._sealed(data)
+                raise NotLinked(f"the control channel is closed: {self.reason}")
+            data = self._encrypted(data)
             sent = 0 if self._backlog else self._write(data)
             if sent == len(data):
                 return
@@ -178,14 +178,14 @@ class Channel:
         if unsent > _ABORT_BYTES:
             self.close(f"the peer left {unsent} bytes of control messages unread")
 
-    def _sealed(self, data: bytes) -> bytes:
+    def _encrypted(self, data: bytes) -> bytes:
         """Under the lock: what is sealed is sent in the same order. Raises NotLinked where tampering was found."""
-        if self._seal is None:
+        if self._tls is None:
             return data
         try:
-            return self._seal.seal(data)
+            return self._tls.encrypt(data)
         except AuthFailed as error:  # the reader has found it out, and ends this channel
-            raise NotLinked(f"the control connection was tampered with: {error}") from None
+            raise NotLinked(f"the control channel was tampered with: {error}") from None
 
     def _write(self, data: bytes | bytearray) -> int:
         """Under the lock: return how much the kernel takes; reading reports a dead socket."""
@@ -229,9 +229,9 @@ class Channel:
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False
-        if data and self._seal is not None:
+        if data and self._tls is not None:
             try:
-                self._parser.feed(self._seal.open(data))
+                self._parser.feed(self._tls.decrypt(data))
             except AuthFailed as error:
                 self.close(f"the connection was tampered with: {error}")
                 return False

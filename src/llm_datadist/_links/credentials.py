@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from llm_datadist._links.seal import Context, Seal
+from llm_datadist._links.tls_session import Context, TlsSession
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
@@ -163,7 +163,7 @@ class Kept(Generic[T]):
             except (OSError, LLMException) as error:
                 if (now := time.monotonic()) >= self._quiet_until:
                     self._quiet_until = now + 1
-                    logger.warning("the %s cannot be read again, those of before stay: %s", self._what, error)
+                    logger.warning("the %s cannot be loaded; keeping the previous ones: %s", self._what, error)
             return self._value
 
 
@@ -182,15 +182,15 @@ class Credentials:
         self._files = files
         self.current = Kept(files, partial(_contexts, files), "credentials").current
 
-    def session(self, *, server_side: bool) -> Seal:
+    def session(self, *, server_side: bool) -> TlsSession:
         """Return a new session for one connection."""
-        return Seal(self.current()[server_side], server_side=server_side)
+        return TlsSession(self.current()[server_side], server_side=server_side)
 
-    def check(self, seal: Seal, cluster_id: int) -> None:
+    def check(self, tls: TlsSession, cluster_id: int) -> None:
         """Check that the other end may be that cluster. Raises AuthFailed."""
         if self._files.secrets is not None:
             return
-        names = seal.names()
+        names = tls.names()
         if not {f"{CLUSTER_URI}{cluster_id}", f"{CLUSTER_URI}*"}.intersection(names):
             raise AuthFailed(f"it says it is cluster {cluster_id}, its certificate names {', '.join(names) or 'none'}")
 
@@ -198,13 +198,13 @@ class Credentials:
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return a context for the end that dials, and one for the end that listens."""
     if files.secrets is None:
-        shown: _Given | _Derived = _Given(files)
-        differ = f"the CAs of the two ends differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
+        shown: _PemCredentials | _Derived = _PemCredentials(files)
+        differ = f"the CAs of the two sides differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
     else:
         known = read_secrets(files.secrets)
         shown = _Derived(known)
         differ = (
-            f"the secrets of the two ends differ: this one shows {known[0].id}, digest {known[0].digest}, of "
+            f"the secrets of the two sides differ: this one shows {known[0].id}, digest {known[0].digest}, of "
             f"{AUTH_SECRET}={files.secrets}; compare it with `llm-datadist keys show` there"
         )
     contexts = []
@@ -220,7 +220,7 @@ def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return contexts[0], contexts[1]
 
 
-class _Given:
+class _PemCredentials:
     """Certificate, key and CA of files."""
 
     def __init__(self, files: CredentialFiles) -> None:

@@ -23,7 +23,7 @@ from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     MAX_REASON,
     PREAMBLE_BYTES,
-    SEALED_PREAMBLE,
+    TLS_PREAMBLE,
     Greeting,
     Hello,
     Linked,
@@ -36,7 +36,7 @@ from llm_datadist._links.messages import (
     remote_refusal,
 )
 from llm_datadist._links.renewal import Renewal
-from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
+from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
 from llm_datadist._log import logger, named
 from llm_datadist._transport import instances
 from llm_datadist._transport.address import PROTOCOL_VERSION, DialledSocket, new_socket, read_exactly, resolve
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.credentials import Credentials
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Message
-    from llm_datadist._links.seal import Seal
+    from llm_datadist._links.tls_session import TlsSession
     from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
@@ -75,7 +75,7 @@ TOKEN_BYTES: Final = 16
 _NOT_AUTHENTICATED: Final = Refused(
     int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
 )
-_INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
+_DIALER, _LISTENER = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
 M = TypeVar("M", bound="Message")
 
 
@@ -110,7 +110,7 @@ class Endpoint:
         except LinkRefused as error:
             return error
 
-    def session(self, *, server_side: bool) -> Seal | None:
+    def session(self, *, server_side: bool) -> TlsSession | None:
         """Return what authenticates and seals a new connection, if anything does."""
         return None if self.credentials is None else self.credentials.session(server_side=server_side)
 
@@ -118,9 +118,7 @@ class Endpoint:
         """Return what authenticates the ends of a link again that has this secret, if anything does."""
         if self.credentials is None:
             return None
-        return Renewal(
-            self.credentials.session, lambda seal: _check_identity(self, seal, peer), secret, dialled=dialled
-        )
+        return Renewal(self.credentials.session, lambda tls: _check_identity(self, tls, peer), secret, dialled=dialled)
 
     def greeting(self, offers: dict[str, bytes], nonce: bytes, share: bytes) -> dict[str, Any]:
         return {
@@ -153,7 +151,7 @@ class NewLink:
     leftover: bytes  # received after the handshake
     share: bytes = b""  # this end's half of a new secret, for the initiator
     admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
-    seal: Seal | None = None  # which all bytes of the socket go through, and with it:
+    tls: TlsSession | None = None  # which all bytes of the socket go through, and with it:
     renewal: Renewal | None = None
 
     def close(self) -> None:
@@ -199,10 +197,10 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
         )
 
 
-def _check_identity(mine: Endpoint, seal: Seal | None, theirs: Greeting) -> None:
+def _check_identity(mine: Endpoint, tls: TlsSession | None, theirs: Greeting) -> None:
     """Refuse an end that says it is a cluster which it may not be, or that may not link. Raises AuthFailed."""
-    if mine.credentials is not None and seal is not None:
-        mine.credentials.check(seal, theirs.cluster_id)
+    if mine.credentials is not None and tls is not None:
+        mine.credentials.check(tls, theirs.cluster_id)
     if mine.rules is not None:
         mine.rules.require_link(theirs.cluster_id)
 
@@ -211,55 +209,55 @@ def _hear(meeting: Meeting, theirs: Greeting) -> None:
     meeting.hear(theirs.offers, theirs.transport, theirs.incarnation, str(Peer.of(theirs)), theirs.cluster_id)
 
 
-def _link_secret(transcript: Transcript, initiator_share: bytes, target_share: bytes) -> bytes:
+def _link_secret(transcript: Transcript, dialer_share: bytes, listener_share: bytes) -> bytes:
     """Return the secret of the link: HKDF-Extract of both shares, which were sent sealed. Empty without shares."""
-    if not initiator_share:
+    if not dialer_share:
         return b""
-    return hmac.digest(b"".join(transcript), initiator_share + target_share, "sha256")
+    return hmac.digest(b"".join(transcript), dialer_share + listener_share, "sha256")
 
 
 class _BlockingFrames(DialledSocket):
     """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded, LinkRefused or AuthFailed."""
 
-    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, seal: Seal | None) -> None:
+    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, tls: TlsSession | None) -> None:
         super().__init__(addresses, deadline, what)
         self.parser = FrameParser()
-        self.seal = seal
+        self.tls = tls
         self._heard = False  # the peer has said something that it could say after it was authenticated only
 
     def introduce(self, hello: Hello) -> None:
         """Send the preamble and the first message; between them both ends are authenticated, where they are."""
-        if self.seal is None:
+        if self.tls is None:
             self.send(CONTROL_PREAMBLE + frame(hello))
             return
-        self.send(SEALED_PREAMBLE)
+        self.send(TLS_PREAMBLE)
         try:
-            self.send(self.seal.shake())
-            while not self.seal.authenticated:
-                self.send(self.seal.shake(self._read_some()))
+            self.send(self.tls.shake())
+            while not self.tls.authenticated:
+                self.send(self.tls.shake(self._read_some()))
         except AuthFailed as error:
             with suppress(LLMException):
-                self.send(self.seal.alert())
+                self.send(self.tls.alert())
             raise self._not_authenticated(error) from None
         self.put(hello)
 
     def put(self, message: Message) -> None:
         data = frame(message)
-        self.send(data if self.seal is None else self.seal.seal(data))
+        self.send(data if self.tls is None else self.tls.encrypt(data))
 
     def _read_some(self) -> bytes:
         """Raise AuthFailed where the peer leaves before it has said anything over a sealed connection."""
         try:
             data = self.read(_RECEIVE_BYTES)
         except LinkRefused as error:
-            if self.seal is None or self._heard:
+            if self.tls is None or self._heard:
                 raise
             raise AuthFailed(str(error)) from None
         if data:
             return data
-        if self.seal is None or self._heard:
+        if self.tls is None or self._heard:
             raise LinkRefused(f"{self.what}: the peer closed the connection in the handshake", phase="handshake")
-        raise AuthFailed("the peer closed the connection: it does not believe this end, or has no authentication")
+        raise AuthFailed("the peer closed the connection: it rejected this instance's credentials, or has none")
 
     def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
         return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
@@ -268,7 +266,7 @@ class _BlockingFrames(DialledSocket):
         try:
             while (message := _take(self.parser)) is None:
                 data = self._read_some()
-                self.parser.feed(data if self.seal is None else self.seal.open(data))
+                self.parser.feed(data if self.tls is None else self.tls.decrypt(data))
             self._heard = True
             if isinstance(message, Refused):
                 raise remote_refusal(message, self.what)
@@ -344,7 +342,7 @@ class Dial(AbstractContextManager["Dial"]):
         self._transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
         meeting.secret = _link_secret(self._transcript, hello.share, welcome.share)
         known = self._endpoint.peer_secrets
-        proven = known.is_proven(welcome.incarnation, _TARGET, self._transcript, welcome.proof)
+        proven = known.is_proven(welcome.incarnation, _LISTENER, self._transcript, welcome.proof)
         self._proven = proven or meeting.here is not None
         try:
             self._check(welcome, wanted)
@@ -355,7 +353,7 @@ class Dial(AbstractContextManager["Dial"]):
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:
         _check_version(self._endpoint, welcome)
-        _check_identity(self._endpoint, self._frames.seal, welcome)
+        _check_identity(self._endpoint, self._frames.tls, welcome)
         _check_place(welcome, self._meeting.here)
         if self._incarnation not in (None, welcome.incarnation):
             raise LinkRefused(
@@ -381,13 +379,13 @@ class Dial(AbstractContextManager["Dial"]):
         self._undo.callback(self.connection.close)
         self.choice = meeting.choice
 
-    def settle(self, sequence: int, *, present: bool = False) -> int:
+    def confirm(self, sequence: int, *, present: bool = False) -> int:
         """Do steps 5 and 6: send the choice and this end's number, return the target's.
 
         ``present``: the link with that number is to be used, not this one.
         """
         reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.peer_secrets, self.peer.incarnation
-        proof = known.prove(peer, _INITIATOR, self._transcript) if self._proven else b""
+        proof = known.prove(peer, _DIALER, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
         self._frames.put(
             TransportChoice(self.choice.name, reason, sequence, present, proof, share, self.choice.private)
@@ -411,9 +409,9 @@ class Dial(AbstractContextManager["Dial"]):
             reconnected=self._incarnation is not None,
             by_communicator=by_communicator,
         )
-        sock, leftover, seal = self._frames.socket, self._frames.parser.rest(), self._frames.seal
+        sock, leftover, tls = self._frames.socket, self._frames.parser.rest(), self._frames.tls
         renewal = self._endpoint.renewal(self._welcome, self._meeting.secret, dialled=True)
-        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, seal=seal, renewal=renewal)
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, tls=tls, renewal=renewal)
 
     def hang_up(self) -> None:
         """Make a waiting call fail at once; also ends what was taken."""
@@ -475,32 +473,32 @@ class _AsyncFrames:
         self._loop = loop
         self.socket = sock
         self.parser = FrameParser()
-        self.seal: Seal | None = None
+        self.tls: TlsSession | None = None
 
     async def preamble(self) -> bytes:
         """Read the preamble only: what follows may be a transport's."""
         return await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
 
-    async def authenticate(self, seal: Seal) -> None:
-        """Authenticate both ends; everything goes through the seal from now on. Raises AuthFailed."""
-        self.seal = seal
+    async def authenticate(self, tls: TlsSession) -> None:
+        """Authenticate both ends; everything goes through the tls from now on. Raises AuthFailed."""
+        self.tls = tls
         try:
-            while not seal.authenticated:
-                reply = seal.shake(await self._receive_some(MAX_HANDSHAKE_BYTES))
+            while not tls.authenticated:
+                reply = tls.shake(await self._receive_some(MAX_HANDSHAKE_BYTES))
                 await self._loop.sock_sendall(self.socket, reply)
         except AuthFailed:
-            await self._loop.sock_sendall(self.socket, seal.alert())
+            await self._loop.sock_sendall(self.socket, tls.alert())
             raise
-        self.parser.feed(seal.open(b""))  # the first message may have come with the end of the handshake
+        self.parser.feed(tls.decrypt(b""))  # the first message may have come with the end of the handshake
 
     async def send(self, message: Message) -> None:
         data = frame(message)
-        await self._loop.sock_sendall(self.socket, data if self.seal is None else self.seal.seal(data))
+        await self._loop.sock_sendall(self.socket, data if self.tls is None else self.tls.encrypt(data))
 
     async def receive(self, kind: type[M]) -> M:
         while (message := _take(self.parser)) is None:
             data = await self._receive_some(_RECEIVE_BYTES)
-            self.parser.feed(data if self.seal is None else self.seal.open(data))
+            self.parser.feed(data if self.tls is None else self.tls.decrypt(data))
         return _expect(kind, message)
 
     async def _receive_some(self, most: int) -> bytes:
@@ -603,7 +601,7 @@ class Listener:
             self._warn(address, error)
         except (TimeoutError, OSError, LLMException) as error:
             reason = named(error) if str(error) else "it took too long"
-            logger.info("a connection from %s came to nothing: %s", show_address(address[:2]), reason)
+            logger.info("handshake with %s failed: %s", show_address(address[:2]), reason)
         finally:
             self._greetings.pop(sock, None)
             self._silent.pop(sock, None)
@@ -624,10 +622,10 @@ class Listener:
         if (transport := self._endpoint.transports.of_preamble(preamble)) is not None:
             await self._hand_over(sock, transport)
             return True
-        if preamble not in (CONTROL_PREAMBLE, SEALED_PREAMBLE):
+        if preamble not in (CONTROL_PREAMBLE, TLS_PREAMBLE):
             raise ProtocolError(f"the preamble {preamble!r} is not one of ours")
         tune(sock)
-        await self._authenticate(frames, sealed=preamble == SEALED_PREAMBLE)
+        await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
         hello = await frames.receive(Hello)
         await self._identify(frames, hello)
         self._silent.pop(sock, None)
@@ -643,7 +641,7 @@ class Listener:
             if handshake.choice.present:
                 await self._recognise(handshake)
                 return False
-            self._settle(handshake)
+            self._complete(handshake)
         except BaseException as error:
             meeting.close()
             if isinstance(error, LLMException):
@@ -653,19 +651,19 @@ class Listener:
             meeting.close()
         return True
 
-    async def _authenticate(self, frames: _AsyncFrames, *, sealed: bool) -> None:
-        seal = self._endpoint.session(server_side=True)
-        if seal is not None and sealed:
-            await frames.authenticate(seal)
-        elif seal is not None:
+    async def _authenticate(self, frames: _AsyncFrames, *, encrypted: bool) -> None:
+        tls = self._endpoint.session(server_side=True)
+        if tls is not None and encrypted:
+            await frames.authenticate(tls)
+        elif tls is not None:
             await frames.send(_NOT_AUTHENTICATED)
             raise AuthFailed("it does not authenticate itself")
-        elif sealed:
+        elif encrypted:
             raise AuthFailed("it asks for authentication, and this end has no credentials")
 
     async def _identify(self, frames: _AsyncFrames, hello: Hello) -> None:
         try:
-            _check_identity(self._endpoint, frames.seal, hello)
+            _check_identity(self._endpoint, frames.tls, hello)
         except AuthFailed:
             await frames.send(_NOT_AUTHENTICATED)
             raise
@@ -719,23 +717,23 @@ class Listener:
         meeting.sock, meeting.offered = frames.socket, self._endpoint.offered_to(hello)
         meeting.secret = _link_secret(transcript, hello.share, share)
         _hear(meeting, hello)
-        proof = known.prove(hello.incarnation, _TARGET, transcript)
+        proof = known.prove(hello.incarnation, _LISTENER, transcript)
         await frames.send(Welcome(**self._endpoint.greeting(meeting.offers(), nonce, share), proof=proof))
         handshake.choice = choice = await frames.receive(TransportChoice)
         meeting.end_exchange()
         if frames.socket not in self._greetings:
             # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
             raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-        shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
+        shown = known.is_proven(hello.incarnation, _DIALER, transcript, choice.proof)
         handshake.proven = shown or meeting.here is not None
 
-    def _settle(self, handshake: _Handshake) -> None:
+    def _complete(self, handshake: _Handshake) -> None:
         """Open the connection if both ends chose alike, and install the link."""
         hello, theirs, frames, meeting = handshake.hello, handshake.choice, handshake.frames, handshake.meeting
         mine = meeting.choose()
         if theirs.transport != mine.name:
             there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
-            raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
+            raise LinkRefused(f"the sides chose different transports: {there} there, {mine.name} ({mine.reason}) here")
         meeting.yield_to(theirs.private)
         connection = meeting.open()
         try:
@@ -755,7 +753,7 @@ class Listener:
             agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
             renewal = self._endpoint.renewal(hello, meeting.secret, dialled=False)
             self._host.install(
-                NewLink(peer, connection, meeting.choice, origin, sock, leftover, share, agree, frames.seal, renewal)
+                NewLink(peer, connection, meeting.choice, origin, sock, leftover, share, agree, frames.tls, renewal)
             )
         except BaseException:
             connection.close()

@@ -22,10 +22,10 @@ _MAX_SECRETS: Final = 4096
 class Transcript(NamedTuple):
     """What both ends of one handshake have said by the time of the proofs: their incarnations and fresh nonces."""
 
-    initiator: bytes
-    target: bytes
-    initiator_nonce: bytes
-    target_nonce: bytes
+    dialer: bytes
+    listener: bytes
+    dialer_nonce: bytes
+    listener_nonce: bytes
 
 
 class PeerSecrets:
@@ -44,9 +44,9 @@ class PeerSecrets:
         secret = self._secrets.get(peer)
         return secret is not None and hmac.compare_digest(proof, _proof(secret, role, transcript))
 
-    def agree(self, peer: bytes, initiator_share: bytes, target_share: bytes, transcript: Transcript) -> None:
+    def agree(self, peer: bytes, dialer_share: bytes, listener_share: bytes, transcript: Transcript) -> None:
         self._secrets.pop(peer, None)
-        self._secrets[peer] = hashlib.sha256(b"".join((initiator_share, target_share, *transcript))).digest()
+        self._secrets[peer] = hashlib.sha256(b"".join((dialer_share, listener_share, *transcript))).digest()
         while len(self._secrets) > _MAX_SECRETS:
             self._secrets.pop(next(iter(self._secrets)), None)
 

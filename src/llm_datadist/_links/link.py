@@ -133,17 +133,17 @@ class LinkOrigin:
     by_communicator: bool = False  # communicators of both ends made it, and ``link_clusters`` of neither
     #: What members of communicators dialled with, until the peer has shown that it knows this link.
     greetings: list[Hello] = field(default_factory=list)
-    claimed: bool = field(init=False)  # ``link_clusters`` of this end asked for it
+    requested: bool = field(init=False)  # ``link_clusters`` of this end asked for it
     #: False while it is for communicators of which none is OK: operations of this end may not use it yet.
     open: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.claimed = self.dialled and not (self.reconnected or self.by_communicator)
+        self.requested = self.dialled and not (self.reconnected or self.by_communicator)
         self.open = not self.by_communicator
 
     @property
     def spare(self) -> bool:
-        return self.by_communicator and not self.claimed
+        return self.by_communicator and not self.requested
 
 
 @dataclass(slots=True, eq=False)
@@ -211,8 +211,8 @@ class Link:
         self.last_heard = time.monotonic()
         self.last_pong = 0  # number of the last ping() that was answered
         self.last_question = 0  # number of the ping() that decides about suspected sockets
-        self.settled = 0  # how many messages settle() has sent, or is sending
-        self.peer_settled = 0  # how much of what the peer's has sent this end has handled; for the control thread
+        self.reported = 0  # how many messages report() has sent, or is sending
+        self.peer_reported = 0  # how much of what the peer's has sent this end has handled; for the control thread
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -326,10 +326,10 @@ class Link:
         except LinkError as error:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
-    def settle(self, message: Release | Consumed) -> None:
+    def report(self, message: Release | Consumed) -> None:
         """:meth:`tell` what ends a transfer, and count it: a later request by another way may overtake it."""
         with self._lock:
-            self.settled += 1
+            self.reported += 1
         self.tell(message)
 
     def ping(self) -> int:

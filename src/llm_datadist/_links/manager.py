@@ -177,7 +177,7 @@ class LinkManager:
             self.listener.close()
         self.listener = None if listening is None else self.listener_for(None, listening)
 
-    def settle_unlinks(self) -> None:
+    def await_unlinks(self) -> None:
         """Wait a moment until the links that peers have unlinked end."""
         self._table.wait(
             lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), Deadline(_UNLINK_MS)
@@ -253,7 +253,7 @@ class LinkManager:
                     raise _already_linked(silent) from None  # unreachable by either way, but linked
                 raise
         if present is not None:
-            _claim(present, since, address, mutual=mutual)
+            _mark_requested(present, since, address, mutual=mutual)
 
     def _dial_until_linked(
         self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
@@ -319,7 +319,7 @@ class LinkManager:
                     self._agree_on(number, dial, deadline)
                 return number
             try:
-                self._install_dialled(dial.take(number, dial.settle(number)))
+                self._install_dialled(dial.take(number, dial.confirm(number)))
             finally:
                 self._table.withdraw(dial.peer)
         return None
@@ -327,7 +327,7 @@ class LinkManager:
     def _agree_on(self, present: Link, dial: Dial, deadline: Deadline) -> None:
         """Agree with the peer that a communicator uses the link that there is."""
         try:
-            dial.settle(present.origin.sequence, present=True)
+            dial.confirm(present.origin.sequence, present=True)
         except LinkRefused:
             if not self._conflicts.answers(present, deadline):
                 self._conflicts.lose(present, "its peer knows nothing of it", deadline)
@@ -384,7 +384,7 @@ class LinkManager:
             partial(self.dispatch, link),
             partial(self._on_channel_lost, link),
             partial(self._answers, link),
-            new.seal,
+            new.tls,
         )
         return link, channel
 
@@ -425,7 +425,7 @@ class LinkManager:
             return
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise ProtocolError(f"{type(message).__name__} has no place on a link that is up")
+            raise ProtocolError(f"{type(message).__name__} is not allowed on an established link")
         if steps.watch is not None:
             steps.watch("handle", self, message, link)
         handler(link, message)
@@ -491,7 +491,7 @@ class LinkManager:
             if link is not None:
                 self.end(link, "unlinked", lost=False)
             back = self._usable(cluster_id)
-            if back is not None and back.origin.reconnected and not back.origin.claimed:
+            if back is not None and back.origin.reconnected and not back.origin.requested:
                 self.end(back, "unlinked", lost=False)
         finally:
             self._reconnector.unlink(cluster_id, deadline)  # what the loss of the link began meanwhile
@@ -550,7 +550,7 @@ def _refusing(peer: object, *, but: type[LLMException] | tuple[()] = ()) -> Iter
         raise LinkRefused(f"link to {peer}: {str(error) or type(error).__name__}") from error
 
 
-def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
+def _mark_requested(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
     """Count a link as made by ``link_clusters``, which began when ``since`` was the newest.
 
     Raises AlreadyLinked unless it was made meanwhile, or by a reconnect that no call has claimed, or for a communicator
@@ -558,9 +558,9 @@ def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) ->
     """
     origin = link.origin
     made_meanwhile = origin.sequence > since and not origin.dialled
-    if origin.claimed or not (made_meanwhile or mutual or origin.reconnected or not origin.open):
+    if origin.requested or not (made_meanwhile or mutual or origin.reconnected or not origin.open):
         raise _already_linked(link)
-    origin.claimed = origin.open = True
+    origin.requested = origin.open = True
     if origin.by_communicator:
         origin.address = address  # from now on it is known where to dial, should it be lost
 

@@ -27,8 +27,8 @@ from llm_datadist.errors import (
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 CONTROL_PREAMBLE: Final = preamble(0)
-#: All that follows is TLS (:mod:`.seal`).
-SEALED_PREAMBLE: Final = preamble(2)
+#: All that follows is TLS (:mod:`.tls_session`).
+TLS_PREAMBLE: Final = preamble(2)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
 
 #: Runs of one :class:`Verify`: 256 KiB, so that waiting messages cost little.
@@ -54,7 +54,7 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-#: A part of a TLS handshake: of some KiB at most, see :mod:`.seal`.
+#: A part of a TLS handshake: of some KiB at most, see :mod:`.tls_session`.
 Handshake = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
 #: What one transport offers in a greeting, and how many may.
 MAX_OFFER: Final = 1 << 13

@@ -43,7 +43,7 @@ class RankTable:
         try:
             table = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ParamError(f"rank_table: no JSON: {' '.join(str(error).split())}") from None
+            raise ParamError(f"rank_table: not valid JSON: {' '.join(str(error).split())}") from None
         check_rule(isinstance(table, dict), f"rank_table: {_kind(table)}, a JSON object is needed")
         addresses: dict[int, str | None] = {}
         for where, server in _entries("rank_table.server_list", table.get("server_list")):

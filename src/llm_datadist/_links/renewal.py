@@ -20,9 +20,9 @@ from llm_datadist.errors import AuthFailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._links.seal import Seal
+    from llm_datadist._links.tls_session import TlsSession
 
-_INITIATOR, _TARGET = b"initiator", b"target"  # of the link, whichever end asks
+_DIALER, _LISTENER = b"initiator", b"target"  # of the link, whichever end asks
 
 
 class Renewal:
@@ -36,18 +36,18 @@ class Renewal:
     """
 
     def __init__(
-        self, session: Callable[..., Seal], check: Callable[[Seal], None], secret: bytes, *, dialled: bool
+        self, session: Callable[..., TlsSession], check: Callable[[TlsSession], None], secret: bytes, *, dialled: bool
     ) -> None:
         self._session = session
         self._check = check
         self._secret = secret
-        self._names = (_INITIATOR, _TARGET) if dialled else (_TARGET, _INITIATOR)
+        self._names = (_DIALER, _LISTENER) if dialled else (_LISTENER, _DIALER)
         self.at = time.time()  # for people, and for the heartbeat:
         self.last = time.monotonic()
         #: When this end asked, while it waits for the end of that handshake.
         self.asked: float | None = None
-        self._asking: Seal | None = None
-        self._asked: Seal | None = None
+        self._asking: TlsSession | None = None
+        self._asked: TlsSession | None = None
 
     def ask(self, now: float) -> Authenticate:
         """Begin a handshake; return the message that does."""
@@ -58,34 +58,34 @@ class Renewal:
         """Go on with a handshake that the peer has asked for. Raises AuthFailed."""
         if self._asked is None:
             self._asked = self._session(server_side=True)
-        seal = self._asked
-        reply = seal.shake(message.data)
-        if not seal.authenticated:
+        tls = self._asked
+        reply = tls.shake(message.data)
+        if not tls.authenticated:
             return Authenticated(reply)
-        self._believe(seal, seal.open(b""), asked_here=False)
+        self._believe(tls, tls.decrypt(b""), asked_here=False)
         self._asked = None
-        return Authenticated(reply + seal.seal(self._proof(self._names[0], b"answer")))
+        return Authenticated(reply + tls.encrypt(self._proof(self._names[0], b"answer")))
 
     def take(self, message: Authenticated) -> Authenticate | None:
         """Go on with the handshake that this end has asked for; None at its end. Raises AuthFailed."""
-        seal = self._asking
-        if seal is None:
+        tls = self._asking
+        if tls is None:
             raise AuthFailed("it answers what was not asked")
-        if seal.authenticated:
-            self._believe(seal, seal.open(message.data), asked_here=True)
+        if tls.authenticated:
+            self._believe(tls, tls.decrypt(message.data), asked_here=True)
             self.asked = self._asking = None
             return None
-        reply = seal.shake(message.data)
-        if not seal.authenticated:
+        reply = tls.shake(message.data)
+        if not tls.authenticated:
             return Authenticate(reply)
-        self._check(seal)
-        return Authenticate(reply + seal.seal(self._proof(self._names[0], b"question")))
+        self._check(tls)
+        return Authenticate(reply + tls.encrypt(self._proof(self._names[0], b"question")))
 
-    def _believe(self, seal: Seal, proof: bytes, *, asked_here: bool) -> None:
+    def _believe(self, tls: TlsSession, proof: bytes, *, asked_here: bool) -> None:
         """Count the peer as authenticated now if it belongs to this link. Raises AuthFailed."""
-        self._check(seal)
+        self._check(tls)
         if not hmac.compare_digest(proof, self._proof(self._names[1], b"answer" if asked_here else b"question")):
-            raise AuthFailed("it has authenticated itself as another end than that of this link")
+            raise AuthFailed("the renewal proof belongs to another link or side")
         self.at, self.last = time.time(), time.monotonic()
 
     def _proof(self, end: bytes, part: bytes) -> bytes:

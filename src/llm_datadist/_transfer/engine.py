@@ -199,7 +199,7 @@ class Engine:
         Raises StateError while there is a link, or one is being made (``LLM_EXIST_LINK``); LinkError when the new
         address cannot be bound: the old listener goes on.
         """
-        self.links.settle_unlinks()
+        self.links.await_unlinks()
         self.links.refuse_if_linked()
         now = self.links.listen_address
         same = now is None if listen is None else now is not None and listen in (now, self.options.listen)

@@ -364,6 +364,6 @@ def _settle(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -
     """Tell the target what was copied, None for nothing, and give the pin back."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:
-        link.settle(Consumed(remote.cache_id, remote.row, first, count))
+        link.report(Consumed(remote.cache_id, remote.row, first, count))
     if remote.pin:
-        link.settle(Release(remote.pin, first, 0 if op.push else count))
+        link.report(Release(remote.pin, first, 0 if op.push else count))

@@ -107,14 +107,14 @@ class Target(_Finder):
 
     def on_release(self, link: Link, message: Release) -> None:
         """End a pin of the peer. With remote cache access a pull consumes nothing (interface R5)."""
-        link.peer_settled += 1
+        link.peer_reported += 1
         consume = message.count > 0 and not self._store.remote_accessible and self._policy.may_consume(link)
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
         """Consume the key of a row once all of it was pushed (interface R5)."""
-        link.peer_settled += 1
+        link.peer_reported += 1
         if not self._store.remote_accessible:
             return
         try:  # there is no answer; a peer of this library has asked by its Resolve
@@ -128,7 +128,7 @@ class Target(_Finder):
     def on_late_answer(self, link: Link, message: Resolved) -> None:
         """Give back the pin of an answer that came after its caller had given up."""
         if message.pin:
-            link.settle(Release(message.pin, 0, 0))
+            link.report(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
         """End the pins of a link that has ended; its keys stay."""
@@ -206,7 +206,7 @@ class MoveTarget(_Finder):
 
         Raise CacheNotFound, whatever is wrong: then nothing is pinned, and an answer to a Resolve says what it is.
         """
-        if isinstance(link, Link) and link.peer_settled < asked.settled:
+        if isinstance(link, Link) and link.peer_reported < asked.settled:
             raise CacheNotFound("the peer has ended transfers before, and this end does not know it yet")
         try:
             _, entry, row, binding = self._found(

@@ -3,8 +3,8 @@
 Both ends show a certificate (:mod:`.credentials`). Neither resumes an earlier session, and nothing is sent before the
 handshake is over. What a stranger may send until then is bounded.
 
-Threads: any; a lock makes each call one step of the session. The caller sends what :meth:`Seal.seal` returns in the
-order of the calls.
+Threads: any; a lock makes each call one step of the session. The caller sends what :meth:`TlsSession.encrypt` returns
+in the order of the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Context(ssl.SSLContext):
     differ = ""
 
 
-class Seal:
+class TlsSession:
     """The session of one connection, at one end.
 
     Args:
@@ -74,11 +74,11 @@ class Seal:
         with self._lock:
             return self.outgoing.read()
 
-    def seal(self, data: bytes) -> bytes:
+    def encrypt(self, data: bytes) -> bytes:
         """Return the bytes that carry ``data``.
 
         Raises:
-            AuthFailed: The session has ended: :meth:`open`, perhaps of another thread, has failed.
+            AuthFailed: The session has ended: :meth:`decrypt`, perhaps of another thread, has failed.
         """
         with self._lock:
             try:
@@ -87,7 +87,7 @@ class Seal:
                 raise self._failed(error) from None
             return self.outgoing.read()
 
-    def open(self, received: bytes) -> bytes:
+    def decrypt(self, received: bytes) -> bytes:
         """Return what the received bytes carry, which may be nothing yet.
 
         Raises:
