@@ -80,7 +80,7 @@ class Communicators:
             self._control.call(self._start, communicator)
             for peer in candidates:
                 if not self._dials.add(MemberDial(communicator, peer)):
-                    raise LinkRefused("this end is being finalised")
+                    raise LinkRefused("the instance is being finalized")
         except LLMException:
             self._forget(communicator)
             raise
@@ -115,7 +115,7 @@ class Communicators:
                 return communicator
         if sock is not None:
             sock.close()
-        raise LinkRefused(f"link {plan.name!r}: this end is being finalised")
+        raise LinkRefused(f"link {plan.name!r}: the instance is being finalized")
 
     def _forget(self, communicator: Communicator) -> None:
         """Remove a communicator that could not begin."""
@@ -337,7 +337,7 @@ class Communicators:
             if self.join(communicator, peer, theirs):
                 return
         raise LinkRefused(
-            f"the communicator was given up at cluster {self._own} meanwhile",
+            f"no communicator of cluster {self._own} waits for this member any more",
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
@@ -364,7 +364,7 @@ class Communicators:
             else:
                 if self.join(communicator, member.cluster_id):
                     return False
-                self._drop_spare(member.cluster_id, f"{communicator} was given up meanwhile")
+                self._drop_spare(member.cluster_id, f"{communicator} was given up")
                 return communicator.preparing
         return True
 

@@ -168,7 +168,9 @@ def _expect(kind: type[M], message: Message) -> M:
 
 def _check_version(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.version != PROTOCOL_VERSION:
-        raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
+        raise LinkRefused(
+            f"protocol version {theirs.version} at cluster {theirs.cluster_id}, {PROTOCOL_VERSION} at cluster {mine.cluster_id}"
+        )
     expected = 0 if mine.credentials is None else SHARE_BYTES
     if len(theirs.share) != expected:
         raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
@@ -655,7 +657,7 @@ class Listener:
             await frames.send(_NOT_AUTHENTICATED)
             raise AuthFailed("it does not authenticate itself")
         elif encrypted:
-            raise AuthFailed("it asks for authentication, and this end has no credentials")
+            raise AuthFailed("it asks for authentication; this instance has no credentials")
 
     async def _identify(self, frames: _AsyncFrames, hello: Hello) -> None:
         try:

@@ -267,7 +267,7 @@ class LinkManager:
                     raise
                 # Both sides dialled, and this one gives way: it dials again until the other's link comes.
                 if not self._table.wait(lambda: self._is_new(wanted, since), Deadline(_CROSSING_POLL_MS)):
-                    deadline.check(f"link to {show_address(address)}: both ends dial", "link", wanted)
+                    deadline.check(f"link to {show_address(address)}: both sides dial", "link", wanted)
                 continue
             if present is None or self._conflicts.answers(present, deadline):
                 return present

@@ -84,6 +84,6 @@ class Renewal:
             raise AuthFailed("the renewal proof belongs to another link or side")
         self.at, self.last = time.time(), time.monotonic()
 
-    def _proof(self, end: bytes, part: bytes) -> bytes:
+    def _proof(self, side: bytes, part: bytes) -> bytes:
         # Side and part prevent reflection of a proof.
-        return hmac.digest(self._secret, b"renewal " + end + b" " + part, "sha256")
+        return hmac.digest(self._secret, b"renewal " + side + b" " + part, "sha256")

@@ -58,7 +58,7 @@ class Attempt(ABC):
         """Take a handshake, which :meth:`hang_up` can end. Raises LinkRefused if cancelled."""
         self._dial = dial
         if self.cancelled:
-            raise LinkRefused("unlinked meanwhile", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+            raise LinkRefused("unlinked during the dial", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
     def hang_up(self) -> None:
         self.cancelled = True

@@ -159,13 +159,13 @@ class LinkTable:
             self._refuse_conflict(peer)
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 raise LinkRefused(
-                    f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
+                    f"cluster {peer.cluster_id} was unlinked here; link_clusters of either side links it again",
                     status_code=LLMStatusCode.LLM_NOT_YET_LINK,
                 )
             dials_here = peer.incarnation in self._dialling and self._mine < peer.incarnation
             if dials_here or (old is not None and link.origin.peer_sequence < old.origin.peer_sequence):
                 raise LinkRefused(
-                    "both ends dialled at once; the call of the other end goes on",
+                    "both sides dialled at once; the call of the other side goes on",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             self._links[peer.cluster_id] = link
@@ -209,7 +209,7 @@ class LinkTable:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise LinkRefused("this end is being finalised")
+            raise LinkRefused("the instance is being finalized")
 
     def check_integrity(self) -> None:
         with self._changed:
