@@ -147,7 +147,7 @@ class Channel:
         self.reason = ""
 
     def send_first(self, first: Message) -> None:
-        """Queue a message before :meth:`begin`, and before any other one."""
+        """Queue the first message before :meth:`begin`."""
         self._backlog += self._encrypted(frame(first))
         self._flushing = True
 
@@ -183,7 +183,7 @@ class Channel:
             raise NotLinked(f"the control channel was tampered with: {error}") from None
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Under the lock. Return the bytes that the kernel took; the reader finds a dead socket."""
+        """Under the lock. Return how much the kernel took; the reader finds a dead socket."""
         return send_now(self._socket.fileno(), data)
 
     def _begin_flush(self) -> None:
@@ -212,13 +212,13 @@ class Channel:
 
     def _readable(self) -> None:
         if not self._take_role():
-            return  # a caller holds the role
+            return  # a caller has it
         if not self._receive():
             self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
         self._dispatch_and_release()
 
     def _receive(self, seconds: float = 0.0) -> bool:
-        """Caller holds the reader role. Read for ``seconds``; return False at the end of the stream."""
+        """Caller holds the reader role. Read for at most ``seconds``; return False at the end."""
         try:
             data = self._input.receive(seconds)
         except OSError as error:

@@ -128,8 +128,7 @@ class Communicators:
         if communicator.sock is not None:
             communicator.sock.close()
 
-    def _get(self, comm_id: int) -> Communicator:
-        """Under the lock."""
+    def _get(self, comm_id: int) -> Communicator:  # under the lock
         communicator = self._all.get(comm_id)
         if communicator is None:
             raise NotLinked(f"communicator {comm_id} does not exist: it was unlinked, or link() never returned that id")
@@ -379,7 +378,7 @@ class Communicators:
         return False
 
     def stop(self) -> None:
-        """Fail all, join the dialling threads, close the listeners. Not from those threads."""
+        """Fail all, join the dialling threads, close the listeners."""
         with self._lock:
             self._stopped = True
             dropped = list(self._all.values())

@@ -219,7 +219,7 @@ def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 class _PemCredentials:
-    """Certificate, key and CA of PEM files."""
+    """Credentials of PEM files."""
 
     def __init__(self, files: CredentialFiles) -> None:
         assert files.certificate is not None

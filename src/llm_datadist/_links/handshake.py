@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 
 GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
-#: For hundreds of dials at once; without room the kernel repeats a dial after a second. Also bounded by somaxconn.
+#: For hundreds of dials at once: the kernel repeats others after a second. somaxconn bounds it too.
 _BACKLOG: Final = 1024
-#: Handshakes in progress, in all and of one address; a further one replaces one.
+#: Handshakes in progress, in all and of one address.
 _MAX_GREETINGS: Final = 128
 _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
-#: A new peer may have dialled so many for its transport.
+#: So many may be a new peer's, for its transport.
 _FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 SHARE_BYTES: Final = 32
@@ -83,7 +83,7 @@ class PeerRules(Protocol):
         """Raise AuthFailed if the cluster may not link."""
 
     def offered_to(self, cluster_id: int) -> Exports:
-        """Return the exports that a cluster on this host may map; raise LinkRefused for none."""
+        """Return the exports that the cluster may map; raise LinkRefused for none."""
         ...
 
 
@@ -169,7 +169,8 @@ def _expect(kind: type[M], message: Message) -> M:
 def _check_version(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.version != PROTOCOL_VERSION:
         raise LinkRefused(
-            f"protocol version {theirs.version} at cluster {theirs.cluster_id}, {PROTOCOL_VERSION} at cluster {mine.cluster_id}"
+            f"protocol version differs: {theirs.version} at cluster {theirs.cluster_id}, "
+            f"{PROTOCOL_VERSION} at cluster {mine.cluster_id}"
         )
     expected = 0 if mine.credentials is None else SHARE_BYTES
     if len(theirs.share) != expected:
@@ -222,7 +223,7 @@ class _BlockingFrames(DialledSocket):
         self._heard = False  # a message came: the peer accepts this side
 
     def introduce(self, hello: Hello) -> None:
-        """Send the preamble and Hello; with credentials, authenticate the listener in between."""
+        """Send preamble and Hello; with credentials, authenticate the listener in between."""
         if self.tls is None:
             self.send(CONTROL_PREAMBLE + frame(hello))
             return
@@ -434,7 +435,7 @@ class Host(Protocol):
 class AdmissionPolicy:
     """Admission of peers. On the control thread."""
 
-    check: Callable[[Hello], None]  # raises LinkError unless the listener serves that peer
+    check: Callable[[Hello], None]  # raises LinkError to refuse
     refused: Callable[[Hello, LLMException], None]  # after an identified Hello was refused
 
 
@@ -585,7 +586,7 @@ class Listener:
         self._hang_up((silent if len(silent) > _FEW_SILENT else among)[0])
 
     def _hang_up(self, sock: socket.socket) -> None:
-        """End a handshake: its coroutine then closes the socket."""
+        """End a handshake; its coroutine closes the socket."""
         self._silent.pop(sock, None)
         self._greetings.pop(sock, None)
         _shut_down(sock)
@@ -607,7 +608,7 @@ class Listener:
                 sock.close()
 
     def _warn(self, address: tuple[str, int], error: AuthFailed) -> None:
-        """Warn at most once a second: any number of unverified connections may come."""
+        """Warn at most once a second, because any number of connections may come."""
         now = self._control.loop.time()
         if now >= self._warn_again_at:
             self._warn_again_at = now + 1
@@ -671,7 +672,7 @@ class Listener:
             with suppress(OSError):  # the reason is logged anyway
                 await frames.send(refused(error))
         finally:
-            # Last: it may close this listener and all its connections.
+            # Last: it may close this listener.
             if self._admission is not None:
                 self._admission.refused(hello, error)
 

@@ -89,7 +89,7 @@ TRANSITIONS: Final[dict[tuple[LinkState, LinkEvent], LinkState]] = {
 }
 
 #: States in which operations may start.
-USABLE: Final = (LinkState.READY, LinkState.SUSPECT)  # a tuple: hashing a member is Python code
+USABLE: Final = (LinkState.READY, LinkState.SUSPECT)  # a tuple: hashing is Python code
 
 
 class LinkMachine:
@@ -157,7 +157,7 @@ class PeerCacheView:
 class RequestTable:
     """Callers that wait for answers, by request number. Threads: any.
 
-    :meth:`Link.request` uses ``lock``, ``waiters`` and ``closed`` directly, which saves two calls for every transfer.
+    :meth:`Link.request` uses the fields directly, which saves two calls for every transfer.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Link:
         self.channel: Channel | None = None  # until ready()
         self.last_heard = time.monotonic()
         self.last_pong = 0  # of ping(), answered last
-        self.last_question = 0  # of the ping() that decides about suspected sockets
+        self.last_question = 0  # of the ping() about suspected sockets
         self.reported = 0  # number of report() calls
         self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
         self._machine = LinkMachine(f"link to {peer}")
@@ -336,7 +336,7 @@ class Link:
         return number
 
     def responds(self, deadline: Deadline, most_ms: int = 1000, *, number: int | None = None) -> bool:
-        """Return True if the peer answers a ping, that ``number`` or a new one, within ``most_ms``."""
+        """Return True if the peer answers a ping (``number``, or a new one) within ``most_ms``."""
         ping = self.ping() if number is None else number
         answer = Deadline(min(most_ms, deadline.remaining_ms()))
         return answer.poll(lambda: self.last_pong >= ping or self.ended) and not self.ended
@@ -393,7 +393,7 @@ class Link:
         return deadline.wait_for(self._idle, lambda: not self.busy)
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:
-        """Cancel this side's unlink, or the peer's; resume without the other."""
+        """Cancel this side's unlink, or the peer's; resume unless the other remains."""
         with self._lock:
             if of_peer:
                 self._peer_unlinks, self._unlink_ack = False, None
@@ -426,7 +426,7 @@ class Link:
             self._operations.shut()
 
     def _due_unlink_ack(self) -> Callable[[], None] | None:
-        """Under the lock: take the acknowledgement if no operation runs."""
+        """Under the lock: take the acknowledgement if idle."""
         if self.busy:
             return None
         acknowledge, self._unlink_ack = self._unlink_ack, None

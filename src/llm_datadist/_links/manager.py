@@ -348,7 +348,7 @@ class LinkManager:
         self._table.refuse_if_full(hello.cluster_id, source)
 
     async def admit(self, hello: Hello, *, proven: bool) -> None:
-        """Refuse another process of a linked cluster id unless the linked one is gone; ``proven`` False is another."""
+        """Refuse another process of a linked cluster id unless the linked one is gone; peers without proof too."""
         await self._conflicts.give_way(Peer.of(hello), proven=proven, reconnects=hello.reconnects)
 
     def install(self, new: NewLink) -> None:
@@ -402,7 +402,7 @@ class LinkManager:
         if old is not None and old.peer.incarnation == link.peer.incarnation:
             origin.greetings += old.origin.greetings
             old.origin.greetings = []
-        # The peer may have given up this attempt.
+        # Members join after the answer: the peer may have given up.
         if origin.greetings:
             link.ping()
         if old is not None:
@@ -412,7 +412,7 @@ class LinkManager:
 
     @staticmethod
     def _answers(link: Link, message: Message) -> bool:
-        """Deliver an answer to its caller. In the reader's thread."""
+        """Deliver an answer. In the reader's thread."""
         link.heard()
         return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
 

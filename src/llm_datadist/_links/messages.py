@@ -106,7 +106,7 @@ class Hello(Greeting, frozen=True):
 
     ``wanted`` is the expected cluster id, or None to learn it (interface R28). ``reconnects``: no call asks for the
     link; the dialer has lost it. ``token`` opens, once, what the listener's transports keep for this handshake, and
-    finds a dialer of the same process. Only the same ``communicator`` may answer.
+    finds a dialer of the same process. If given, only the same ``communicator`` may answer.
     """
 
     wanted: U64 | None
@@ -250,7 +250,7 @@ class Resolved(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Target -> initiator: the request failed with this status; the link stays."""
+    """Target -> initiator: the request failed; the link stays."""
 
     id: Id
     code: int
@@ -258,7 +258,7 @@ class Failed(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Initiator -> target: the pin may end; ``count`` tensors from ``first`` arrived."""
+    """Initiator -> target: end of a pin; ``count`` tensors from ``first`` arrived."""
 
     pin: Id
     first: Id
@@ -266,7 +266,7 @@ class Release(Message, frozen=True):
 
 
 class Consumed(Message, frozen=True):
-    """Initiator -> target: these tensors of this row have been pushed (interface R5)."""
+    """Initiator -> target: these tensors of this row were pushed (interface R5)."""
 
     cache_id: int
     row: Id
@@ -341,7 +341,7 @@ class TransportAsk(Message, frozen=True, tag="nixlask"):
 
 
 class TransportSaid(Message, frozen=True, tag="nixlsaid"):
-    """Answer to :class:`TransportAsk`, not decoded here."""
+    """Answer to :class:`TransportAsk`."""
 
     id: Id
     data: bytes
@@ -364,7 +364,7 @@ class Claim(Message, frozen=True):
 class Claimed(Message, frozen=True):
     """Owner -> reader: the grant, until this link ends or :class:`ClaimEnded` comes.
 
-    ``grant`` is of :meth:`Grant.to_bytes`, not decoded here.
+    ``grant`` is of :meth:`Grant.to_bytes`.
     """
 
     id: Id
@@ -406,7 +406,7 @@ def frame(message: Message) -> bytes:
 
 
 def decode(payload: bytes | bytearray | memoryview) -> Message:
-    """Return the message in a payload. Raises ProtocolError if it is malformed."""
+    """Return the message. Raises ProtocolError if it is malformed."""
     try:
         message: Message = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -415,10 +415,10 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
 
 
 class RemoteFailure(LLMException):
-    """A status and a text by which the target answered a request; the link stays."""
+    """Status and text of a failed request; the link stays."""
 
     def typed(self, what: str) -> LLMException:
-        """Return the exception that a caller of this side expects."""
+        """Return the exception for a caller of this side."""
         kind = _KINDS.get(self.status_code, TransferFailed)
         return kind(f"{what}: {self}", status_code=self.status_code, peer=self.peer, phase=self.phase)
 

@@ -77,7 +77,7 @@ class Attempt(ABC):
         """Free what it holds. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copies of descriptors."""
+        """In a forked child: close copies of descriptors."""
         self.close()
         if self._dial is not None:
             self._dial.abandon()
@@ -182,7 +182,7 @@ class RetryQueue(Generic[A]):
                 thread.join()
 
     def abandon(self) -> None:
-        """In a forked child, without the lock: close the child's descriptors."""
+        """In a forked child, without the lock: close copies of descriptors."""
         for attempt in [*self._current, *self._waiting]:
             attempt.abandon()
 
@@ -360,7 +360,7 @@ def _jittered(seconds: float) -> float:
 class MemberDial(Attempt):
     """One member of a communicator that this side dials.
 
-    ``again``: its link was lost, so it waits first: links that break at once cost little.
+    ``again``: its link was lost; it waits, so that links that break at once cost little.
     """
 
     def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:

@@ -56,7 +56,6 @@ class LinkTable:
         return [*self._links.values(), *self._loopback]
 
     def dials(self) -> list[str]:
-        """Return the committed dials, as text."""
         with self._changed:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
@@ -64,7 +63,6 @@ class LinkTable:
         return self._sequence
 
     def close(self) -> list[Link]:
-        """Refuse further links; return the present ones."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -196,7 +194,6 @@ class LinkTable:
             self._changed.notify_all()
 
     def touch(self) -> None:
-        """Wake the callers of :meth:`wait`."""
         with self._changed:
             self._changed.notify_all()
 
@@ -222,7 +219,6 @@ class LinkTable:
 
 
 def _remember(table: dict[int, V], cluster_id: int, value: V) -> None:
-    """Note; the oldest note makes room."""
     table.pop(cluster_id, None)
     table[cluster_id] = value
     if len(table) > _MAX_REMEMBERED:
