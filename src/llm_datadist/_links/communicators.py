@@ -118,7 +118,7 @@ class Communicators:
         raise LinkRefused(f"link {plan.name!r}: the instance is being finalized")
 
     def _forget(self, communicator: Communicator) -> None:
-        """Remove a communicator that could not begin."""
+        """Remove one that could not begin."""
         with self._lock:
             self._all.pop(communicator.comm_id, None)
             communicator.fail("not begun")

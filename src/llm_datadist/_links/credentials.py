@@ -51,7 +51,7 @@ CLUSTER_URI: Final = "datadist://cluster/"
 #: A peer of a handshake can guess shorter secrets offline.
 MIN_SECRET_BYTES: Final = 32
 _MAX_FILE_BYTES: Final = 1 << 20
-# Clocks differ, and these certificates end with their process.
+# Always valid: clocks differ, and these certificates end with their process.
 _BEGIN: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _END: Final = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 
@@ -82,7 +82,7 @@ def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
             others have access; a line is malformed or its secret shorter than 32 bytes.
     """
     try:
-        # Without waiting: the path may name a pipe.
+        # The path may name a pipe.
         with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             _check_private(f"{option}: {path}", about)
@@ -143,7 +143,7 @@ class Kept(Generic[T]):
 
     def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
         self._files, self._read, self._what = files, read, what
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards these
         self._quiet_until = 0.0
         self._stamp: tuple[object, ...] = ()
         with suppress(OSError):  # ``read`` reports it
@@ -270,7 +270,7 @@ class _Derived:
 
     def load(self, context: ssl.SSLContext) -> None:
         context.load_verify_locations(cadata=self._authorities)
-        # Python's ssl takes keys from files only; this one is on no disk.
+        # Python's ssl takes keys from files only; this is on no disk.
         try:
             with os.fdopen(new_memfd("llm-datadist-key"), "wb", buffering=0) as file:
                 file.write(self._chain)
