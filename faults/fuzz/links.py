@@ -142,7 +142,7 @@ def _speak(stage: Stage, number: int, verdicts: Verdicts, peer: Hostile, said: l
     if "tampered" in reason or reason.startswith("not authenticated again"):
         verdicts.refuse("AuthFailed")
     elif "closed the connection" not in reason and "broke" not in reason:  # its peer has not just gone
-        verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
+        verdicts.refuse("ProtocolError" if "peer" in reason or "not allowed" in reason else reason)
     return heard
 
 
