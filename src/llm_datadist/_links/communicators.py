@@ -1,7 +1,7 @@
 """Communicators: every ``link()`` of one LLMDataDist, until ``unlink`` (interface §3.5, B2.3).
 
-Of two members the one with the lower cluster id listens during the preparation, and the other dials it, in the usual
-handshake. Members may call ``link()`` in any order.
+Of two members the one with the lower cluster id listens during the preparation, and the other dials it. Members may
+call ``link()`` in any order.
 """
 
 from __future__ import annotations

@@ -268,9 +268,9 @@ class Link:
     ) -> Message:
         """Send a request, call ``meanwhile``, wait for the answer; ``what`` is for errors.
 
-        Raises RemoteFailure if the target reports a failure; PeerLost if the link broke; NotLinked if it is not ready
-        or this side gave it up; DeadlineExceeded if no answer came in time, which is handled later; ProtocolError if
-        the request is too large.
+        Raises RemoteFailure if the target reports a failure. Raises PeerLost if the link broke, NotLinked if it is not
+        ready or this side gave it up. Raises DeadlineExceeded if no answer came in time; a late one is handled. Raises
+        ProtocolError if the request is too large.
         """
         requests = self.requests
         waiter, number = Waiter(), next(requests.numbers)

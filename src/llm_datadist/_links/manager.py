@@ -236,8 +236,8 @@ class LinkManager:
     def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
         """Link to the listener at ``address``; ``wanted`` None accepts any cluster (interface R28).
 
-        If the peer dials too, one link is made and both calls succeed. So does the first call after a loss if the link
-        is back already; if ``mutual`` (transfer backend hixl), this side's first call after the peer's.
+        If the peer dials too, one link is made and both calls succeed. The first call after a loss succeeds if the
+        link is back already. If ``mutual`` (transfer backend hixl), this side's first call after the peer's succeeds.
 
         Raises AlreadyLinked if there is a live link to that cluster, LinkRefused if the listener is unreachable or
         refuses, and DeadlineExceeded.
@@ -549,8 +549,8 @@ def _refusing(peer: object, *, but: type[LLMException] | tuple[()] = ()) -> Iter
 def _mark_requested(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
     """Count a link as made by ``link_clusters``, which began when ``since`` was the newest.
 
-    Raises AlreadyLinked if it was requested before, or unless the peer made it since then, a reconnect made it, its
-    communicators are not OK, or both sides are to link (``mutual``).
+    Raises AlreadyLinked if it was requested before. An unrequested link is accepted if the peer made it since then,
+    a reconnect made it, its communicators are not OK, or ``mutual``; otherwise AlreadyLinked.
     """
     origin = link.origin
     made_meanwhile = origin.sequence > since and not origin.dialled

@@ -236,7 +236,7 @@ class RetryQueue(Generic[A]):
 class Reconnect(Attempt):
     """A lost link that this side dialled. Operations do not wait for it.
 
-    Only the same incarnation may answer: another one has none of the caches, and linking to it is the user's decision
+    Only the same incarnation may answer: another one has none of the caches. Linking to it is the user's decision
     (interface R22).
 
     Owns: a watch on the end of the peer's process, if the transport has one.

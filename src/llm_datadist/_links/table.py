@@ -1,7 +1,7 @@
 """Links of one LLMDataDist, and the one that stays when two compete. No I/O.
 
 Both sides may dial at once. A dial is *committed* before its TransportChoice, a peer's link *admitted* before its
-Linked, by the rules of docs/protocol.md ("Two dials at once"): so both sides decide alike.
+Linked. The rules are in docs/protocol.md ("Two dials at once"): both sides decide alike.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class LinkTable:
     def admit(self, link: Link) -> Link | None:
         """Enter and number an accepted link; return one that the caller must end.
 
-        Raises AlreadyLinked if another process has the cluster id. Raises LinkRefused once closed or full; with
-        ``LLM_LINK_BUSY`` if a dial of this side goes on instead or the peer's is stale; with ``LLM_NOT_YET_LINK`` if
-        the peer reconnects after this side's unlink.
+        Raises AlreadyLinked if another process has the cluster id. Raises LinkRefused once closed or full. The status
+        is ``LLM_LINK_BUSY`` if a dial of this side goes on instead or the peer's is stale. It is ``LLM_NOT_YET_LINK``
+        if the peer reconnects after this side's unlink.
         """
         peer = link.peer
         with self._changed:
