@@ -18,7 +18,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
-from llm_datadist._links.seal import Seal
+from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport.address import PROTOCOL_VERSION
@@ -75,25 +75,25 @@ class Plain:
 
 
 class Tls(Plain):
-    preamble = wire.SEALED_PREAMBLE
+    preamble = wire.TLS_PREAMBLE
 
-    def __init__(self, seal: Seal) -> None:
-        self.seal = seal
+    def __init__(self, tls: TlsSession) -> None:
+        self.tls = tls
 
     def shake(self, sock: socket.socket) -> None:
-        if self.seal.authenticated:
+        if self.tls.authenticated:
             return
-        sock.sendall(self.seal.shake())
-        while not self.seal.authenticated:
+        sock.sendall(self.tls.shake())
+        while not self.tls.authenticated:
             data = sock.recv(65536)
             assert data, "a peer with the secret was not authenticated"
-            sock.sendall(self.seal.shake(data))
+            sock.sendall(self.tls.shake(data))
 
     def put(self, data: bytes) -> bytes:
-        return self.seal.seal(data)
+        return self.tls.encrypt(data)
 
     def opened(self, data: bytes) -> bytes:
-        return self.seal.open(data)
+        return self.tls.decrypt(data)
 
 
 class LaneKeys(Plain):

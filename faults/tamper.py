@@ -9,13 +9,14 @@ either direction, of a control connection in the handshake or behind it. There a
     A job over a lane of its own. None may end well with wrong bytes or touch memory beside its blocks, and every job
     has to end.
 ``--channels``
-    Two :class:`~llm_datadist._links.channel.Channel` with their seals, which authenticate each other and send messages
+    Two :class:`~llm_datadist._links.channel.Channel` with TLS sessions, which authenticate each other and send messages
     both ways. No end may take a message that was not sent, nor one that left after the wrong byte.
 ``--links``
     Two LLMDataDist that link through the relay, pull and push, and compare every byte. No pull that needs the control
     connection may end well after the wrong byte, and every call has to end.
 
-``--plain`` does the same without seals to lanes and channels, which must be found wrong: else nothing was looked at.
+``--plain`` does the same without encryption to lanes and channels, which must be found wrong: else nothing was looked
+at.
 The only changes that an end may overlook are those that TLS 1.3 tells it to ignore in the handshake
 (:func:`faults.sealing.meaning`); they are counted as "neutral".
 """
@@ -48,7 +49,7 @@ from llm_datadist._links.channel import Channel
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Failed, Located, Message, frame
-from llm_datadist._links.seal import Seal
+from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._transport.moves import decode_request
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, LLMException
@@ -191,10 +192,10 @@ def ways(rng: random.Random, nbytes: int, most: int) -> tuple[str, tuple[Way, Wa
 
 
 class _End:
-    def __init__(self, control: ControlLoop, sock: socket.socket, seal: Seal) -> None:
+    def __init__(self, control: ControlLoop, sock: socket.socket, tls: TlsSession) -> None:
         self.taken: list[Message] = []
         self.lost = threading.Event()
-        self.channel = Channel(control, sock, self.taken.append, lambda reason: self.lost.set(), seal=seal)
+        self.channel = Channel(control, sock, self.taken.append, lambda reason: self.lost.set(), tls=tls)
 
 
 class Channels:
@@ -218,12 +219,12 @@ class Channels:
         fault, both = ways(self._rng, 1000, 8000)
         up, down = both
         name = f"trial {self.report.trials}: {fault}"
-        kind: Callable[..., Seal] = Seal if self._sealed else _NoSeal
-        seals = kind(self._contexts[0], server_side=False), kind(self._contexts[1], server_side=True)
-        if _shake(*seals, up, down):
+        kind: Callable[..., TlsSession] = TlsSession if self._sealed else _PlainSession
+        sessions = kind(self._contexts[0], server_side=False), kind(self._contexts[1], server_side=True)
+        if _shake(*sessions, up, down):
             if (up.hit or down.hit) and not (up.harmed or down.harmed):
                 self.report.outcomes["neutral"] += 1
-            self._talk(name, seals, both)
+            self._talk(name, sessions, both)
         elif up.hit or down.hit:
             self.report.outcomes["handshake refused"] += 1
         else:
@@ -231,12 +232,12 @@ class Channels:
         self.report.trials += 1
         self.report.hit[fault] += up.hit or down.hit
 
-    def _talk(self, name: str, seals: tuple[Seal, Seal], directions: tuple[Way, Way]) -> None:
+    def _talk(self, name: str, sessions: tuple[TlsSession, TlsSession], directions: tuple[Way, Way]) -> None:
         marks = [(len(way.came), len(way.went), way.harmed) for way in directions]
         said = [_messages(self._rng), _messages(self._rng)]
         near, here = socket.socketpair()
         far, there = socket.socketpair()
-        ends = [_End(self._control, sock, seal) for sock, seal in zip((near, far), seals, strict=True)]
+        ends = [_End(self._control, sock, tls) for sock, tls in zip((near, far), sessions, strict=True)]
         takers = ends[::-1]
         with here, there:
             for end, messages in zip(ends, said, strict=True):
@@ -260,21 +261,21 @@ class Channels:
         self.report.outcomes["good" if whole else found] += 1
 
 
-class _NoSeal(Seal):
+class _PlainSession(TlsSession):
     """Lets everything through: with it the trials must find something wrong."""
 
     def shake(self, received: bytes = b"") -> bytes:
         self.authenticated = True
         return b""
 
-    def seal(self, data: bytes) -> bytes:
+    def encrypt(self, data: bytes) -> bytes:
         return data
 
-    def open(self, received: bytes) -> bytes:
+    def decrypt(self, received: bytes) -> bytes:
         return received
 
 
-def _shake(client: Seal, server: Seal, up: Way, down: Way) -> bool:
+def _shake(client: TlsSession, server: TlsSession, up: Way, down: Way) -> bool:
     """Return whether both ends are authenticated, as far as each knows."""
     try:
         flight = up.feed(client.shake())
@@ -397,5 +398,5 @@ OPTIONS: Final = {
     "channels": (100_000, "pairs of channels"),
     "links": (20_000, "pairs of ends, over shm and over tcp"),
     "seed": (1, ""),
-    "plain": (False, "without seals, which must be found wrong"),
+    "plain": (False, "without encryption, which must be found wrong"),
 }

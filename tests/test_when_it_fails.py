@@ -146,9 +146,9 @@ SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "does not speak this protocol": lambda stage: stage.links(
         stage.enter(listener(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")))
     ),
-    "secrets of the two ends differ": lambda stage: stage.links(stage.believes("theirs"), **secrets(stage, "ours")),
+    "secrets of the two sides differ": lambda stage: stage.links(stage.believes("theirs"), **secrets(stage, "ours")),
     "this listener asks": lambda stage: stage.links(stage.believes("theirs")),
-    "does not believe this end": lambda stage: stage.links(stage.listens(), **secrets(stage, "ours")),
+    "rejected this instance's credentials": lambda stage: stage.links(stage.listens(), **secrets(stage, "ours")),
     "block sizes differ": lambda stage: stage.call_fails(*PULL, target=Spec(blocks=True, stride=96)),
     "num_tensors differ": lambda stage: stage.call_fails(*PULL, target=Spec(tensors=2, blocks=True)),
     "push_blocks needs": lambda stage: stage.call_fails("push_blocks", BLOCKS, Use("kv"), [0], [1]),
@@ -239,7 +239,7 @@ def _(stage: Stage) -> None:
     stage.links(stage.enter(listener(of_another_version)))
 
 
-@scene("came to nothing")
+@scene("handshake with")
 def _(stage: Stage) -> None:
     with socket.create_connection(("127.0.0.1", stage.listens() or 0)) as scanner:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")

@@ -20,7 +20,7 @@ from msgspec.inspect import BoolType, BytesType, IntType, StrType, UnionType, ty
 
 from llm_datadist._links import messages
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
-from llm_datadist._links.seal import Seal
+from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._transport.address import PROTOCOL_VERSION
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -120,7 +120,7 @@ def _communicator(rng: random.Random) -> list[Any] | None:
 @cache
 def _client_hello() -> bytes:
     """Return the beginning of a handshake that could be meant; another one in each run."""
-    return Seal(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), server_side=False).shake()
+    return TlsSession(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), server_side=False).shake()
 
 
 def _guards(rng: random.Random) -> list[Any]:

@@ -32,7 +32,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import Dial
-from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Seal
+from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES, TlsSession
 from llm_datadist._native import readable
 from llm_datadist._transport import instances
 from llm_datadist._transport.peer_memory import PeerMemory
@@ -40,7 +40,7 @@ from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkError, LLMException
 from tests.support.probe import Probe
 
-#: What a seal may keep of what it was given, or has to send: a record, and a few answers.
+#: What a TLS session may keep of what it was given, or has to send: a record, and a few answers.
 _MOST_PENDING: Final = 1 << 16
 #: What a connection is, and how many of a hundred: in a session of before, after a handshake, with odd records, by one
 #: that is not believed.
@@ -120,16 +120,16 @@ class Sessions(Unsealed, Credentials):
         self.foreign = Credentials(CredentialFiles(secrets=new_secret(folder / "foreign", "fuzz")))
         self._logging = Credentials(files)
         self._log = folder / "keys"
-        self._kept: tuple[Seal, Seal] | None = None
-        self.planned: Seal | None = None  # what the victim gets next
-        self.given: Seal | None = None  # what it got last
+        self._kept: tuple[TlsSession, TlsSession] | None = None
+        self.planned: TlsSession | None = None  # what the victim gets next
+        self.given: TlsSession | None = None  # what it got last
 
-    def session(self, *, server_side: bool) -> Seal:
+    def session(self, *, server_side: bool) -> TlsSession:
         planned, self.planned = self.planned, None
         self.given = planned or Credentials.session(self, server_side=server_side)
         return self.given
 
-    def own(self, *, server_side: bool) -> Seal:
+    def own(self, *, server_side: bool) -> TlsSession:
         return Credentials.session(self, server_side=server_side)
 
     def hostile(self, forge: Forge, *, server_side: bool) -> Hostile | None:
@@ -141,10 +141,10 @@ class Sessions(Unsealed, Credentials):
             case "fresh":
                 return Hostile(forge, Tls(self.own(server_side=server_side)))
             case "odd":
-                seal, self.planned, writer = self.odd_pair(server_side=server_side)
-                return Hostile(forge, Tls(seal), writer)
-        seal, self.planned = self.kept_pair(server_side=server_side)
-        return Hostile(forge, Tls(seal))
+                tls, self.planned, writer = self.odd_pair(server_side=server_side)
+                return Hostile(forge, Tls(tls), writer)
+        tls, self.planned = self.kept_pair(server_side=server_side)
+        return Hostile(forge, Tls(tls))
 
     def judge(self, peer: Hostile | None) -> None:
         if self.given is None:
@@ -156,17 +156,17 @@ class Sessions(Unsealed, Credentials):
         elif self.given.incoming.pending > MAX_HANDSHAKE_BYTES:
             raise Finding(f"{self.given.incoming.pending} bytes of a stranger were kept")
 
-    def fresh_pair(self) -> tuple[Seal, Seal]:
+    def fresh_pair(self) -> tuple[TlsSession, TlsSession]:
         return _shaken(self)
 
-    def kept_pair(self, *, server_side: bool) -> tuple[Seal, Seal]:
+    def kept_pair(self, *, server_side: bool) -> tuple[TlsSession, TlsSession]:
         """Return both ends of an authenticated session, the fuzzer's first. ``server_side``: which one that is."""
         if self._kept is None or not _in_step(*self._kept):
             client, server = _shaken(self)
             self._kept = (server, client) if server_side else (client, server)
         return self._kept
 
-    def odd_pair(self, *, server_side: bool) -> tuple[Seal, Seal, RecordWriter]:
+    def odd_pair(self, *, server_side: bool) -> tuple[TlsSession, TlsSession, RecordWriter]:
         """Return the same of a session of its own, and what writes odd records in place of the fuzzer's end."""
         self._log.unlink(missing_ok=True)
         for context in self._logging.current():
@@ -176,7 +176,7 @@ class Sessions(Unsealed, Credentials):
         return (server, client, writer) if server_side else (client, server, writer)
 
 
-def _shaken(credentials: Credentials) -> tuple[Seal, Seal]:
+def _shaken(credentials: Credentials) -> tuple[TlsSession, TlsSession]:
     client, server = (Credentials.session(credentials, server_side=side) for side in (False, True))
     flight = client.shake()
     while not server.authenticated:
@@ -184,9 +184,9 @@ def _shaken(credentials: Credentials) -> tuple[Seal, Seal]:
     return client, server
 
 
-def _in_step(one: Seal, other: Seal) -> bool:
+def _in_step(one: TlsSession, other: TlsSession) -> bool:
     try:
-        return other.open(one.seal(b"ping")) == one.open(other.seal(b"ping")) == b"ping"
+        return other.decrypt(one.encrypt(b"ping")) == one.decrypt(other.encrypt(b"ping")) == b"ping"
     except AuthFailed:
         return False
 
@@ -197,11 +197,11 @@ def secured() -> Iterator[Sessions]:
         yield Sessions(Path(folder))
 
 
-def check_bounded(seal: Seal) -> None:
-    """Raise Finding for a seal that keeps more than it must."""
-    kept, unsent = seal.incoming.pending, seal.outgoing.pending
+def check_bounded(tls: TlsSession) -> None:
+    """Raise Finding for a TLS session that keeps more than it must."""
+    kept, unsent = tls.incoming.pending, tls.outgoing.pending
     if kept > _MOST_PENDING or unsent > _MOST_PENDING:
-        raise Finding(f"a seal keeps {kept} bytes unopened and {unsent} unsent")
+        raise Finding(f"a TLS session keeps {kept} bytes unopened and {unsent} unsent")
 
 
 # --- a hostile initiator ----------------------------------------------------------------------------------------------
@@ -253,25 +253,25 @@ def _greet(port: int, peers: Unsealed, forge: Forge, verdicts: Verdicts) -> None
 
 def _intrude(sock: socket.socket, sessions: Sessions, rng: random.Random) -> None:
     """Be one that has no secret, or whose records somebody changes in the handshake."""
-    seal = Credentials.session(rng.choice((sessions, sessions.foreign)), server_side=False)
+    tls = Credentials.session(rng.choice((sessions, sessions.foreign)), server_side=False)
     with suppress(OSError, AuthFailed):
-        hello = seal.shake()
+        hello = tls.shake()
         match rng.randrange(5):
             case 0:
-                sock.sendall(mutated(wire.SEALED_PREAMBLE, rng) + hello)
+                sock.sendall(mutated(wire.TLS_PREAMBLE, rng) + hello)
             case 1:
-                sock.sendall(wire.SEALED_PREAMBLE + garbage(rng))
+                sock.sendall(wire.TLS_PREAMBLE + garbage(rng))
             case 2:
-                sock.sendall(wire.SEALED_PREAMBLE + changed(hello, rng))
+                sock.sendall(wire.TLS_PREAMBLE + changed(hello, rng))
             case 3:
-                sock.sendall(wire.SEALED_PREAMBLE + hello)
-                sock.sendall(changed(seal.shake(sock.recv(1 << 16)) or b"\0", rng))
+                sock.sendall(wire.TLS_PREAMBLE + hello)
+                sock.sendall(changed(tls.shake(sock.recv(1 << 16)) or b"\0", rng))
             case 4:
                 context = sessions.foreign.current()[0]
                 context.verify_mode = ssl.CERT_NONE  # believe the other end whatever it shows
-                seal = Seal(context, server_side=False)
-                sock.sendall(wire.SEALED_PREAMBLE + seal.shake())
-                sock.sendall(seal.shake(sock.recv(1 << 16)))
+                tls = TlsSession(context, server_side=False)
+                sock.sendall(wire.TLS_PREAMBLE + tls.shake())
+                sock.sendall(tls.shake(sock.recv(1 << 16)))
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
 
@@ -316,7 +316,7 @@ def fuzz_dials(frames: int, seed: int, *, sealed: bool = False) -> Verdicts:
                     with Dial(endpoint, nonsense.address, Deadline(int(1000 * PATIENCE_SECONDS))) as dial:
                         dial.greet(None)
                         verdicts.accepted["Welcome"] += 1
-                        dial.settle(1)
+                        dial.confirm(1)
                         verdicts.accepted["Linked"] += 1
                 except DeadlineExceeded as error:
                     raise Finding(f"a dial to a peer that had said its last went on: {error}") from error
@@ -390,11 +390,11 @@ class Nonsense:
             case 1:
                 sock.sendall(b"".join(self._forge.frame() for _ in range(rng.randrange(3))))
             case 2:
-                seal = Credentials.session(sessions.foreign, server_side=True)
-                sock.sendall(seal.shake(sock.recv(1 << 16)))
+                tls = Credentials.session(sessions.foreign, server_side=True)
+                sock.sendall(tls.shake(sock.recv(1 << 16)))
             case 3:
-                seal = sessions.own(server_side=True)
-                sock.sendall(changed(seal.shake(sock.recv(1 << 16)), rng))
+                tls = sessions.own(server_side=True)
+                sock.sendall(changed(tls.shake(sock.recv(1 << 16)), rng))
         sock.shutdown(socket.SHUT_WR)
         drain(sock)
 

@@ -24,7 +24,7 @@ from llm_datadist._links.handshake import NewLink
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.messages import FRAME_HEADER, Located, Message, Resolve, Resolved, decode
 from llm_datadist._links.renewal import Renewal
-from llm_datadist._links.seal import Seal
+from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
@@ -68,8 +68,8 @@ def fuzz_handlers(frames: int, seed: int, *, rca: bool = False, sealed: bool = F
                 _speak(stage, session, verdicts, Hostile(forge, Plain()), said)
                 continue
             strange = forge.rng.random() < 0.05
-            seal, victim, *writer = sessions.odd_pair(server_side=False) if strange else sessions.fresh_pair()
-            peer = Hostile(forge, Tls(seal), *writer)
+            tls, victim, *writer = sessions.odd_pair(server_side=False) if strange else sessions.fresh_pair()
+            peer = Hostile(forge, Tls(tls), *writer)
             peer.heard(_speak(stage, session, verdicts, peer, said, victim, sessions.foreign))
             check_bounded(victim)
             if not strange:
@@ -107,11 +107,11 @@ def _counting(stage: Stage, verdicts: Verdicts) -> Iterator[list[Message]]:
 
 
 def join(
-    stage: Stage, sock: socket.socket, sequence: int, seal: Seal | None = None, believed: Credentials | None = None
+    stage: Stage, sock: socket.socket, sequence: int, tls: TlsSession | None = None, believed: Credentials | None = None
 ) -> Link:
     """Make a link of the victim out of a socket, as its listener does after a handshake.
 
-    ``seal`` is what all bytes go through, ``believed`` what it was made of.
+    ``tls`` is what all bytes go through, ``believed`` what it was made of.
     """
     engine = stage.engine
 
@@ -125,9 +125,7 @@ def join(
                 renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
             connection = meeting.open()
             origin = LinkOrigin(False, 0, sequence)
-            engine.links.install(
-                NewLink(peer, connection, meeting.choice, origin, sock, b"", seal=seal, renewal=renewal)
-            )
+            engine.links.install(NewLink(peer, connection, meeting.choice, origin, sock, b"", tls=tls, renewal=renewal))
         return engine.links.get(_STRANGER)
 
     return stage.probe.on_control(install)
@@ -144,7 +142,7 @@ def _speak(stage: Stage, number: int, verdicts: Verdicts, peer: Hostile, said: l
     if "tampered" in reason or reason.startswith("not authenticated again"):
         verdicts.refuse("AuthFailed")
     elif "closed the connection" not in reason and "broke" not in reason:  # its peer has not just gone
-        verdicts.refuse("ProtocolError" if "peer" in reason or "place" in reason else reason)
+        verdicts.refuse("ProtocolError" if "peer" in reason or "not allowed" in reason else reason)
     return heard
 
 

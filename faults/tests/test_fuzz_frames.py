@@ -22,7 +22,7 @@ from faults.fuzz.command import TARGETS
 from llm_datadist._links import messages
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Release, decode
-from llm_datadist._links.seal import Seal
+from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._log import logger
 from llm_datadist._transfer.target import Target
 from llm_datadist.errors import AuthFailed, ProtocolError
@@ -191,7 +191,7 @@ def test_a_pin_that_stays_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     session = greetings.Sessions.session
 
-    def gullible(self: greetings.Sessions, *, server_side: bool) -> Seal:
+    def gullible(self: greetings.Sessions, *, server_side: bool) -> TlsSession:
         context = self.current()[server_side]
         context.verify_mode = ssl.CERT_NONE
         return session(self, server_side=server_side)
@@ -202,19 +202,19 @@ def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_seal_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_ = Seal.open
+def test_a_session_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    decrypt = TlsSession.decrypt
 
-    def patient(self: Seal, received: bytes) -> bytes:
+    def patient(self: TlsSession, received: bytes) -> bytes:
         try:
-            return open_(self, received)
+            return decrypt(self, received)
         except AuthFailed as error:
             if "ended the session" in str(error):
                 return b""
             raise
 
-    monkeypatch.setattr(Seal, "open", patient)
-    with pytest.raises(fuzz.Finding, match=r"a seal keeps \d+ bytes unopened"):
+    monkeypatch.setattr(TlsSession, "decrypt", patient)
+    with pytest.raises(fuzz.Finding, match=r"a TLS session keeps \d+ bytes unopened"):
         links.fuzz_handlers(10_000, 1, sealed=True)
 
 

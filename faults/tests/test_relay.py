@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from faults.relay import FAULTS, Fault, Relay, Stream
-from llm_datadist._links.messages import CONTROL_PREAMBLE, SEALED_PREAMBLE
+from llm_datadist._links.messages import CONTROL_PREAMBLE, TLS_PREAMBLE
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.support.moves import wait_until
 from tests.support.world import residue, settled
@@ -173,7 +173,7 @@ def test_faults_go_to_the_kind_of_connection_they_were_planned_for(ends: Ends) -
     for first, up, down in (
         (CONTROL_PREAMBLE, DATA, DATA[1:]),
         (LANE_PREAMBLE, FLIPPED[:1] + DATA[1:], DATA),
-        (SEALED_PREAMBLE, DATA, DATA[1:]),
+        (TLS_PREAMBLE, DATA, DATA[1:]),
     ):
         with ends.join(first) as (dialer, accepted):
             dialer.sendall(DATA)

@@ -114,7 +114,7 @@ def test_credentials_that_differ_are_named_at_both_ends(
         there, here = ({option: str(folder / name) for option, name in PEM.items()} for folder in folders)
         if refuses == "listener":
             (folders[1] / "ca.pem").write_text("".join((folder / "ca.pem").read_text() for folder in folders))
-        words = ["the CAs of the two ends differ"] * 2
+        words = ["the CAs of the two sides differ"] * 2
     start(local_pair, there, here)
     caplog.clear()
     with pytest.raises(AuthFailed) as caught:
@@ -155,7 +155,7 @@ def test_a_plain_stranger_is_told_one_sentence(shm_pair: Pair, tmp_path: Path) -
         assert (told.code, told.text) == (FAILED, "this listener asks for authentication")
         assert stranger.is_hung_up_on()
     with Stranger(shm_pair.prompt.port) as stranger:  # a Hello in plain text behind the sealed preamble
-        stranger.say(wire.SEALED_PREAMBLE, stranger.hello())
+        stranger.say(wire.TLS_PREAMBLE, stranger.hello())
         assert stranger.is_hung_up_on()
     shm_pair.link()
 
@@ -284,7 +284,7 @@ def test_a_bad_file_is_logged_at_most_once_a_second(tmp_path: Path, caplog: pyte
         references.sign(b"")
     most = 1 + int(time.monotonic() - began)
     for name in ("credentials", "secrets of references"):
-        said = [each.getMessage() for each in caplog.records if f"the {name} cannot be read again" in each.getMessage()]
+        said = [each.getMessage() for each in caplog.records if f"the {name} cannot be loaded" in each.getMessage()]
         assert 1 <= len(said) <= most
         assert f"line 1 of {file} is not of the form" in said[0]
 
@@ -533,7 +533,9 @@ def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
     with pytest.raises(LinkRefused) as caught:
         shm_pair.decoder.do(dial, shm_pair.prompt.port)
     text = str(caught.value)
-    assert reason.format(2 if by == "prompt" else 1) in text or ("chose differently" in text and verbs == rules())
+    assert reason.format(2 if by == "prompt" else 1) in text or (
+        "chose different transports" in text and verbs == rules()
+    )
     assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
 
 

@@ -367,7 +367,7 @@ def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: Ends
 
 def _settle_ahead(world: World) -> None:
     """What has ended a transfer is counted here, and is on its way for ever."""
-    world.probe.link(1).settled += 1
+    world.probe.link(1).reported += 1
 
 
 def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is_not_consumed(

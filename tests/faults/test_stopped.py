@@ -30,9 +30,9 @@ SETTINGS: Final = {"link_total_time": 60, "link_retry_count": 100}
 #: 2. And what is wrapped to stop there, before it or after it.
 MEETING: Final[dict[str, tuple[int, type, str, bool]]] = {
     "greeted": (3, Dial, "greet", True),
-    "before met": (3, Dial, "settle", False),
+    "before met": (3, Dial, "confirm", False),
     "met": (3, _BlockingFrames, "receive", False),
-    "linked": (3, Dial, "settle", True),
+    "linked": (3, Dial, "confirm", True),
     "before install": (1, LinkManager, "install", False),
     "installed": (1, LinkManager, "install", True),
     "joined": (1, Communicators, "joined", True),

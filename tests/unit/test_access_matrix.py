@@ -54,7 +54,7 @@ class Asker(Link):
         able = SimpleNamespace(shared_regions=True, remote_guards=False)
         self.connection: Any = SimpleNamespace(capabilities=able, reaching=lambda _: SimpleNamespace(capabilities=able))
         self.peer: Any = SimpleNamespace(cluster_id=2)
-        self.peer_settled = 0
+        self.peer_reported = 0
 
     def tell(self, message: Any) -> None:
         self.told.put(message)

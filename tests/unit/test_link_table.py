@@ -160,7 +160,7 @@ def test_a_commit_waits_for_an_unlink_a_closed_table_takes_no_link_and_one_links
         lambda: here.table.install(here.link(there.me, "x", dialled=True, sequence=1, peer_sequence=1)),
         lambda: here.table.admit(here.link(there.me, "x", dialled=False, sequence=0, peer_sequence=1)),
     ):
-        with pytest.raises(LinkRefused, match="finalised"):
+        with pytest.raises(LinkRefused, match="finalized"):
             refused()
     assert here.table.all() == []
     alone = End(1, b"a")

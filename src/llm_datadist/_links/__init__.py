@@ -1,3 +1,3 @@
-"""Who is linked to whom, and the small messages between them; never a KV byte."""
+"""Links between instances, and their control messages; no KV data."""
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""One framed control connection: written by any thread, read by the control thread or by one waiting caller.
+"""The control channel of a link: framed messages on one non-blocking socket, without an asyncio transport.
 
-A caller encodes and sends its frame under the channel's lock, so a request costs no thread hop. What the kernel does
-not take at once waits in a bounded backlog that the control thread drains. There is no asyncio transport in between:
-one non-blocking socket, one reader and, while there is a backlog, one writer on the loop. After half a frame, or a bad
-one, the channel ends.
-
-Nor does an answer cost a hop. Exactly one thread at a time holds the *reader role*: it alone uses the socket's input
-and the parser. The first caller that waits for an answer takes the role and delivers answers to all waiting callers.
-The first frame that is no answer goes to the control thread together with the role, so that frames are handled once and
-in order.
+Any thread sends under the channel's lock; a bounded backlog holds what the kernel refuses. One thread at a time holds
+the *reader role*, the right to use input and parser. A waiting caller takes it if it is free, so neither request nor
+answer costs a thread hop.
 """
 
 from __future__ import annotations
@@ -28,11 +22,11 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.seal import Seal
+    from llm_datadist._links.tls_session import TlsSession
 
-#: Above this much unsent, the peer is not read from any more: its requests could fill our memory with answers.
+#: Unsent bytes above which the peer is not read: answers could fill memory.
 _PAUSE_BYTES: Final = 1 << 20
-#: Above this the channel ends: our own callers still send while the peer does not read.
+#: Unsent bytes above which the channel ends: callers here still send.
 _ABORT_BYTES: Final = 16 << 20
 
 
@@ -46,7 +40,7 @@ def tune(sock: socket.socket) -> None:
 
 
 class Waiter:
-    """One caller waiting for one answer: a lock that the reading thread opens."""
+    """A caller that waits for one answer: a lock that the reader opens."""
 
     __slots__ = ("_gate", "answer")
 
@@ -60,19 +54,19 @@ class Waiter:
         return self._gate.locked()
 
     def wait(self, deadline: Deadline) -> None:
-        """Return when woken, or when the time is over. Called once, by the caller."""
-        woken = self._gate.acquire(blocking=False)  # as a rule the caller has read its answer itself
+        """Return when woken, or at the deadline. Called once."""
+        woken = self._gate.acquire(blocking=False)  # usually the caller itself has read it
         while not woken and not deadline.expired():
             woken = self._gate.acquire(timeout=deadline.next_turn())
 
     def wake(self, answer: Message | None) -> None:
-        """Deliver the answer, or None where there will be none. Called once at most."""
+        """Deliver the answer, or None if there will be none. Called at most once."""
         self.answer = answer
         self._gate.release()
 
 
 class FrameParser:
-    """Cuts a byte stream into frames. No I/O.
+    """Splits a byte stream into frames, without I/O.
 
     >>> parser = FrameParser()
     >>> parser.feed(bytes([0, 0, 0, 2, 65, 66, 0, 0]))
@@ -88,7 +82,7 @@ class FrameParser:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Return the next payload, or None until it is complete. Raises ProtocolError for one that is too large."""
+        """Return the next complete payload, or None. Raises ProtocolError above the limit."""
         buffer = self._buffer
         if len(buffer) < FRAME_HEADER.size:
             return None
@@ -107,14 +101,15 @@ class FrameParser:
 
 
 class Channel:
-    """One connection of one link. Owns its socket.
+    """The framed connection of one link, encrypted if it has a ``tls``.
 
-    Threads: :meth:`begin`, :meth:`send`, :meth:`prepare`, :meth:`wait`, :meth:`forgo` and :meth:`close` from any; all
-    else, callbacks included, runs on the control thread, except ``on_answer``, called by the reader.
+    ``on_answer`` delivers an answer to its caller; it returns False for other messages, which ``on_message`` handles.
+    ``on_lost`` gets the reason, exactly once, and no ``on_message`` follows.
 
-    ``on_message`` handles a message; it is never called after ``on_lost``, which is called exactly once, with the
-    reason. ``on_answer`` delivers an answer to the caller that waits for it, and returns False for any other message.
-    With a ``seal`` all bytes go through it.
+    Owns: the socket, which the last reader closes.
+    Threads: any for ``begin``, ``send``, ``prepare``, ``wait``, ``forgo``, ``close``; the reader for ``on_answer``; the
+        control thread for the rest. If that has stopped, the calling thread ends the channel.
+    Errors: a bad frame, tampering or an exception of a handler ends the channel.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class Channel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
         on_answer: Callable[[Message], bool] = lambda message: False,
-        seal: Seal | None = None,
+        tls: TlsSession | None = None,
     ) -> None:
         sock.setblocking(False)
         self._control = control
@@ -132,19 +127,19 @@ class Channel:
         self._on_message = on_message
         self._on_answer = on_answer
         self._on_lost = on_lost
-        self._seal = seal
-        # Used by the holder of the reader role only.
+        self._tls = tls
+        # For the holder of the reader role.
         self._input = SocketInput(sock.fileno())
         self._parser = FrameParser()
-        self._set_aside: bytes | None = None  # a frame that the control thread must dispatch
+        self._set_aside: bytes | None = None  # a frame for the control thread
         self._for_control = False  # the role must go to the control thread
         # Guards the fields below and every write to the socket.
         self._lock = threading.Lock()
         self._open = True
         self._role_held = True
-        self._parked = True  # no thread can use the role: at first, and while the peer is not read from
-        self.reader: Waiter | None = None  # of the caller that holds the role
-        self._watched = True  # by the loop; a caller that reads changes that, in its own thread
+        self._parked = True  # unusable: before begin, and while the peer is not read
+        self.reader: Waiter | None = None  # the caller that holds the role
+        self._watched = True  # by the loop; a reading caller changes it
         self._released = False
         self._backlog = bytearray()
         self._flushing = False
@@ -152,21 +147,21 @@ class Channel:
         self.reason = ""
 
     def send_first(self, first: Message) -> None:
-        """Send a message before any other one, but not before :meth:`begin`. Called before anything is sent."""
-        self._backlog += self._sealed(frame(first))
+        """Queue the first message before :meth:`begin`."""
+        self._backlog += self._encrypted(frame(first))
         self._flushing = True
 
     def begin(self, leftover: bytes = b"") -> None:
-        """Start reading and writing; ``leftover`` has been received already."""
+        """Start; ``leftover`` was received, and decrypted, before."""
         self._inside(self._begin, leftover)
 
     def send(self, message: Message) -> None:
-        """Send one message without blocking. Raises NotLinked once closed; ProtocolError for one that is too large."""
+        """Send without blocking. Raises NotLinked once closed; ProtocolError if too large."""
         data = frame(message)
         with self._lock:
             if not self._open:
-                raise NotLinked(f"the control connection is closed: {self.reason}")
-            data = self._sealed(data)
+                raise NotLinked(f"the control channel is closed: {self.reason}")
+            data = self._encrypted(data)
             sent = 0 if self._backlog else self._write(data)
             if sent == len(data):
                 return
@@ -178,17 +173,17 @@ class Channel:
         if unsent > _ABORT_BYTES:
             self.close(f"the peer left {unsent} bytes of control messages unread")
 
-    def _sealed(self, data: bytes) -> bytes:
-        """Under the lock: what is sealed is sent in the same order. Raises NotLinked where tampering was found."""
-        if self._seal is None:
+    def _encrypted(self, data: bytes) -> bytes:
+        """Under the lock, which orders the records. Raises NotLinked after tampering."""
+        if self._tls is None:
             return data
         try:
-            return self._seal.seal(data)
-        except AuthFailed as error:  # the reader has found it out, and ends this channel
-            raise NotLinked(f"the control connection was tampered with: {error}") from None
+            return self._tls.encrypt(data)
+        except AuthFailed as error:  # the reader ends this channel
+            raise NotLinked(f"the control channel was tampered with: {error}") from None
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Under the lock: return how much the kernel takes; reading reports a dead socket."""
+        """Under the lock. Return how much the kernel took; the reader finds a dead socket."""
         return send_now(self._socket.fileno(), data)
 
     def _begin_flush(self) -> None:
@@ -217,21 +212,21 @@ class Channel:
 
     def _readable(self) -> None:
         if not self._take_role():
-            return  # a caller holds the role
+            return  # a caller has it
         if not self._receive():
             self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
         self._dispatch_and_release()
 
     def _receive(self, seconds: float = 0.0) -> bool:
-        """Caller holds the reader role. Read what comes in time; return False at the end of the connection."""
+        """Caller holds the reader role. Read for at most ``seconds``; return False at the end."""
         try:
             data = self._input.receive(seconds)
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False
-        if data and self._seal is not None:
+        if data and self._tls is not None:
             try:
-                self._parser.feed(self._seal.open(data))
+                self._parser.feed(self._tls.decrypt(data))
             except AuthFailed as error:
                 self.close(f"the connection was tampered with: {error}")
                 return False
@@ -250,7 +245,7 @@ class Channel:
             self._unwatch()
 
     def _dispatch(self) -> bool:
-        """Dispatch the complete frames; return False when the peer must take its answers first."""
+        """Dispatch complete frames; return False while the peer leaves too much unread."""
         try:
             while self._open:
                 if len(self._backlog) > _PAUSE_BYTES:
@@ -261,7 +256,7 @@ class Channel:
                 self._on_message(decode(payload))
         except ProtocolError as error:
             self._finish(str(error))
-        except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop that serves them all)
+        except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop)
             logger.error("unexpected error in a handler of control messages", exc_info=error)
             self._finish(f"internal error: {error!r}")
         return True
@@ -269,13 +264,12 @@ class Channel:
     def prepare(self, waiter: Waiter) -> None:
         """Take a free reader role before the request is sent; :meth:`forgo` must follow.
 
-        An answer may come before the caller waits for it: it would wake the control thread, which finds nothing to do
-        and keeps the interpreter from the caller.
+        Otherwise an early answer wakes the control thread, which takes the interpreter from the caller.
         """
         self._take_role(waiter)
 
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
-        """Wait for the answer or the deadline; read meanwhile if the role is free."""
+        """Wait for the answer or the deadline; read if the role is free."""
         try:
             if self.reader is waiter or (waiter.waiting and self._take_role(waiter)):
                 self._read_for(waiter, deadline)
@@ -291,7 +285,10 @@ class Channel:
                 self._release_role()
 
     def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
-        """Caller holds the reader role. Deliver answers until its own or another message comes."""
+        """Caller holds the reader role. Deliver answers to all waiting callers until its own has come.
+
+        Another message goes to the control thread with the role, so frames are handled once, in order.
+        """
         while waiter.waiting and self._open and (seconds := deadline.next_turn()):
             go_on = self._receive(seconds)
             try:
@@ -316,7 +313,7 @@ class Channel:
             return True
 
     def _unwatch(self) -> None:
-        """Under the lock: do not wake the loop for input."""
+        """Under the lock: stop waking the loop for input."""
         if self._watched and not self._released:
             self._watched = False
             self._control.listen(self._socket, listens=False)
@@ -332,11 +329,11 @@ class Channel:
             self.close_files()
 
     def close_files(self) -> None:
-        """Close the socket. Also in a forked child: the peer and the loop notice nothing."""
+        """Close the socket. In a forked child peer and loop notice nothing."""
         self._socket.close()
 
     def close(self, reason: str) -> None:
-        """End the connection at once and drop the backlog. Idempotent, the first reason counts."""
+        """End the channel, on the control thread. Idempotent; the first reason counts."""
         self.reason = self.reason or reason
         self._inside(self._finish, reason)
 
@@ -349,13 +346,13 @@ class Channel:
             self._backlog.clear()
         self._control.dismiss(self._socket)
         self._control.loop.remove_writer(self._socket.fileno())
-        # A forked child may hold the same socket: only a shutdown tells the peer. It wakes a caller that reads, too.
+        # A forked child may hold the socket: only a shutdown tells the peer. It also wakes a reader.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._released = True
             unused = self._parked or not self._role_held
-        if unused:  # otherwise by the holder of the reader role
+        if unused:  # otherwise by the reader
             self.close_files()
         self._on_lost(self.reason)
 

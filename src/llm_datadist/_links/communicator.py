@@ -1,4 +1,4 @@
-"""The state of one communicator: which clusters ``link()`` wants linked, which are missing, and the outcome. No I/O."""
+"""One communicator: members to be linked, members missing, and the outcome. No I/O."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorPlan:
-    """The checked arguments of ``link()``."""
+    """Checked arguments of ``link()``."""
 
     name: str
-    ranks: dict[int, int]  # cluster id -> rank, this end's own among them
-    addresses: dict[int, str]  # cluster id -> address, from the rank table
+    ranks: dict[int, int]  # by cluster id; includes this instance
+    addresses: dict[int, str]  # by cluster id, from the rank table
     table: bytes  # digest of the rank table
-    seconds: int  # link_total_time: all that the preparation may take
-    attempts: int  # link_retry_count: no single attempt may take more than that part of it
+    seconds: int  # link_total_time
+    attempts: int  # link_retry_count: bounds an attempt to seconds / attempts, from 100 to 5000 ms
 
 
 class Communicator:
-    """A communicator of this end. :class:`Communicators` has the lock for all but socket, listener and timer."""
+    """A communicator. The lock of :class:`Communicators` guards all but socket, listener and timer."""
 
     def __init__(self, comm_id: int, own: int, plan: CommunicatorPlan, deadline: Deadline) -> None:
         self.comm_id = comm_id
         self.plan = plan
         self.deadline = deadline
-        self.status = RegisterMemStatus.PREPARING  # until every other member is linked; then OK or FAILED for good
-        self.reason = ""  # why it failed, or what was heard last while it is preparing
+        self.status = RegisterMemStatus.PREPARING  # then OK or FAILED, which is final
+        self.reason = ""  # of FAILED; while preparing, of the last failed attempt
         self.others = [cluster_id for cluster_id in plan.ranks if cluster_id != own]
         self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
         self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
-        self.waiting = set(self.others)  # members that are not linked yet
+        self.waiting = set(self.others)  # members to be linked
         token = secrets.token_bytes(16)
         self.own_id = CommunicatorId(plan.name, sorted(plan.ranks.items()), plan.table, token)
-        self.ports: dict[int, list[int]] = {}  # member that this end dials -> where it may listen; set once
-        self.sock: socket.socket | None = None  # until the listener has it; None where this end only dials
-        # The control thread's: the listener is there while members are expected, the timer ends the preparation.
+        self.ports: dict[int, list[int]] = {}  # of members that this side dials; set once
+        self.sock: socket.socket | None = None  # until the listener has it; None if this side only dials
+        # For the control thread; the listener only if members dial.
         self.listener: Listener | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._own = own
-        #: Cluster id -> token of the greeting by which it joined.
+        #: Tokens of the greetings by which members joined, by cluster id.
         self._tokens: dict[int, bytes] = {}
 
     @property
@@ -59,23 +59,21 @@ class Communicator:
         return self.status is RegisterMemStatus.PREPARING
 
     def holds(self, cluster_id: int) -> bool:
-        """Return True when it needs the link to that member: it has not failed."""
+        """Return True if it needs the link to that member: it has not failed."""
         return self.status is not RegisterMemStatus.FAILED and cluster_id in self.others
 
     def is_for(self, theirs: CommunicatorId, cluster_id: int) -> bool:
-        """Return True when that greeting of that member may be for this communicator."""
         return theirs.name == self.plan.name and cluster_id in self.expected
 
     def expects(self, theirs: CommunicatorId, cluster_id: int) -> bool:
-        """Return True unless that member has joined by another communicator of its own."""
+        """Return True unless that member has joined by another of its communicators."""
         return self.is_for(theirs, cluster_id) and self._tokens.get(cluster_id, theirs.token) == theirs.token
 
     def has_joined(self, theirs: CommunicatorId, cluster_id: int) -> bool:
-        """Return True when that member has joined by that greeting."""
         return cluster_id not in self.waiting and self._tokens.get(cluster_id) == theirs.token
 
     def difference(self, theirs: CommunicatorId, cluster_id: int) -> str | None:
-        """Return what that member's call has differently from this end's; None where the two agree."""
+        """Return how the member's arguments differ from these; None if they agree."""
         mine = self.own_id
         if theirs.members != mine.members:
             return (
@@ -90,7 +88,7 @@ class Communicator:
         return None
 
     def join(self, cluster_id: int, theirs: CommunicatorId | None) -> None:
-        """Count a member as linked; ``theirs`` is from its greeting, where it dialled."""
+        """Count a member as linked; ``theirs`` is from its greeting, if it dialled."""
         self.waiting.discard(cluster_id)
         if theirs is not None:
             self._tokens[cluster_id] = theirs.token
@@ -98,7 +96,7 @@ class Communicator:
             self.status, self.reason = RegisterMemStatus.OK, ""
 
     def lose(self, cluster_id: int) -> bool:
-        """Wait again for a member whose link ended; return False without a link."""
+        """Wait again for a member; return False if it was not linked."""
         if cluster_id not in self.others or cluster_id in self.waiting:
             return False
         self.waiting.add(cluster_id)

@@ -1,9 +1,7 @@
-"""Communicators: every ``link()`` of one LLMDataDist, from the call until ``unlink`` (interface §3.5, B2.3).
+"""Communicators: every ``link()`` of one LLMDataDist, until ``unlink`` (interface §3.5, B2.3).
 
-Of two members the one with the lower cluster id opens a listener for as long as the preparation takes, the other one
-dials it until it answers, so members may call ``link()`` in any order. Both use the handshake of every link, in which
-the ``Hello`` names the communicator. The result is an ordinary link. A preparation that fails ends the links that were
-made for it alone.
+Of two members the one with the lower cluster id listens during the preparation, and the other dials it. Members may
+call ``link()`` in any order.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import CommunicatorId, Hello
     from llm_datadist.metrics import CommunicatorStatistics
 
-#: Attempts at once (interface §3.5); more wait for their turn, which is soon.
+#: Attempts at once (interface §3.5).
 _DIAL_THREADS: Final = 16
-#: A stranger at the port, or a stopped process, that accepts and stays silent costs one attempt so long.
+#: For a process that accepts and stays silent.
 _LONGEST_ATTEMPT_MS: Final = 5000
 _SHORTEST_ATTEMPT_MS: Final = 100
 
 
 class LinkPort(Protocol):
-    """What communicators ask of the link manager; see the methods of :class:`LinkManager`."""
+    """Methods of :class:`LinkManager` for communicators."""
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener: ...
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None: ...
@@ -51,12 +49,13 @@ class LinkPort(Protocol):
 class Communicators:
     """All communicators of one LLMDataDist.
 
-    Threads: callers open and close them, those of the retry queue dial, the control thread accepts, and ends what took
-    too long. The lock guards the table and every communicator; nothing blocks under it.
+    Threads: callers open and close; the retry queue dials; the control thread accepts, and ends late preparations. The
+        lock guards all communicators; nothing blocks under it.
+    Errors: a failed preparation ends the links that were made for it alone.
     """
 
     def __init__(self, links: LinkPort, control: ControlLoop, own: int) -> None:
-        self.called = False  # True once a ``link()`` succeeded (interface §6.6)
+        self.called = False  # a ``link()`` has returned (interface §6.6)
         self._links = links
         self._control = control
         self._own = own
@@ -69,8 +68,8 @@ class Communicators:
     def open(self, plan: CommunicatorPlan) -> int:
         """Begin to prepare a communicator; return its id at once.
 
-        Raises ParamError when the environment names no range of ports; LinkRefused when no port is free here, no thread
-        can start, or this end is being finalised.
+        Raises ParamError if the environment names no range of ports. Raises LinkRefused if no port is free here, no
+        thread can start, or the instance is being finalized.
         """
         deadline = Deadline(plan.seconds * 1000)
         candidates = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
@@ -81,7 +80,7 @@ class Communicators:
             self._control.call(self._start, communicator)
             for peer in candidates:
                 if not self._dials.add(MemberDial(communicator, peer)):
-                    raise LinkRefused("this end is being finalised")
+                    raise LinkRefused("the instance is being finalized")
         except LLMException:
             self._forget(communicator)
             raise
@@ -90,7 +89,7 @@ class Communicators:
         return communicator.comm_id
 
     def _bind(self, plan: CommunicatorPlan) -> socket.socket:
-        """Listen at the table's address, or at any, on the first free port."""
+        """Listen on the first free port, at the table's address or, if this host lacks it, at any."""
         host, candidates = plan.addresses[self._own], ports(plan.name, self._own)
         reasons = []
         for port in candidates:
@@ -107,7 +106,7 @@ class Communicators:
         with self._lock:
             if not self._stopped:
                 self._last_id += 1
-                # A client may compare what link() returns with a status.
+                # Clients may compare ids with statuses.
                 while self._last_id in LLMStatusCode.__members__.values():
                     self._last_id += 1
                 communicator = Communicator(self._last_id, self._own, plan, deadline)
@@ -116,21 +115,20 @@ class Communicators:
                 return communicator
         if sock is not None:
             sock.close()
-        raise LinkRefused(f"link {plan.name!r}: this end is being finalised")
+        raise LinkRefused(f"link {plan.name!r}: the instance is being finalized")
 
     def _forget(self, communicator: Communicator) -> None:
-        """Remove a communicator that could not be begun."""
+        """Remove one that could not begin."""
         with self._lock:
             self._all.pop(communicator.comm_id, None)
             communicator.fail("not begun")
         self._dials.cancel(communicator)
-        with suppress(StateError):  # the control thread has stopped, and has taken nothing
+        with suppress(StateError):  # the control thread has stopped
             self._control.call(self._shut, communicator)
         if communicator.sock is not None:
             communicator.sock.close()
 
-    def _get(self, comm_id: int) -> Communicator:
-        """Under the lock."""
+    def _get(self, comm_id: int) -> Communicator:  # under the lock
         communicator = self._all.get(comm_id)
         if communicator is None:
             raise NotLinked(f"communicator {comm_id} does not exist: it was unlinked, or link() never returned that id")
@@ -145,16 +143,16 @@ class Communicators:
             return self._get(comm_id).statistics()
 
     def close(self, comm_id: int, deadline: Deadline) -> None:
-        """Give up a communicator, and every link that was made for it alone. Raises NotLinked for an unknown id.
+        """End a communicator, and the links made for it alone. Raises NotLinked for an unknown id.
 
-        Operations that run on them may finish until the deadline. The peers are not told; they see the links end.
+        Operations on these links may finish until the deadline. The peers only see the links end.
         """
         with self._lock:
             communicator = self._get(comm_id)
             del self._all[comm_id]
             communicator.fail("unlinked")
             for peer in communicator.others:
-                self._open_link(peer)  # no more, if only communicators hold it that are not ready
+                self._open_link(peer)  # shuts it unless an OK communicator holds it
         self._dials.cancel(communicator)
         self._control.call(self._shut, communicator)
         try:
@@ -162,7 +160,7 @@ class Communicators:
             for peer in communicator.others:
                 if self._spare(peer) is not None:
                     self._links.unlink(peer, deadline, force=True)
-        except BaseException:  # of the handler of a signal
+        except BaseException:  # raised by a signal handler
             for peer in communicator.others:
                 self._drop_spare(peer, "unlinked")
             raise
@@ -177,7 +175,7 @@ class Communicators:
             return [str(each) for each in self._all.values() if each.preparing]
 
     def story(self, cluster_id: int) -> str:
-        """Return the newest communicator of an unusable cluster, as the end of an error text."""
+        """Return the newest communicator of a cluster, as the end of an error text."""
         with self._lock:
             about = [each for each in self._all.values() if cluster_id in each.others]
             if not about:
@@ -193,9 +191,9 @@ class Communicators:
                     raise AssertionError(f"{each}: {each.status.name}, waits for {sorted(each.waiting)}")
 
     def join(self, communicator: Communicator, cluster_id: int, theirs: CommunicatorId | None = None) -> bool:
-        """Count a linked member; ``theirs`` is from its greeting, where it dialled.
+        """Count a linked member; ``theirs`` is from its greeting, if it dialled.
 
-        Return False when the communicator is decided without it, or the link is gone again.
+        Return False if the communicator is decided, or the link has ended.
         """
         with self._lock:
             if not (communicator.preparing and self._is_linked(cluster_id)):
@@ -210,10 +208,10 @@ class Communicators:
         return True
 
     def lost(self, peer: int) -> None:
-        """Wait again for a member whose link has ended, in every communicator in preparation."""
+        """Wait again for a member whose link has ended, in every preparation."""
         with self._lock:
             if self._is_linked(peer):
-                return  # by another link, which has taken its place
+                return  # by a link that replaced it
             again = [each for each in self._all.values() if each.preparing and each.lose(peer)]
         for communicator in again:
             if peer in communicator.dialled:
@@ -227,13 +225,13 @@ class Communicators:
         return link is not None and not link.ended
 
     def _open_link(self, peer: int) -> None:
-        """Under the lock: open the link to a member while a communicator with it is OK."""
+        """Under the lock: open a spare link to operations if an OK communicator holds it, else shut it."""
         link = self._links.peek(peer)
         if link is not None and link.origin.spare:
             link.origin.open = any(not each.preparing and each.holds(peer) for each in self._all.values())
 
     def _spare(self, peer: int) -> Link | None:
-        """Return the link to a member if it was made for communicators that are gone."""
+        """Return the link to a member if its communicators are gone."""
         with self._lock:
             if any(each.holds(peer) for each in self._all.values()):
                 return None
@@ -246,7 +244,7 @@ class Communicators:
             self._links.end(link, reason, lost=False)
 
     def _fail(self, communicator: Communicator, reason: str) -> None:
-        """Make a communicator FAILED, and end the links made for it. The first outcome counts."""
+        """Make a communicator FAILED, and end its own links. The first outcome counts."""
         with self._lock:
             if not communicator.preparing:
                 return
@@ -258,13 +256,13 @@ class Communicators:
             self._drop_spare(peer, f"{communicator} failed: {reason}")
 
     def note(self, communicator: Communicator, reason: str, phase: str | None = None) -> None:
-        """Keep the latest reason; that the peer closed the connection replaces no better one."""
+        """Keep the latest reason; one of phase ``handshake`` replaces no other."""
         with self._lock:
             if communicator.preparing and not (phase == "handshake" and communicator.reason):
                 communicator.reason = reason
 
     def _start(self, communicator: Communicator) -> None:
-        if not communicator.preparing:  # finalize, or an unlink that guessed the id
+        if not communicator.preparing:  # finalized, or unlinked by a guessed id
             raise LinkRefused(f"{communicator}: {communicator.reason} before it had begun")
         communicator.timer = self._control.loop.call_later(
             communicator.deadline.remaining(), self._expire, communicator
@@ -293,9 +291,9 @@ class Communicators:
         )
 
     def _admit(self, communicator: Communicator, hello: Hello) -> None:
-        """Admit only the members that a communicator's listener expects; raise LinkRefused for any other peer.
+        """Raise LinkRefused unless the communicator expects this peer.
 
-        After ``LLM_NOT_YET_LINK`` the peer tries another port; after ``LLM_PARAM_INVALID`` it fails for good.
+        ``LLM_NOT_YET_LINK``: the peer tries its next port. ``LLM_PARAM_INVALID``: its communicator fails.
         """
         theirs, peer = hello.communicator, hello.cluster_id
         if theirs is None:
@@ -313,7 +311,7 @@ class Communicators:
             raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
 
     def _on_refused(self, communicator: Communicator, hello: Hello, error: LLMException) -> None:
-        """Note why a member was refused; end the preparation when no attempt can succeed."""
+        """Note the refusal of a member; fail if no attempt can succeed."""
         if hello.communicator is None or not communicator.is_for(hello.communicator, hello.cluster_id):
             return
         text = f"cluster {hello.cluster_id} was refused here: {error}"
@@ -323,31 +321,31 @@ class Communicators:
             self.note(communicator, text, error.phase)
 
     def joined(self, hello: Hello) -> None:
-        """Count a member that dialled and is linked; raise LinkRefused when no communicator waits for it any more."""
+        """Count a linked member that dialled; raise LinkRefused if no communicator waits for it."""
         theirs, peer = hello.communicator, hello.cluster_id
         if theirs is None:
             return
         with self._lock:
             alike = [each for each in self._all.values() if each.is_for(theirs, peer)]
             if any(each.has_joined(theirs, peer) for each in alike):
-                return  # its greeting came twice: over a link, and over the one that took its place
+                return  # greeted again, over a replacing link
             alike = [each for each in alike if each.preparing and each.expects(theirs, peer)]
             waiting = [each for each in alike if each.difference(theirs, peer) is None]
-        # Two communicators of the same name, members and table are alike: one that still waits for it is meant.
+        # Of equal communicators, one that still waits comes first.
         for communicator in sorted(waiting, key=lambda each: peer not in each.waiting):
             if self.join(communicator, peer, theirs):
                 return
         raise LinkRefused(
-            f"the communicator was given up at cluster {self._own} meanwhile",
+            f"no communicator of cluster {self._own} waits for this member any more",
             status_code=LLMStatusCode.LLM_NOT_YET_LINK,
         )
 
     def _attempt(self, member: MemberDial) -> bool:
-        """Try every port once; return True when the member must be dialled again."""
+        """Try the member's ports until one takes too long; return True to repeat."""
         communicator = member.communicator
         for _ in member.ports:
             if not communicator.preparing:
-                return False  # decided, maybe before this end began to dial
+                return False  # decided, perhaps before the first dial
             if member.cancelled or communicator.deadline.expired():
                 break
             try:
@@ -357,7 +355,7 @@ class Communicators:
             except DeadlineExceeded as error:
                 self.note(communicator, str(error))
                 member.next_port()
-                break  # it has taken its time: other members wait for this thread
+                break  # other members wait for this thread
             except LLMException as error:
                 if self._is_final(communicator, error):
                     return False
@@ -365,22 +363,22 @@ class Communicators:
             else:
                 if self.join(communicator, member.cluster_id):
                     return False
-                self._drop_spare(member.cluster_id, f"{communicator} was given up meanwhile")
+                self._drop_spare(member.cluster_id, f"{communicator} was given up")
                 return communicator.preparing
         return True
 
     def _is_final(self, communicator: Communicator, error: LLMException) -> bool:
-        """Note why an attempt failed; return True when another one would fail too."""
+        """Note a failed attempt; return True if none can succeed."""
         if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
             self._fail(communicator, str(error))
             return True
-        # A free port, or one of another communicator, is expected while a member is looked for.
+        # Ports without a listener, or of other communicators, are expected.
         if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
             self.note(communicator, str(error), error.phase)
         return False
 
     def stop(self) -> None:
-        """Fail all, join the threads and close the listeners. Not from one of those threads."""
+        """Fail all, join the dialling threads, close the listeners."""
         with self._lock:
             self._stopped = True
             dropped = list(self._all.values())
@@ -392,7 +390,7 @@ class Communicators:
             self._control.call(self._shut, communicator)
 
     def abandon(self) -> None:
-        """In a forked child, without any lock: close the child's copies of the sockets."""
+        """In a forked child, without locks: close copies of sockets."""
         self._dials.abandon()
         for communicator in list(self._all.values()):
             if communicator.listener is not None:
@@ -407,5 +405,5 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    # Behind address translation the table has an address that only other hosts know this one by.
+    # Behind address translation this host does not have its address.
     return listening_socket(("::" if ":" in host else "0.0.0.0", port))

@@ -1,18 +1,12 @@
-"""What this process proves to its peers, and whom it believes: TLS contexts, made anew when their files change.
-
-Two ways, one mechanism:
+"""This process's TLS credentials and trusted issuers: TLS contexts, rebuilt when their files change.
 
 ``llm.TlsCert``, ``llm.TlsKey``, ``llm.TlsCa``
-    This end shows that certificate. It believes certificates of that CA, for the clusters that they name.
+    This side shows that certificate. It accepts certificates of that CA, for the clusters that they name.
 ``llm.AuthSecretFile``
-    This end shows a certificate made for this, which a CA has issued whose key is derived from the first secret of the
-    file. It believes certificates of the CA of any secret of the file, for every cluster.
+    A CA is derived from each secret. This side shows a new certificate of the first CA, and accepts those of any,
+    for every cluster. So TLS proves the secret, which is never sent.
 
-So a shared secret is proven by the TLS handshake itself, and never sent. The file has one secret a line, ``id base64``;
-secrets have 32 bytes at least, because whoever talks to a listener can try short ones at home.
-
-Threads: any; a lock guards the contexts. A file that is bad when it is read again is logged, at most once a second, and
-the contexts of before stay: a rotation that goes wrong ends no link.
+Threads: any; a lock guards the contexts.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from llm_datadist._links.seal import Context, Seal
+from llm_datadist._links.tls_session import Context, TlsSession
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
@@ -52,11 +46,12 @@ __all__ = ["CLUSTER_URI", "Credentials", "Kept", "Secret", "new_secret", "read_s
 T = TypeVar("T")
 
 CLUSTER_URI: Final = "datadist://cluster/"
-"""Before a cluster id, or ``*``, in the URIs of a certificate."""
+"""URI in a certificate, before a cluster id or ``*``."""
 
+#: A peer of a handshake can guess shorter secrets offline.
 MIN_SECRET_BYTES: Final = 32
 _MAX_FILE_BYTES: Final = 1 << 20
-# Clocks of hosts differ, and these certificates live as long as their process: time does not matter to them.
+# Always valid: clocks differ, and these certificates end with their process.
 _BEGIN: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _END: Final = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 
@@ -70,22 +65,24 @@ class Secret:
 
     @property
     def digest(self) -> str:
-        """Name of the secret for people and for other instances, which tells nothing about its value."""
+        """Public name of the secret."""
         return hashlib.sha256(b"digest of a secret" + self.value).hexdigest()[:16]
 
     def __repr__(self) -> str:
-        """Leave the value out."""
         return f"<Secret {self.id}>"
 
 
 def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
     """Return the secrets of the file that ``option`` names, the current one first.
 
+    A line is ``id base64``, empty, or begins with ``#``. Only the first MiB is read.
+
     Raises:
-        ParamError: It cannot be read, others than its owner may read it, or a line is no ``id base64``.
+        ParamError: The file cannot be read, has no secret or one id twice; its owner is neither this user nor root, or
+            others have access; a line is malformed or its secret shorter than 32 bytes.
     """
     try:
-        # Without waiting: the path may be that of a pipe.
+        # The path may name a pipe.
         with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             _check_private(f"{option}: {path}", about)
@@ -106,7 +103,7 @@ def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
 
 
 def new_secret(path: Path, name: str) -> Path:
-    """Append a random secret to a file, which is made for this user only if there is none; return its path."""
+    """Append a random secret to a file, made if needed for this user only; return its path."""
     value = base64.b64encode(secrets.token_bytes(MIN_SECRET_BYTES)).decode()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
         file.write(f"{name} {value}\n")
@@ -136,25 +133,25 @@ def _parse(line: str, what: str) -> Secret:
 
 
 class Kept(Generic[T]):
-    """What was read of files, read again once they have changed; what was read before stays where that fails.
+    """A value read from files, and again once they change. If that fails, the previous value stays.
 
     Args:
-        files: Where it is.
-        read: Reads it; called now, too.
-        what: Its name in the log.
+        files: Location of the files.
+        read: Reads them, first in the constructor.
+        what: Name of the value in the log.
     """
 
     def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
         self._files, self._read, self._what = files, read, what
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards these
         self._quiet_until = 0.0
         self._stamp: tuple[object, ...] = ()
-        with suppress(OSError):  # ``read`` says it better
+        with suppress(OSError):  # ``read`` reports it
             self._stamp = files.stamp()
         self._value = read()
 
     def current(self) -> T:
-        """Return the newest that could be read. What is wrong is logged, at most once a second."""
+        """Return the newest readable value; log failures at most once a second."""
         with self._lock:
             try:
                 if (stamp := self._files.stamp()) != self._stamp:
@@ -163,7 +160,7 @@ class Kept(Generic[T]):
             except (OSError, LLMException) as error:
                 if (now := time.monotonic()) >= self._quiet_until:
                     self._quiet_until = now + 1
-                    logger.warning("the %s cannot be read again, those of before stay: %s", self._what, error)
+                    logger.warning("the %s cannot be loaded; keeping the previous ones: %s", self._what, error)
             return self._value
 
 
@@ -171,40 +168,41 @@ class Credentials:
     """The credentials of one process.
 
     Args:
-        files: Where they are. They are read now, and before each handshake if they have changed.
+        files: Files to read now, and before each handshake if they have changed.
 
     Raises:
         ParamError: A file cannot be read or used.
+        OutOfMemory: A limit of descriptors or memory was reached.
         LLMException: LLM_FEATURE_NOT_ENABLED: secrets need the package ``cryptography``.
+            LLM_FAILED: secrets need memfd_create and /proc.
     """
 
     def __init__(self, files: CredentialFiles) -> None:
         self._files = files
         self.current = Kept(files, partial(_contexts, files), "credentials").current
 
-    def session(self, *, server_side: bool) -> Seal:
-        """Return a new session for one connection."""
-        return Seal(self.current()[server_side], server_side=server_side)
+    def session(self, *, server_side: bool) -> TlsSession:
+        return TlsSession(self.current()[server_side], server_side=server_side)
 
-    def check(self, seal: Seal, cluster_id: int) -> None:
-        """Check that the other end may be that cluster. Raises AuthFailed."""
+    def check(self, tls: TlsSession, cluster_id: int) -> None:
+        """Raise AuthFailed unless the peer's certificate allows that cluster."""
         if self._files.secrets is not None:
             return
-        names = seal.names()
+        names = tls.names()
         if not {f"{CLUSTER_URI}{cluster_id}", f"{CLUSTER_URI}*"}.intersection(names):
             raise AuthFailed(f"it says it is cluster {cluster_id}, its certificate names {', '.join(names) or 'none'}")
 
 
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return a context for the end that dials, and one for the end that listens."""
+    """Return contexts for dialer and listener."""
     if files.secrets is None:
-        shown: _Given | _Derived = _Given(files)
-        differ = f"the CAs of the two ends differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
+        shown: _PemCredentials | _Derived = _PemCredentials(files)
+        differ = f"the CAs of the two sides differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
     else:
         known = read_secrets(files.secrets)
         shown = _Derived(known)
         differ = (
-            f"the secrets of the two ends differ: this one shows {known[0].id}, digest {known[0].digest}, of "
+            f"the secrets of the two sides differ: this one shows {known[0].id}, digest {known[0].digest}, of "
             f"{AUTH_SECRET}={files.secrets}; compare it with `llm-datadist keys show` there"
         )
     contexts = []
@@ -212,7 +210,7 @@ def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         context = Context(protocol)
         context.differ = differ
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # clusters are named by their ids, see Credentials.check
+        context.check_hostname = False  # Credentials.check compares cluster ids
         context.verify_mode = ssl.CERT_REQUIRED
         shown.load(context)
         contexts.append(context)
@@ -220,8 +218,8 @@ def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return contexts[0], contexts[1]
 
 
-class _Given:
-    """Certificate, key and CA of files."""
+class _PemCredentials:
+    """Credentials of PEM files."""
 
     def __init__(self, files: CredentialFiles) -> None:
         assert files.certificate is not None
@@ -230,10 +228,10 @@ class _Given:
         self._certificate, self._key, self._authority = files.certificate, files.key, files.authority
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Raise ParamError for what is no certificate or key, or does not fit together."""
+        """Raise ParamError if a file is malformed or they do not fit together."""
         try:
             _check_private(f"{TLS_KEY}: {self._key}", self._key.stat())
-            # Without a function that gives one OpenSSL would ask the terminal for a password.
+            # Without this function OpenSSL asks the terminal.
             context.load_cert_chain(self._certificate, self._key, password=_no_password)
         except (ssl.SSLError, OSError) as error:
             said = f"{self._certificate} and {self._key}"
@@ -249,7 +247,7 @@ def _no_password() -> str:
 
 
 class _Derived:
-    """A certificate that only an end which has the secret can have issued, and the CAs of all secrets."""
+    """A new certificate that only owners of the secret can issue, and the CAs of all secrets."""
 
     def __init__(self, known: Sequence[Secret]) -> None:
         try:
@@ -272,7 +270,7 @@ class _Derived:
 
     def load(self, context: ssl.SSLContext) -> None:
         context.load_verify_locations(cadata=self._authorities)
-        # Python's ssl takes a key from a file only: one that is on no disk, and gone at once.
+        # Python's ssl takes keys from files only; this is on no disk.
         try:
             with os.fdopen(new_memfd("llm-datadist-key"), "wb", buffering=0) as file:
                 file.write(self._chain)

@@ -1,7 +1,6 @@
-"""How two processes become linked; docs/protocol.md, "Handshake", has the steps by their numbers.
+"""Handshakes: :class:`Dial` in a caller's thread, :class:`Listener` on the control thread.
 
-:class:`Dial` is the initiator's end, blocking in a caller's thread; :class:`Listener` the target's, a coroutine on the
-control thread. They share frames and checks, which do no I/O. Any failure ends only this connection.
+docs/protocol.md numbers the steps. A failure ends only its own connection.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     MAX_REASON,
     PREAMBLE_BYTES,
-    SEALED_PREAMBLE,
+    TLS_PREAMBLE,
     Greeting,
     Hello,
     Linked,
@@ -38,7 +37,7 @@ from llm_datadist._links.messages import (
     remote_refusal,
 )
 from llm_datadist._links.renewal import Renewal
-from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES
+from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
 from llm_datadist._log import logger, named
 from llm_datadist._transport import instances
 from llm_datadist._transport.address import PROTOCOL_VERSION, DialledSocket, new_socket, read_exactly, resolve
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.credentials import Credentials
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.messages import CommunicatorId, Message
-    from llm_datadist._links.seal import Seal
+    from llm_datadist._links.tls_session import TlsSession
     from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
@@ -61,68 +60,62 @@ if TYPE_CHECKING:
 
 GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
-#: A dial that finds no room in it is lost, and comes again after a second. Hundreds of peers, with several connections
-#: each, may dial at once; the kernel bounds it further (net.core.somaxconn).
+#: For hundreds of dials at once: the kernel repeats others after a second. somaxconn bounds it too.
 _BACKLOG: Final = 1024
-#: Strangers in the middle of a handshake; a further one takes the place of the oldest of those that have not sent a
-#: Hello, else of the oldest of all; first of those from its own address, of which there may be fewer.
+#: Handshakes in progress, in all and of one address.
 _MAX_GREETINGS: Final = 128
 _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
-#: A peer that has just come opens that many connections at the most, which have said nothing yet.
+#: So many may be a new peer's, for its transport.
 _FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
 SHARE_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
-#: All that a peer is told that was not believed.
+#: The only message to a rejected peer.
 _NOT_AUTHENTICATED: Final = Refused(
     int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
 )
-_INITIATOR, _TARGET = b"initiator", b"target"  # whose proof it is: neither can be shown by the other end
+_DIALER, _LISTENER = b"initiator", b"target"  # roles in proofs, on the wire
 M = TypeVar("M", bound="Message")
 
 
 class PeerRules(Protocol):
-    """What this end allows each cluster, as far as a handshake goes. Threads: any."""
+    """Permissions of clusters in handshakes. Threads: any."""
 
     def require_link(self, cluster_id: int) -> None:
-        """Raise AuthFailed for a cluster that may not link."""
+        """Raise AuthFailed if the cluster may not link."""
 
     def offered_to(self, cluster_id: int) -> Exports:
-        """Return what a cluster on this host may map; raise LinkRefused for nothing."""
+        """Return the exports that the cluster may map; raise LinkRefused for none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What this end needs for a handshake in either role."""
+    """This instance in a handshake, as either side."""
 
     cluster_id: int
     remote_accessible: bool
     exports: Exports
     transports: Transports
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
-    credentials: Credentials | None = None  # without them links are neither authenticated nor sealed
-    check_reach: Callable[[str], None] = lambda host: None  # raises ParamError for a host that is not to be dialled
-    rules: PeerRules | None = None  # without them every peer may link, and is offered all exports
+    credentials: Credentials | None = None  # None: links are plain
+    check_reach: Callable[[str], None] = lambda host: None  # raises ParamError to forbid a host
+    rules: PeerRules | None = None  # None: all peers may link and map all exports
 
     def offered_to(self, peer: Greeting) -> Exports | LinkRefused:
-        """Return what the peer may map, or why it may map nothing."""
+        """Return the exports for the peer, or the reason for none."""
         try:
             return self.exports if self.rules is None else self.rules.offered_to(peer.cluster_id)
         except LinkRefused as error:
             return error
 
-    def session(self, *, server_side: bool) -> Seal | None:
-        """Return what authenticates and seals a new connection, if anything does."""
+    def session(self, *, server_side: bool) -> TlsSession | None:
         return None if self.credentials is None else self.credentials.session(server_side=server_side)
 
     def renewal(self, peer: Greeting, secret: bytes, *, dialled: bool) -> Renewal | None:
-        """Return what authenticates the ends of a link again that has this secret, if anything does."""
         if self.credentials is None:
             return None
-        return Renewal(
-            self.credentials.session, lambda seal: _check_identity(self, seal, peer), secret, dialled=dialled
-        )
+        return Renewal(self.credentials.session, lambda tls: _check_identity(self, tls, peer), secret, dialled=dialled)
 
     def greeting(self, offers: dict[str, bytes], nonce: bytes, share: bytes) -> dict[str, Any]:
         return {
@@ -139,23 +132,22 @@ class Endpoint:
         }
 
     def fresh(self) -> tuple[bytes, bytes]:
-        """Return nonce and share of a new greeting."""
         return secrets.token_bytes(16), b"" if self.credentials is None else secrets.token_bytes(SHARE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class NewLink:
-    """The outcome of a handshake in either role: a link that lacks only its channel."""
+    """Result of a handshake: a link without a channel."""
 
     peer: Peer
     connection: DataPath
     choice: Choice
     origin: LinkOrigin
     sock: socket.socket
-    leftover: bytes  # received after the handshake
-    share: bytes = b""  # this end's half of a new secret, for the initiator
-    admitted: Callable[[], None] = lambda: None  # to be called once the target has admitted it
-    seal: Seal | None = None  # which all bytes of the socket go through, and with it:
+    leftover: bytes  # bytes after the handshake
+    share: bytes = b""  # the listener's half of a new secret
+    admitted: Callable[[], None] = lambda: None  # called after admission
+    tls: TlsSession | None = None  # encrypts all bytes of the socket
     renewal: Renewal | None = None
 
     def close(self) -> None:
@@ -164,13 +156,13 @@ class NewLink:
 
 
 def _take(parser: FrameParser) -> Message | None:
-    """Return the next message; None until it is complete. Raises ProtocolError."""
+    """Return the next complete message, or None. Raises ProtocolError."""
     payload = parser.take()
     return None if payload is None else decode(payload)
 
 
 def _expect(kind: type[M], message: Message) -> M:
-    """Return the message if it is of ``kind``; an echo of our own greeting is not."""
+    """Return the message. Raises ProtocolError for another kind, even our own echoed greeting."""
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
     return message
@@ -178,14 +170,17 @@ def _expect(kind: type[M], message: Message) -> M:
 
 def _check_version(mine: Endpoint, theirs: Greeting) -> None:
     if theirs.version != PROTOCOL_VERSION:
-        raise LinkRefused(f"protocol version {theirs.version}: this end speaks {PROTOCOL_VERSION}")
+        raise LinkRefused(
+            f"protocol version differs: {theirs.version} at cluster {theirs.cluster_id}, "
+            f"{PROTOCOL_VERSION} at cluster {mine.cluster_id}"
+        )
     expected = 0 if mine.credentials is None else SHARE_BYTES
     if len(theirs.share) != expected:
         raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
 
 
 def _check_place(theirs: Greeting, here: Exports | None) -> None:
-    """Refuse an end that says it lives in this process and has not proven it."""
+    """Refuse an unproven claim to live in this process."""
     if here is None and instances.lives_here(theirs.incarnation):
         raise LinkRefused(f"incarnation {theirs.incarnation.hex()[:8]} lives in this process, the peer does not")
     if here is not None and here.incarnation != theirs.incarnation:
@@ -201,10 +196,10 @@ def _check_access(mine: Endpoint, theirs: Greeting) -> None:
         )
 
 
-def _check_identity(mine: Endpoint, seal: Seal | None, theirs: Greeting) -> None:
-    """Refuse an end that says it is a cluster which it may not be, or that may not link. Raises AuthFailed."""
-    if mine.credentials is not None and seal is not None:
-        mine.credentials.check(seal, theirs.cluster_id)
+def _check_identity(mine: Endpoint, tls: TlsSession | None, theirs: Greeting) -> None:
+    """Raise AuthFailed if the peer may not be that cluster, or may not link."""
+    if mine.credentials is not None and tls is not None:
+        mine.credentials.check(tls, theirs.cluster_id)
     if mine.rules is not None:
         mine.rules.require_link(theirs.cluster_id)
 
@@ -213,55 +208,55 @@ def _hear(meeting: Meeting, theirs: Greeting) -> None:
     meeting.hear(theirs.offers, theirs.transport, theirs.incarnation, str(Peer.of(theirs)), theirs.cluster_id)
 
 
-def _link_secret(transcript: Transcript, initiator_share: bytes, target_share: bytes) -> bytes:
-    """Return the secret of the link: HKDF-Extract of both shares, which were sent sealed. Empty without shares."""
-    if not initiator_share:
+def _link_secret(transcript: Transcript, dialer_share: bytes, listener_share: bytes) -> bytes:
+    """Return the link's secret: HKDF-Extract of both shares, sent encrypted. Empty without shares."""
+    if not dialer_share:
         return b""
-    return hmac.digest(b"".join(transcript), initiator_share + target_share, "sha256")
+    return hmac.digest(b"".join(transcript), dialer_share + listener_share, "sha256")
 
 
 class _BlockingFrames(DialledSocket):
-    """Frames on one socket under one deadline. Whatever fails leaves as DeadlineExceeded, LinkRefused or AuthFailed."""
+    """Frames under one deadline. Raises DeadlineExceeded, LinkRefused or AuthFailed."""
 
-    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, seal: Seal | None) -> None:
+    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, tls: TlsSession | None) -> None:
         super().__init__(addresses, deadline, what)
         self.parser = FrameParser()
-        self.seal = seal
-        self._heard = False  # the peer has said something that it could say after it was authenticated only
+        self.tls = tls
+        self._heard = False  # a message came: the peer accepts this side
 
     def introduce(self, hello: Hello) -> None:
-        """Send the preamble and the first message; between them both ends are authenticated, where they are."""
-        if self.seal is None:
+        """Send preamble and Hello; with credentials, authenticate the listener in between."""
+        if self.tls is None:
             self.send(CONTROL_PREAMBLE + frame(hello))
             return
-        self.send(SEALED_PREAMBLE)
+        self.send(TLS_PREAMBLE)
         try:
-            self.send(self.seal.shake())
-            while not self.seal.authenticated:
-                self.send(self.seal.shake(self._read_some()))
+            self.send(self.tls.shake())
+            while not self.tls.authenticated:
+                self.send(self.tls.shake(self._read_some()))
         except AuthFailed as error:
             with suppress(LLMException):
-                self.send(self.seal.alert())
+                self.send(self.tls.alert())
             raise self._not_authenticated(error) from None
         self.put(hello)
 
     def put(self, message: Message) -> None:
         data = frame(message)
-        self.send(data if self.seal is None else self.seal.seal(data))
+        self.send(data if self.tls is None else self.tls.encrypt(data))
 
     def _read_some(self) -> bytes:
-        """Raise AuthFailed where the peer leaves before it has said anything over a sealed connection."""
+        """Raise AuthFailed if the peer leaves a TLS connection before its first message."""
         try:
             data = self.read(_RECEIVE_BYTES)
         except LinkRefused as error:
-            if self.seal is None or self._heard:
+            if self.tls is None or self._heard:
                 raise
             raise AuthFailed(str(error)) from None
         if data:
             return data
-        if self.seal is None or self._heard:
+        if self.tls is None or self._heard:
             raise LinkRefused(f"{self.what}: the peer closed the connection in the handshake", phase="handshake")
-        raise AuthFailed("the peer closed the connection: it does not believe this end, or has no authentication")
+        raise AuthFailed("the peer closed the connection: it rejected this instance's credentials, or has none")
 
     def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
         return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
@@ -270,7 +265,7 @@ class _BlockingFrames(DialledSocket):
         try:
             while (message := _take(self.parser)) is None:
                 data = self._read_some()
-                self.parser.feed(data if self.seal is None else self.seal.open(data))
+                self.parser.feed(data if self.tls is None else self.tls.decrypt(data))
             self._heard = True
             if isinstance(message, Refused):
                 raise remote_refusal(message, self.what)
@@ -282,11 +277,13 @@ class _BlockingFrames(DialledSocket):
 
 
 class Dial(AbstractContextManager["Dial"]):
-    """One handshake, seen from the initiator. One thread; :meth:`hang_up` from any.
+    """One handshake at the dialer; a context manager.
 
-    A context manager: what it holds is given back at the end of the block, unless it was taken. :meth:`greet` sets
-    ``peer``, ``connection`` and ``choice``. ``incarnation`` must answer, when a lost link is dialled again;
-    ``communicator`` must be known there; without one ``link_clusters`` asks.
+    :meth:`greet` sets ``peer``, ``connection`` and ``choice``. If given, only ``incarnation`` may answer, and the
+    listener must know the ``communicator``.
+
+    Owns: socket and connection until :meth:`take`; the end of the block frees them.
+    Threads: one; any for :meth:`hang_up`.
     """
 
     peer: Peer
@@ -321,10 +318,10 @@ class Dial(AbstractContextManager["Dial"]):
         self._proven = False
 
     def greet(self, wanted: int | None) -> None:
-        """Do steps 1 to 4: connect, introduce this end, open the data connection.
+        """Do steps 1 to 4: connect, exchange greetings, open the data path.
 
-        Raises DeadlineExceeded; AuthFailed when one end does not believe the other; LinkRefused when the peer is
-        unreachable, refuses, speaks another protocol, or no transport reaches it.
+        Raises DeadlineExceeded; AuthFailed if either side rejects the other; LinkRefused if the peer is unreachable,
+        refuses, speaks another protocol, or no transport reaches it.
         """
         if wanted is not None and self._endpoint.rules is not None:
             try:
@@ -346,7 +343,7 @@ class Dial(AbstractContextManager["Dial"]):
         self._transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
         meeting.secret = _link_secret(self._transcript, hello.share, welcome.share)
         known = self._endpoint.peer_secrets
-        proven = known.is_proven(welcome.incarnation, _TARGET, self._transcript, welcome.proof)
+        proven = known.is_proven(welcome.incarnation, _LISTENER, self._transcript, welcome.proof)
         self._proven = proven or meeting.here is not None
         try:
             self._check(welcome, wanted)
@@ -357,7 +354,7 @@ class Dial(AbstractContextManager["Dial"]):
 
     def _check(self, welcome: Welcome, wanted: int | None) -> None:
         _check_version(self._endpoint, welcome)
-        _check_identity(self._endpoint, self._frames.seal, welcome)
+        _check_identity(self._endpoint, self._frames.tls, welcome)
         _check_place(welcome, self._meeting.here)
         if self._incarnation not in (None, welcome.incarnation):
             raise LinkRefused(
@@ -383,13 +380,13 @@ class Dial(AbstractContextManager["Dial"]):
         self._undo.callback(self.connection.close)
         self.choice = meeting.choice
 
-    def settle(self, sequence: int, *, present: bool = False) -> int:
-        """Do steps 5 and 6: send the choice and this end's number, return the target's.
+    def confirm(self, sequence: int, *, present: bool = False) -> int:
+        """Do steps 5 and 6: send the choice and this side's number, return the listener's.
 
-        ``present``: the link with that number is to be used, not this one.
+        ``present``: use the existing link with that number.
         """
         reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.peer_secrets, self.peer.incarnation
-        proof = known.prove(peer, _INITIATOR, self._transcript) if self._proven else b""
+        proof = known.prove(peer, _DIALER, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
         self._frames.put(
             TransportChoice(self.choice.name, reason, sequence, present, proof, share, self.choice.private)
@@ -400,7 +397,6 @@ class Dial(AbstractContextManager["Dial"]):
         return linked.sequence
 
     def take(self, sequence: int, peer_sequence: int) -> NewLink:
-        """Give the link with these numbers of both ends to the caller."""
         self._undo.pop_all()
         self._meeting.close()
         by_communicator = self._communicator is not None
@@ -408,17 +404,17 @@ class Dial(AbstractContextManager["Dial"]):
             dialled=True,
             sequence=sequence,
             peer_sequence=peer_sequence,
-            # The listener of a communicator is about to close: such a link is not dialled again.
+            # A communicator's listener closes soon.
             address=None if by_communicator else self._address,
             reconnected=self._incarnation is not None,
             by_communicator=by_communicator,
         )
-        sock, leftover, seal = self._frames.socket, self._frames.parser.rest(), self._frames.seal
+        sock, leftover, tls = self._frames.socket, self._frames.parser.rest(), self._frames.tls
         renewal = self._endpoint.renewal(self._welcome, self._meeting.secret, dialled=True)
-        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, seal=seal, renewal=renewal)
+        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, tls=tls, renewal=renewal)
 
     def hang_up(self) -> None:
-        """Make a waiting call fail at once; also ends what was taken."""
+        """Fail a waiting call at once; also end a taken link."""
         _shut_down(self._frames.socket)
 
     def abandon(self) -> None:
@@ -429,7 +425,7 @@ class Dial(AbstractContextManager["Dial"]):
 
 
 class Host(Protocol):
-    """What the listener asks of the link manager, on the control thread. Raises LinkError to refuse."""
+    """Link manager of a listener, on the control thread. Raises LinkError to refuse."""
 
     def refuse_if_full(self, hello: Hello, source: str) -> None: ...
     async def admit(self, hello: Hello, *, proven: bool) -> None: ...
@@ -439,10 +435,10 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """Which peers a listener admits. Both are called on the control thread."""
+    """Admission of peers. On the control thread."""
 
-    check: Callable[[Hello], None]  # raises LinkError unless the listener is there for that peer
-    refused: Callable[[Hello, LLMException], None]  # called when a peer that sent a Hello did not become a link
+    check: Callable[[Hello], None]  # raises LinkError to refuse
+    refused: Callable[[Hello, LLMException], None]  # after an identified Hello was refused
 
 
 def listening_socket(address: tuple[str, int]) -> socket.socket:
@@ -460,7 +456,7 @@ def listening_socket(address: tuple[str, int]) -> socket.socket:
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
-    """Return a listening socket as :func:`listening_socket`; LinkError names the address (interface §3.1)."""
+    """As :func:`listening_socket`; raises LinkError, which names the address (interface §3.1)."""
     try:
         return listening_socket(address)
     except OSError as error:
@@ -471,38 +467,38 @@ def bind(address: tuple[str, int]) -> socket.socket:
 
 
 class _AsyncFrames:
-    """Frames on a non-blocking socket, for the control thread's coroutines. Raises OSError and ProtocolError."""
+    """Frames for coroutines. Raises OSError, ProtocolError and AuthFailed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         self._loop = loop
         self.socket = sock
         self.parser = FrameParser()
-        self.seal: Seal | None = None
+        self.tls: TlsSession | None = None
 
     async def preamble(self) -> bytes:
-        """Read the preamble only: what follows may be a transport's."""
+        """Read the preamble only: the rest may be a transport's."""
         return await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
 
-    async def authenticate(self, seal: Seal) -> None:
-        """Authenticate both ends; everything goes through the seal from now on. Raises AuthFailed."""
-        self.seal = seal
+    async def authenticate(self, tls: TlsSession) -> None:
+        """Authenticate both sides, and encrypt from here on. Raises AuthFailed."""
+        self.tls = tls
         try:
-            while not seal.authenticated:
-                reply = seal.shake(await self._receive_some(MAX_HANDSHAKE_BYTES))
+            while not tls.authenticated:
+                reply = tls.shake(await self._receive_some(MAX_HANDSHAKE_BYTES))
                 await self._loop.sock_sendall(self.socket, reply)
         except AuthFailed:
-            await self._loop.sock_sendall(self.socket, seal.alert())
+            await self._loop.sock_sendall(self.socket, tls.alert())
             raise
-        self.parser.feed(seal.open(b""))  # the first message may have come with the end of the handshake
+        self.parser.feed(tls.decrypt(b""))  # the handshake may have brought the first message
 
     async def send(self, message: Message) -> None:
         data = frame(message)
-        await self._loop.sock_sendall(self.socket, data if self.seal is None else self.seal.seal(data))
+        await self._loop.sock_sendall(self.socket, data if self.tls is None else self.tls.encrypt(data))
 
     async def receive(self, kind: type[M]) -> M:
         while (message := _take(self.parser)) is None:
             data = await self._receive_some(_RECEIVE_BYTES)
-            self.parser.feed(data if self.seal is None else self.seal.open(data))
+            self.parser.feed(data if self.tls is None else self.tls.decrypt(data))
         return _expect(kind, message)
 
     async def _receive_some(self, most: int) -> bytes:
@@ -514,22 +510,23 @@ class _AsyncFrames:
 
 @dataclass(slots=True)
 class _Handshake:
-    """What one handshake has come to at the target. Threads: control."""
+    """One handshake at the listener."""
 
     frames: _AsyncFrames
     hello: Hello
     meeting: Meeting
-    source: str  # address of the initiator
+    source: str  # dialer's address
     proven: bool = False
-    choice: TransportChoice = field(init=False)  # these two once the initiator has chosen
+    choice: TransportChoice = field(init=False)  # set after the choice
     transcript: Transcript = field(init=False)
 
 
 @dataclass(eq=False)
 class Listener:
-    """One listening address, on the control thread. A bad stranger costs its own socket only.
+    """One listening address: of one communicator if it has ``_admission``, otherwise of ``link_clusters``.
 
-    With ``_admission`` it serves for one communicator only; without one it lets no communicator in.
+    Owns: the listening socket, and unverified connections until they are links or a transport's.
+    Threads: control.
     """
 
     _control: ControlLoop
@@ -537,8 +534,8 @@ class Listener:
     _endpoint: Endpoint
     _host: Host
     _admission: AdmissionPolicy | None = None
-    #: Both the oldest first: all handshakes in progress, and those in which no Hello has come.
-    _greetings: dict[socket.socket, str] = field(default_factory=dict)  # and the address of each
+    #: Oldest first: addresses of handshakes in progress; those without a Hello.
+    _greetings: dict[socket.socket, str] = field(default_factory=dict)
     _silent: dict[socket.socket, None] = field(default_factory=dict)
     _resume: asyncio.TimerHandle | None = None
     _warn_again_at: float = 0.0
@@ -548,7 +545,7 @@ class Listener:
         self._listen()
 
     def close(self) -> None:
-        """Stop listening and end the handshakes in progress. Links that exist are not touched."""
+        """Stop listening and end the handshakes in progress, no links."""
         if self._resume is not None:
             self._resume.cancel()
         self._control.loop.remove_reader(self._sock)
@@ -557,7 +554,7 @@ class Listener:
             self._hang_up(sock)
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copies of the sockets, and touch nothing else."""
+        """In a forked child: close copies of sockets only."""
         for sock in (self._sock, *self._greetings):
             sock.close()
 
@@ -570,7 +567,7 @@ class Listener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: the backlog stays readable, so without a pause the loop would do nothing else.
+            # Out of descriptors the loop would spin without a pause.
             logger.warning("listener %s cannot accept and pauses: %s", show_address(self.address), error)
             self._control.loop.remove_reader(self._sock)
             self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
@@ -586,12 +583,12 @@ class Listener:
         self._control.spawn(self._greet(sock, address))
 
     def _make_room(self, among: list[socket.socket]) -> None:
-        """Hang up on the oldest that says nothing; if those are few, on the oldest: the last may be a transport's."""
+        """Hang up on the oldest, on the oldest silent one if more than :data:`_FEW_SILENT` are silent."""
         silent = [each for each in among if each in self._silent]
         self._hang_up((silent if len(silent) > _FEW_SILENT else among)[0])
 
     def _hang_up(self, sock: socket.socket) -> None:
-        """End a handshake: its coroutine sees the end of the stream, and closes the socket."""
+        """End a handshake; its coroutine closes the socket."""
         self._silent.pop(sock, None)
         self._greetings.pop(sock, None)
         _shut_down(sock)
@@ -605,7 +602,7 @@ class Listener:
             self._warn(address, error)
         except (TimeoutError, OSError, LLMException) as error:
             reason = named(error) if str(error) else "it took too long"
-            logger.info("a connection from %s came to nothing: %s", show_address(address[:2]), reason)
+            logger.info("handshake with %s failed: %s", show_address(address[:2]), reason)
         finally:
             self._greetings.pop(sock, None)
             self._silent.pop(sock, None)
@@ -613,23 +610,23 @@ class Listener:
                 sock.close()
 
     def _warn(self, address: tuple[str, int], error: AuthFailed) -> None:
-        """Warn of a stranger, at most once a second: as many as like may come."""
+        """Warn at most once a second, because any number of connections may come."""
         now = self._control.loop.time()
         if now >= self._warn_again_at:
             self._warn_again_at = now + 1
             logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), named(error))
 
     async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
-        """Do all steps; return True when the socket has another owner."""
+        """Do all steps; return True if the socket has another owner."""
         frames = _AsyncFrames(self._control.loop, sock)
         preamble = await frames.preamble()
         if (transport := self._endpoint.transports.of_preamble(preamble)) is not None:
             await self._hand_over(sock, transport)
             return True
-        if preamble not in (CONTROL_PREAMBLE, SEALED_PREAMBLE):
+        if preamble not in (CONTROL_PREAMBLE, TLS_PREAMBLE):
             raise ProtocolError(f"the preamble {preamble!r} is not one of ours")
         tune(sock)
-        await self._authenticate(frames, sealed=preamble == SEALED_PREAMBLE)
+        await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
         hello = await frames.receive(Hello)
         await self._identify(frames, hello)
         self._silent.pop(sock, None)
@@ -638,14 +635,14 @@ class Listener:
         try:
             self._check(handshake)
             self._host.refuse_if_full(hello, source)
-            await self._host.admit(hello, proven=True)  # as it says; its proof comes with its choice
+            await self._host.admit(hello, proven=True)  # as claimed; the proof comes with the choice
             await self._exchange_offers(handshake)
             if not handshake.proven:
                 await self._host.admit(hello, proven=False)
             if handshake.choice.present:
                 await self._recognise(handshake)
                 return False
-            self._settle(handshake)
+            self._complete(handshake)
         except BaseException as error:
             meeting.close()
             if isinstance(error, LLMException):
@@ -655,34 +652,34 @@ class Listener:
             meeting.close()
         return True
 
-    async def _authenticate(self, frames: _AsyncFrames, *, sealed: bool) -> None:
-        seal = self._endpoint.session(server_side=True)
-        if seal is not None and sealed:
-            await frames.authenticate(seal)
-        elif seal is not None:
+    async def _authenticate(self, frames: _AsyncFrames, *, encrypted: bool) -> None:
+        tls = self._endpoint.session(server_side=True)
+        if tls is not None and encrypted:
+            await frames.authenticate(tls)
+        elif tls is not None:
             await frames.send(_NOT_AUTHENTICATED)
             raise AuthFailed("it does not authenticate itself")
-        elif sealed:
-            raise AuthFailed("it asks for authentication, and this end has no credentials")
+        elif encrypted:
+            raise AuthFailed("it asks for authentication; this instance has no credentials")
 
     async def _identify(self, frames: _AsyncFrames, hello: Hello) -> None:
         try:
-            _check_identity(self._endpoint, frames.seal, hello)
+            _check_identity(self._endpoint, frames.tls, hello)
         except AuthFailed:
             await frames.send(_NOT_AUTHENTICATED)
             raise
 
     async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
         try:
-            with suppress(OSError):  # what is told, and logged, is why
+            with suppress(OSError):  # the reason is logged anyway
                 await frames.send(refused(error))
         finally:
-            # Last, because it may close this listener, and every connection here with it.
+            # Last: it may close this listener.
             if self._admission is not None:
                 self._admission.refused(hello, error)
 
     async def _recognise(self, handshake: _Handshake) -> None:
-        """Answer with the number of the present link; keep nothing of this handshake."""
+        """Answer with the number of the present link."""
         if not handshake.proven:
             raise LinkRefused(
                 f"cluster {handshake.hello.cluster_id} cannot prove that it is the linked process",
@@ -692,7 +689,7 @@ class Listener:
         await handshake.frames.send(Linked(self._host.recognise(handshake.hello), b""))
 
     async def _hand_over(self, sock: socket.socket, transport: Transport) -> None:
-        """Give a transport its own connection, which is of a link that is there, or about to be."""
+        """Give a transport its own connection."""
         take = await transport.admit(self._control.loop, sock)
         self._greetings.pop(sock, None)
         take()
@@ -713,7 +710,7 @@ class Listener:
         _check_access(mine, hello)
 
     async def _exchange_offers(self, handshake: _Handshake) -> None:
-        """Tell the peer what this end offers; take its choice, its proof, and what it has left meanwhile."""
+        """Send Welcome; receive choice and proof."""
         frames, hello, meeting = handshake.frames, handshake.hello, handshake.meeting
         known, own = self._endpoint.peer_secrets, self._endpoint.exports.incarnation
         nonce, share = self._endpoint.fresh()
@@ -721,30 +718,30 @@ class Listener:
         meeting.sock, meeting.offered = frames.socket, self._endpoint.offered_to(hello)
         meeting.secret = _link_secret(transcript, hello.share, share)
         _hear(meeting, hello)
-        proof = known.prove(hello.incarnation, _TARGET, transcript)
+        proof = known.prove(hello.incarnation, _LISTENER, transcript)
         await frames.send(Welcome(**self._endpoint.greeting(meeting.offers(), nonce, share), proof=proof))
         handshake.choice = choice = await frames.receive(TransportChoice)
         meeting.end_exchange()
         if frames.socket not in self._greetings:
-            # The peer's last message came, but this end has hung up meanwhile and can answer nothing any more.
+            # This side has hung up, and cannot answer.
             raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-        shown = known.is_proven(hello.incarnation, _INITIATOR, transcript, choice.proof)
+        shown = known.is_proven(hello.incarnation, _DIALER, transcript, choice.proof)
         handshake.proven = shown or meeting.here is not None
 
-    def _settle(self, handshake: _Handshake) -> None:
-        """Open the connection if both ends chose alike, and install the link."""
+    def _complete(self, handshake: _Handshake) -> None:
+        """Open the data path if both sides chose alike, and install the link."""
         hello, theirs, frames, meeting = handshake.hello, handshake.choice, handshake.frames, handshake.meeting
         mine = meeting.choose()
         if theirs.transport != mine.name:
             there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
-            raise LinkRefused(f"the ends chose differently: {there} there, {mine.name} ({mine.reason}) here")
+            raise LinkRefused(f"the sides chose different transports: {there} there, {mine.name} ({mine.reason}) here")
         meeting.yield_to(theirs.private)
         connection = meeting.open()
         try:
             by_communicator = hello.communicator is not None
             origin = LinkOrigin(
                 dialled=False,
-                sequence=0,  # the host gives it one
+                sequence=0,  # the host sets it
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
                 source=handshake.source,
@@ -757,7 +754,7 @@ class Listener:
             agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
             renewal = self._endpoint.renewal(hello, meeting.secret, dialled=False)
             self._host.install(
-                NewLink(peer, connection, meeting.choice, origin, sock, leftover, share, agree, frames.seal, renewal)
+                NewLink(peer, connection, meeting.choice, origin, sock, leftover, share, agree, frames.tls, renewal)
             )
         except BaseException:
             connection.close()
@@ -765,6 +762,5 @@ class Listener:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """End the connection in both directions; the descriptor stays open for its owner."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,11 +1,10 @@
-"""Proof that a peer is the process which this end has met before: a secret that only the two of them know.
+"""Proofs that a peer is the process met before, by a secret that only the two know.
 
-The first handshake of two incarnations agrees on a secret, of which each end sends one half. In every later handshake
-of these two, each end proves by the secret that it is the same process as before, and not a stranger who has learnt the
-incarnation. This does not protect against an attacker that has read or changed the first handshake. That takes
-authentication, for which greetings have a field.
+The first handshake of two incarnations agrees on a secret, half from each side. In later ones each side proves it,
+because others may learn an incarnation. An attacker that read or changed the first handshake is not excluded.
+Credentials (TLS 1.3, :mod:`.credentials`) protect against that; no greeting field does.
 
-Threads: any; single dict operations only. Nothing fails: without a secret there is no proof.
+Threads: any; single dict operations only.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ import hmac
 import secrets
 from typing import Final, NamedTuple
 
-#: Secrets kept; the oldest goes first. A peer whose secret is gone is a peer that was never met.
+#: Secrets kept; the oldest goes first, as if never met.
 _MAX_SECRETS: Final = 4096
 
 
 class Transcript(NamedTuple):
-    """What both ends of one handshake have said by the time of the proofs: their incarnations and fresh nonces."""
+    """Incarnations and nonces of a handshake."""
 
-    initiator: bytes
-    target: bytes
-    initiator_nonce: bytes
-    target_nonce: bytes
+    dialer: bytes
+    listener: bytes
+    dialer_nonce: bytes
+    listener_nonce: bytes
 
 
 class PeerSecrets:
-    """The secrets of one process incarnation, by the incarnation of the peer."""
+    """The secrets of one incarnation, by that of the peer."""
 
     def __init__(self) -> None:
         self._secrets: dict[bytes, bytes] = {}
 
     def prove(self, peer: bytes, role: bytes, transcript: Transcript) -> bytes:
-        """Return this end's proof in its role for a peer; empty where the two have no secret."""
+        """Return this side's proof for a peer; empty without a secret."""
         secret = self._secrets.get(peer)
         return b"" if secret is None else _proof(secret, role, transcript)
 
@@ -44,9 +43,9 @@ class PeerSecrets:
         secret = self._secrets.get(peer)
         return secret is not None and hmac.compare_digest(proof, _proof(secret, role, transcript))
 
-    def agree(self, peer: bytes, initiator_share: bytes, target_share: bytes, transcript: Transcript) -> None:
+    def agree(self, peer: bytes, dialer_share: bytes, listener_share: bytes, transcript: Transcript) -> None:
         self._secrets.pop(peer, None)
-        self._secrets[peer] = hashlib.sha256(b"".join((initiator_share, target_share, *transcript))).digest()
+        self._secrets[peer] = hashlib.sha256(b"".join((dialer_share, listener_share, *transcript))).digest()
         while len(self._secrets) > _MAX_SECRETS:
             self._secrets.pop(next(iter(self._secrets)), None)
 
@@ -56,5 +55,5 @@ def new_share() -> bytes:
 
 
 def _proof(secret: bytes, role: bytes, transcript: Transcript) -> bytes:
-    # Keyed BLAKE2b is a MAC by itself; an HMAC by OpenSSL takes ten times as long once in a while.
+    # Keyed BLAKE2b is a MAC; an HMAC by OpenSSL occasionally takes ten times as long.
     return hashlib.blake2b(b"".join((role, *transcript)), key=secret, digest_size=32).digest()

@@ -1,7 +1,6 @@
-"""One link: the peer, the control channel, the data connection, and the operations that use them.
+"""One link: the peer, the control channel, the data path, and the operations that use them.
 
-A link is made once its handshake is over. Callers' threads run operations and requests; the control thread delivers
-messages. When the link ends, every waiting caller gets an error and the channel and the data connection are closed.
+The reader-role holder delivers answers, the control thread other messages.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end: the process incarnation, not only its cluster id."""
+    """Incarnation and cluster id across a link."""
 
     cluster_id: int
     incarnation: bytes
@@ -45,7 +44,7 @@ class Peer:
         return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host)
 
     def __str__(self) -> str:
-        # The peer's own words: on one line, whatever they are.
+        # The peer's text, on one line.
         host = "".join(c if c.isprintable() else "?" for c in self.host[:255])
         return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
 
@@ -60,15 +59,15 @@ class LinkState(Enum):
 
 
 class LinkEvent(Enum):
-    HELLO = "hello"  # the two ends have introduced themselves
-    READY = "ready"  # both ends have mapped each other
-    SILENT = "silent"  # no heartbeat for a while
-    HEARD = "heard"  # a message after a silence
-    UNLINK = "unlink"  # either end unlinks
-    RESUME = "resume"  # the peer did not answer the unlink: the link is kept (interface §3.4)
-    IDLE = "idle"  # drained: nothing in flight
-    LOST = "lost"  # io error, bad frame, dead, replaced
-    CLEANUP = "cleanup"  # everything of a broken link has been given back
+    HELLO = "hello"  # the handshake is over
+    READY = "ready"  # channel attached; operations may start
+    SILENT = "silent"  # nothing heard for three seconds
+    HEARD = "heard"  # a message after that
+    UNLINK = "unlink"  # either side unlinks
+    RESUME = "resume"  # no side unlinks any more (interface §3.4)
+    IDLE = "idle"  # given up while draining
+    LOST = "lost"  # ended in any other way
+    CLEANUP = "cleanup"  # follows LOST at once
 
 
 _S, _E = LinkState, LinkEvent
@@ -90,12 +89,10 @@ TRANSITIONS: Final[dict[tuple[LinkState, LinkEvent], LinkState]] = {
 }
 
 #: States in which operations may start.
-USABLE: Final = (LinkState.READY, LinkState.SUSPECT)  # found by identity; the hash of a member is Python code
+USABLE: Final = (LinkState.READY, LinkState.SUSPECT)  # a tuple: hashing is Python code
 
 
 class LinkMachine:
-    """The state of one link and the last events."""
-
     __slots__ = ("_story", "name", "state")
 
     def __init__(self, name: str) -> None:
@@ -107,7 +104,7 @@ class LinkMachine:
         return (self.state, event) in TRANSITIONS
 
     def fire(self, event: LinkEvent) -> LinkState:
-        """Take the transition; raise StateError, with the story, when it is illegal."""
+        """Take the transition. Raises StateError, with the story, if it is illegal."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
@@ -121,47 +118,46 @@ class LinkMachine:
 
 @dataclass(slots=True)
 class LinkOrigin:
-    """How a link was made, and which calls may use it."""
+    """Origin of a link, and the calls that may use it."""
 
-    dialled: bool  # by this end
-    sequence: int  # this end's number for it; a later link has a higher one
+    dialled: bool  # by this side
+    sequence: int  # this side's number; a later link has a higher one
     peer_sequence: int
-    address: tuple[str, int] | None = None  # where this end dials it again, should it be lost
-    #: The dialling end made it again by itself after a loss: ``link_clusters`` of either end may still claim it.
+    address: tuple[str, int] | None = None  # to redial
+    #: Restored after a loss; ``link_clusters`` may still request it.
     reconnected: bool = False
-    source: str = ""  # the address that the peer dialled from; empty if this end did
-    by_communicator: bool = False  # communicators of both ends made it, and ``link_clusters`` of neither
-    #: What members of communicators dialled with, until the peer has shown that it knows this link.
+    source: str = ""  # the dialling peer's address
+    by_communicator: bool = False  # made for communicators, not for ``link_clusters``
+    #: For communicators, until the peer answers a Ping.
     greetings: list[Hello] = field(default_factory=list)
-    claimed: bool = field(init=False)  # ``link_clusters`` of this end asked for it
-    #: False while it is for communicators of which none is OK: operations of this end may not use it yet.
+    requested: bool = field(init=False)  # by ``link_clusters`` of this side
+    #: False while no OK communicator uses it: closed to operations here.
     open: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.claimed = self.dialled and not (self.reconnected or self.by_communicator)
+        self.requested = self.dialled and not (self.reconnected or self.by_communicator)
         self.open = not self.by_communicator
 
     @property
     def spare(self) -> bool:
-        return self.by_communicator and not self.claimed
+        return self.by_communicator and not self.requested
 
 
 @dataclass(slots=True, eq=False)
 class PeerCacheView:
-    """What the transfers of one link have learnt; this package only keeps it."""
+    """Per-link cache of transfer state, opaque to `_links`."""
 
-    cached: dict[Any, Any] = field(default_factory=dict)  # answers of the peer that stay valid while their guards do
-    mapped: dict[Any, Any] = field(default_factory=dict)  # where its tensors are, by the names that it gave them
-    predicted: dict[Any, Any] = field(default_factory=dict)  # pinned answers that the next ones are taken to be like
-    unlike: dict[Any, Any] = field(default_factory=dict)  # pairs of caches of which the log has said how they differ
-    located: set[int] = field(default_factory=set)  # caches of this end that the peer knows by address, and may write
+    cached: dict[Any, Any] = field(default_factory=dict)  # answers, valid while their guards are
+    mapped: dict[Any, Any] = field(default_factory=dict)  # tensors, by the names that the peer gave them
+    predicted: dict[Any, Any] = field(default_factory=dict)  # pinned answers, predicted for the next ones
+    unlike: dict[Any, Any] = field(default_factory=dict)  # pairs of caches whose difference was logged
+    located: set[int] = field(default_factory=set)  # located caches of this side
 
 
 class RequestTable:
-    """The callers that wait for answers, by the number of their request. Any thread.
+    """Callers that wait for answers, by request number. Threads: any.
 
-    ``lock`` guards ``waiters`` and ``closed``. :meth:`Link.request` uses them directly: it is called for every
-    transfer, and two calls less per request can be measured.
+    :meth:`Link.request` uses the fields directly, which saves two calls for every transfer.
     """
 
     def __init__(self) -> None:
@@ -171,17 +167,17 @@ class RequestTable:
         self.numbers = itertools.count(1)
 
     def answer(self, number: int, message: Message) -> bool:
-        """Deliver an answer; return False when its caller does not wait any more."""
+        """Deliver an answer; return False if its caller no longer waits."""
         with self.lock:
             waiter = self.waiters.pop(number, None)
             if waiter is None:
                 return False
-            # Under the lock: a caller that finds its waiter removed finds the answer in it.
+            # Under the lock: a removed waiter has its answer.
             waiter.wake(message)
             return True
 
     def close(self) -> None:
-        """Wake all callers without an answer, and admit no more."""
+        """Wake all callers without an answer; admit no more."""
         with self.lock:
             self.closed = True
             for waiter in self.waiters.values():
@@ -190,11 +186,13 @@ class RequestTable:
 
 
 class Link:
-    """A link whose handshake is over. Owns the channel and the data connection.
+    """A link whose handshake is over.
 
-    A ``with`` block over it is an operation: raises NotLinked, or keeps the link from being unlinked.
+    A ``with`` block over it is an operation: it raises NotLinked, or unlinking waits for it.
 
-    Threads: any; the lock guards the state and the unlink; nothing blocks under it.
+    Owns: the channel and the data path.
+    Threads: any; the lock guards the state; nothing blocks under it.
+    Errors: the end of the link fails waiting callers and operations.
     """
 
     def __init__(
@@ -204,22 +202,22 @@ class Link:
         self.connection = connection
         self.choice = choice
         self.origin = origin
-        self.renewal = renewal  # of a sealed link: both ends are authenticated, and what leaves this host is encrypted
+        self.renewal = renewal  # of an encrypted link
         self.caches = PeerCacheView()
         self.requests = RequestTable()
         self.channel: Channel | None = None  # until ready()
         self.last_heard = time.monotonic()
-        self.last_pong = 0  # number of the last ping() that was answered
-        self.last_question = 0  # number of the ping() that decides about suspected sockets
-        self.settled = 0  # how many messages settle() has sent, or is sending
-        self.peer_settled = 0  # how much of what the peer's has sent this end has handled; for the control thread
+        self.last_pong = 0  # of ping(), answered last
+        self.last_question = 0  # of the ping() about suspected sockets
+        self.reported = 0  # number of report() calls
+        self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._operations = UseGate(is_open=False)  # open while the link is usable, changed under the lock
+        self._operations = UseGate(is_open=False)  # open while usable; changed under the lock
         self._fire(LinkEvent.HELLO)
         self._verified_bytes = 0
-        # Either end may unlink, or both at once. The acknowledgement waits for this end's operations.
+        # Both sides may unlink at once.
         self._unlinking = self._peer_unlinks = False
         self._unlink_ack: Callable[[], None] | None = None
         self._end_reason, self._lost = "", False
@@ -252,7 +250,7 @@ class Link:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._operations.try_leave():
-            return  # the gate is open: nothing waits for the last operation
+            return  # no unlink waits
         with self._lock:
             if self._operations.leave() == 0:
                 self._idle.notify_all()
@@ -270,8 +268,9 @@ class Link:
     ) -> Message:
         """Send a request, call ``meanwhile``, wait for the answer; ``what`` is for errors.
 
-        Raises RemoteFailure when the target answered with a failure; PeerLost or NotLinked when the link broke or this
-        end gave it up meanwhile; DeadlineExceeded without an answer in time: a late one is handled when it comes.
+        Raises RemoteFailure if the target reports a failure. Raises PeerLost if the link broke, NotLinked if it is not
+        ready or this side gave it up. Raises DeadlineExceeded if no answer came in time; a late one is handled. Raises
+        ProtocolError if the request is too large.
         """
         requests = self.requests
         waiter, number = Waiter(), next(requests.numbers)
@@ -279,7 +278,7 @@ class Link:
             if requests.closed:
                 raise self.lost_error(what, phase)
             requests.waiters[number] = waiter
-        # While this thread runs ``meanwhile`` it could not read.
+        # A thread in ``meanwhile`` cannot read.
         reader = self.channel if meanwhile is None else None
         try:
             if reader is not None:
@@ -292,7 +291,7 @@ class Link:
             if reader is not None:
                 reader.forgo(waiter)
             with requests.lock:
-                requests.waiters.pop(number, None)  # an answer that comes from now on is late
+                requests.waiters.pop(number, None)  # later answers are late
         answer = waiter.answer
         if answer is None:
             if self.ended:
@@ -303,10 +302,7 @@ class Link:
         return answer
 
     def send(self, message: Message, what: object = None, phase: str = "send") -> Channel:
-        """Send a message, return by which channel; ``what`` and ``phase`` describe the operation in errors.
-
-        Raises PeerLost when the link broke, NotLinked when it is not ready yet or this end gave it up.
-        """
+        """Send a message; return its channel. Raises PeerLost, NotLinked and ProtocolError as :meth:`request`."""
         if steps.watch is not None:
             steps.watch("send", self, message)
         if (channel := self.channel) is None:
@@ -320,33 +316,32 @@ class Link:
         return channel
 
     def tell(self, message: Message) -> None:
-        """Send a message; when the link has ended, only log it."""
+        """Send a message; only log that the link has ended."""
         try:
             self.send(message)
         except LinkError as error:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
-    def settle(self, message: Release | Consumed) -> None:
-        """:meth:`tell` what ends a transfer, and count it: a later request by another way may overtake it."""
+    def report(self, message: Release | Consumed) -> None:
+        """Send the end of a transfer, and count it: a request over a lane may overtake it."""
         with self._lock:
-            self.settled += 1
+            self.reported += 1
         self.tell(message)
 
     def ping(self) -> int:
-        """Send a Ping; return the number that :attr:`last_pong` reaches by its answer."""
+        """Send a Ping; return the number for :attr:`last_pong`."""
         number = next(self.requests.numbers)
         with suppress(NotLinked, PeerLost):
             self.send(Ping(number))
         return number
 
     def responds(self, deadline: Deadline, most_ms: int = 1000, *, number: int | None = None) -> bool:
-        """Return True when the peer answers a ping (``number``, or a new one) within ``most_ms``."""
+        """Return True if the peer answers a ping (``number``, or a new one) within ``most_ms``."""
         ping = self.ping() if number is None else number
         answer = Deadline(min(most_ms, deadline.remaining_ms()))
         return answer.poll(lambda: self.last_pong >= ping or self.ended) and not self.ended
 
     def lost_error(self, what: object, phase: str) -> LLMException:
-        """Build the error for an operation that the end of this link ended."""
         if self.ended and not self._lost:
             return NotLinked(
                 f"{what}: the link to {self.peer} was given up in phase {phase}: {self._end_reason}",
@@ -372,13 +367,13 @@ class Link:
                     self._fire(LinkEvent.HEARD)
 
     def oversleep(self, seconds: float) -> None:
-        """Count these seconds not as the peer's: this process was stopped itself."""
+        """Forgive seconds in which this process was stopped."""
         self.last_heard += seconds
         if self.renewal is not None and self.renewal.asked is not None:
             self.renewal.asked += seconds
 
     def silent(self) -> bool:
-        """Become SUSPECT; return False when it is already, or is not ready."""
+        """Become SUSPECT; return False unless READY."""
         with self._lock:
             if not self._machine.can(LinkEvent.SILENT):
                 return False
@@ -386,7 +381,7 @@ class Link:
             return True
 
     def begin_unlink(self) -> bool:
-        """Let no operation start any more; return False when the link is not usable anyway."""
+        """Start no more operations; return False if unusable."""
         with self._lock:
             if not self._machine.can(LinkEvent.UNLINK):
                 return False
@@ -398,7 +393,7 @@ class Link:
         return deadline.wait_for(self._idle, lambda: not self.busy)
 
     def cancel_unlink(self, *, of_peer: bool = False) -> None:
-        """Take this end's unlink back, or the peer's; resume unless the other end unlinks too."""
+        """Cancel this side's unlink, or the peer's; resume unless the other remains."""
         with self._lock:
             if of_peer:
                 self._peer_unlinks, self._unlink_ack = False, None
@@ -408,7 +403,7 @@ class Link:
                 self._fire(LinkEvent.RESUME)
 
     def peer_unlinks(self, acknowledge: Callable[[], None]) -> None:
-        """Drain for the peer's unlink; the last operation's thread calls ``acknowledge``."""
+        """Drain; call ``acknowledge`` once no operation runs."""
         with self._lock:
             if self._machine.can(LinkEvent.UNLINK):
                 self._fire(LinkEvent.UNLINK)
@@ -420,25 +415,25 @@ class Link:
 
     @property
     def unlink_acknowledged(self) -> bool:
-        """True once the peer's unlink request has been answered: the peer closes next."""
+        """True once the peer's unlink is answered: the peer closes next."""
         return self._peer_unlinks and self._unlink_ack is None
 
     def _fire(self, event: LinkEvent) -> None:
-        """Under the lock: operations may start only while the link is usable."""
+        """Under the lock: operations may start only while usable."""
         if self._machine.fire(event) in USABLE:
             self._operations.open()
         else:
             self._operations.shut()
 
     def _due_unlink_ack(self) -> Callable[[], None] | None:
-        """Under the lock: return a waiting acknowledgement if no operation runs."""
+        """Under the lock: take the acknowledgement if idle."""
         if self.busy:
             return None
         acknowledge, self._unlink_ack = self._unlink_ack, None
         return acknowledge
 
     def end(self, reason: str, *, lost: bool) -> bool:
-        """Fail waiting callers, close channel and connection; return False if it was over."""
+        """Fail waiting callers, close channel and data path; return False if already ended."""
         with self._lock:
             if self._machine.state is LinkState.CLOSED:
                 return False
@@ -449,7 +444,7 @@ class Link:
             else:
                 self._fire(LinkEvent.IDLE)
             self.requests.close()
-        # Operations still copying fail, and keep the mappings until they are out: the connection counts its users.
+        # Running copies fail; their mappings stay until they leave.
         for each in self.connection.connections:
             each.abort()
         if self.channel is not None:

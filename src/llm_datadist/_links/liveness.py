@@ -1,4 +1,4 @@
-"""Liveness: heartbeats, and the end of links whose peers are silent or gone. No thread of its own."""
+"""Heartbeats, and the end of links whose peers are silent or gone. No thread of its own."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
-#: With a small ``llm.PeerTimeout`` this end sends and checks more often, whatever the peer's own setting is.
+#: Beats in ``llm.PeerTimeout``, at least.
 _BEATS_PER_TIMEOUT: Final = 4
-#: How long a peer may take to answer a ping when another process claims its id.
+#: Limit of an answer if another process claims the cluster id.
 _ANSWER_MS: Final = 1000
 
 
 @dataclass(eq=False)
 class Heartbeat:
-    """One timer for all links: sends heartbeats, and ends links whose peers are silent. Threads: the control thread."""
+    """One timer for all links, which also ends links of silent peers. Threads: control."""
 
     _control: ControlLoop
     _links: Callable[[], list[Link]]
-    _lose: Callable[[Link, str, str], None]  # called after so many seconds without what must come:
+    _lose: Callable[[Link, str, str], None]  # ends a link; the timeouts follow
     _peer_timeout: float
-    _max_link_age: float | None  # seconds after which the peer of a sealed link has to authenticate itself again
-    _on_tick: Callable[[float], None]  # called at every beat with the monotonic time
+    _max_link_age: float | None  # seconds until peers of encrypted links must authenticate themselves again
+    _on_tick: Callable[[float], None]  # at every beat, with the monotonic time
     count: int = 0
     _last_tick: float = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -52,10 +52,10 @@ class Heartbeat:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        # First of all, so that no error below stops the heartbeat.
+        # First, so that no error stops the heartbeat.
         self._timer = self._control.loop.call_later(self._period, self._tick)
         now = time.monotonic()
-        # While this process itself was stopped it heard nothing: every bound moves by as much.
+        # A stopped process hears nothing: bounds of silence and renewal move.
         overslept = max(0.0, now - self._last_tick - 2 * self._period)
         self._last_tick = now
         self.count += 1
@@ -64,7 +64,7 @@ class Heartbeat:
             try:
                 self._beat(link, now)
             except LLMException as error:
-                logger.info("no beat to %s: %s", link.peer, error)  # the end of the channel is on its way
+                logger.info("no beat to %s: %s", link.peer, error)  # the channel is ending
         self._on_tick(now)
 
     def _beat(self, link: Link, now: float) -> None:
@@ -78,12 +78,12 @@ class Heartbeat:
                 logger.warning("%s has been silent for %.1f s", link.peer, silence)
             link.send(Beat(self.count))
             if silence > 2 * self._period:
-                link.ping()  # its own heartbeat may be slower
+                link.ping()  # the peer's heartbeat may be slower
             if link.renewal is not None and self._max_link_age is not None:
                 self.renew(link, link.renewal, self._max_link_age, now)
 
     def renew(self, link: Link, renewal: Renewal, max_age: float, now: float) -> None:
-        """Ask a peer to authenticate itself again once the link is old; end the link of one that does not."""
+        """Ask the peer of an old link to authenticate itself again; end the link if it does not."""
         if renewal.asked is None and now - renewal.last >= max_age:
             link.send(renewal.ask(now))
         elif renewal.asked is not None and now - renewal.asked > self._peer_timeout:
@@ -91,34 +91,34 @@ class Heartbeat:
 
 
 class LinkConflicts:
-    """Links that stand in the way of new ones: their peers must answer a ping."""
+    """Links that obstruct new ones: their peers must answer a ping."""
 
     def __init__(self, table: LinkTable, lose: Callable[[Link, str, str], None]) -> None:
         self._table = table
         self._lose = lose
 
     def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True when the peer answers a ping in time, and the link may be used."""
+        """Return True if the peer answers in time, and the link is usable."""
         return link.responds(deadline) and link.usable
 
     def replace(self, peer: Peer, deadline: Deadline) -> None:
-        """End the link to another process of ``peer``'s cluster, unless that answers."""
+        """End the link to another process of ``peer``'s cluster unless that answers."""
         old = self._table.conflict(peer)
         if old is not None and not self.answers(old, deadline):
             self.lose(old, f"silent while {peer} took its place", deadline)
 
     def lose(self, link: Link, reason: str, deadline: Deadline) -> None:
-        """End a link whose peer did not answer; raise DeadlineExceeded if it had too little time for that."""
+        """End a silent peer's link. Raises DeadlineExceeded if the call's time is over."""
         deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
         if link.usable:
             self._lose(link, reason, "replaced")
 
     async def give_way(self, peer: Peer, *, proven: bool, reconnects: bool) -> None:
-        """Return once no other process of the cluster of ``peer`` is linked.
+        """Wait until no other process with this cluster id is linked.
 
-        Raises AlreadyLinked if that lives, or if ``peer`` only ``reconnects``; LinkRefused (``LLM_LINK_BUSY``) if it
-        has the incarnation of a ``peer`` that is not proven: as when both ends dial at once for the first time, whose
-        one link is enough.
+        Raises AlreadyLinked if that answers within a second, or ``peer`` ``reconnects`` while another incarnation is
+        linked. Raises LinkRefused (``LLM_LINK_BUSY``) if it has the incarnation of a ``peer`` without proof: of two
+        first dials at once, one is enough.
         """
         old = self._table.conflict(peer, proven=proven)
         if old is None:
@@ -127,7 +127,7 @@ class LinkConflicts:
             raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer} since {peer} was lost")
         ping = old.ping()
         give_up = time.monotonic() + _ANSWER_MS / 1e3
-        # A restarted peer may dial before the end of its old connection has been read.
+        # The end of a restarted peer's channel may not have been read.
         while self._table.conflict(peer, proven=proven) is old and time.monotonic() < give_up:
             if old.last_pong >= ping:
                 if old.peer.incarnation == peer.incarnation:

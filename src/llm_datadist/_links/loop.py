@@ -1,6 +1,6 @@
 """The control thread: one asyncio loop per LLMDataDist, for sockets and timers; nothing on it may block.
 
-An error in a callback or a coroutine is logged and ends that one only, never the loop.
+An error in a callback or a coroutine is logged and ends that one only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Events that asyncio gets at once. The frames of linked peers come before each of them, so that they wait for the
-#: greetings of few strangers, however many there are.
+#: Events that asyncio gets at once, so new connections barely delay linked peers.
 _EVENTS_PER_TURN: Final = 2
 _NO_MEMORY_SECONDS: Final = 0.01
 
@@ -37,15 +36,14 @@ _NO_MEMORY_SECONDS: Final = 0.01
 class _DirectSelector(selectors.EpollSelector):
     """An epoll that calls some callbacks itself and passes other events to asyncio.
 
-    Why: between an event and its callback asyncio makes some thirty Python calls, and after a sleep none of their code
-    is in the processor's caches. That costs more than a small control message. Here the callback comes first.
+    asyncio makes some thirty Python calls between an event and its callback, more than a small message costs.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._inherited = self.fileno()
-        self._few = select.epoll.fromfd(os.dup(self._inherited))  # the inherited one, asked for few events
-        self._outer = select.epoll()  # of the files that are served, and of the epoll that this class inherits
+        self._few = select.epoll.fromfd(os.dup(self._inherited))  # the inherited epoll
+        self._outer = select.epoll()  # of served sockets, and of the inherited epoll
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
 
@@ -55,18 +53,18 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer.register(sock, select.EPOLLIN)
 
     def listen(self, sock: socket.socket, *, listens: bool) -> None:
-        """Call the callback of ``sock``, which is served, no more, or again. Any thread; keeps the interpreter lock."""
+        """Pause or resume a served ``sock``. Any thread; keeps the interpreter lock."""
         if not self._outer.closed:
             listen_for_input(self._outer.fileno(), sock.fileno(), listens)
 
     def dismiss(self, sock: socket.socket) -> None:
-        """End :meth:`serve`, before ``sock`` is closed. On the control thread, or once that has ended."""
+        """End :meth:`serve` before ``sock`` is closed. On the control thread, or after its end."""
         if self._served.pop(sock.fileno(), None) is not None:
-            with suppress(ValueError):  # closed meanwhile, with the loop
+            with suppress(ValueError):  # closed with the loop
                 self._outer.unregister(sock)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait, call the direct callbacks, and return the other events."""
+        """Wait, call the direct callbacks, return the other events."""
         do_what_was_put_off()  # by finalizers that ran in a callback
         asked = False
         for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
@@ -74,14 +72,14 @@ class _DirectSelector(selectors.EpollSelector):
             if callback is not None:
                 try:
                     callback()
-                except Exception as error:  # noqa: BLE001 (as in asyncio: it ends that callback, never the loop)
+                except Exception as error:  # noqa: BLE001 (ends that callback, never the loop)
                     logger.error("unexpected error on the control thread: %r", error, exc_info=error)
             asked |= descriptor == self._inherited
-        # Last: a callback may have removed, and closed, a file that asyncio waited for.
+        # Last: a callback may have closed a file of asyncio.
         return self._few_events() if asked else []
 
     def _few_events(self) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what the inherited method does, but not all of it; the kernel tells of the others first next time."""
+        """Return some of asyncio's events; the kernel reports the others first next time."""
         keys, events = self.get_map(), []
         for descriptor, event in self._few.poll(0, _EVENTS_PER_TURN):
             key = keys.get(descriptor)
@@ -99,7 +97,7 @@ class _DirectSelector(selectors.EpollSelector):
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """A loop that asks for no close when it could not be made, for want of a descriptor: asyncio's own then fails."""
+    """A loop that counts as closed until made: asyncio cannot close one that lacked a descriptor."""
 
     _made = False
 
@@ -112,7 +110,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 class ControlLoop:
-    """Owns the thread ``llm-datadist-control`` and its loop. Started by init, stopped and joined by finalize."""
+    """The thread ``llm-datadist-control`` and its loop, from init to finalize."""
 
     def __init__(self) -> None:
         selector = _DirectSelector()
@@ -131,7 +129,7 @@ class ControlLoop:
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
-        """Run short work on the control thread and return its result. Raises StateError once the loop has stopped."""
+        """Run short work on the control thread; return its result. Raises StateError once stopped."""
         if self.inside():
             return function(*args)
         done: Future[T] = Future()
@@ -139,27 +137,27 @@ class ControlLoop:
         def run() -> None:
             try:
                 done.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 (carried to the caller, whatever it is)
+            except BaseException as error:  # noqa: BLE001 (raised in the caller)
                 done.set_exception(error)
 
         self.post(run)
         return done.result()
 
     def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
-        """Run ``function`` on the control thread soon, also when a stop follows. Raises StateError as :meth:`call`."""
+        """Run ``function`` there soon, even if a stop follows. Raises StateError once stopped."""
         with self._lock:
             if self._stopped:
                 raise StateError("the control thread has stopped")
             self.loop.call_soon_threadsafe(function, *args)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine. Called on the control thread; the loop's end cancels it."""
+        """Run a coroutine, until the loop's end cancels it. On the control thread."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
     def stop(self) -> None:
-        """Run what was posted, cancel coroutines, stop the loop, join the thread. Idempotent."""
+        """Run posted functions, cancel coroutines, join the thread. Idempotent."""
         with self._lock:
             if self._stopped:
                 return
@@ -180,7 +178,7 @@ class ControlLoop:
             self._serve_until_stopped()
 
     def _ran(self) -> bool:
-        """Run until the loop is stopped; return False when no memory was left to wait for what comes."""
+        """Run until stopped; return False if memory ran out."""
         try:
             self.loop.run_forever()
         except MemoryError:
@@ -191,7 +189,7 @@ class ControlLoop:
         asyncio.set_event_loop(self.loop)
         while not self._ran():
             time.sleep(_NO_MEMORY_SECONDS)
-        # One more turn, so that every coroutine has begun: one that is cancelled before cannot clean up.
+        # One more turn: a coroutine that is cancelled before it begins cannot clean up.
         self.loop.run_until_complete(asyncio.sleep(0))
         for task in list(self._tasks):
             task.cancel()

@@ -1,8 +1,4 @@
-"""LinkManager: every link of one LLMDataDist, the listener, and linking and unlinking.
-
-Callers' threads link, unlink and look links up; the control thread accepts, dispatches, sends heartbeats and ends
-links whose peers are gone. A link is ended outside every lock, by any thread; the first reason counts.
-"""
+"""Links, listener and communicators of one LLMDataDist; linking and unlinking."""
 
 from __future__ import annotations
 
@@ -64,11 +60,11 @@ if TYPE_CHECKING:
     from llm_datadist._links.renewal import Renewal
     from llm_datadist.metrics import RedialStatistics
 
-#: A peer whose unlink request was acknowledged closes within that time.
+#: Time for a peer to close after UnlinkAck.
 _UNLINK_MS: Final = 1000
-#: When both ends dialled at once, the one that gave way looks that often for the other's link.
+#: Wait of the side that gives way for the other's link.
 _CROSSING_POLL_MS: Final = 50
-#: Answers that leave nothing behind at the end that gave them: one that comes too late is ignored.
+#: Answers that are ignored if late, because they hold nothing.
 _FINAL: Final = (Failed, UnlinkAck, Located, Verified, ClaimOver)
 _ANSWERS: Final = (Resolved, Claimed, TransportSaid, *_FINAL)
 _IGNORED: Final = (Beat, *_FINAL)
@@ -76,15 +72,20 @@ _IGNORED: Final = (Beat, *_FINAL)
 
 @dataclass(frozen=True, slots=True)
 class LinkHooks:
-    """What transfers do about links. Called on the control thread, except ``on_end``."""
+    """Callbacks into the transfer layer, on the control thread except ``on_end``."""
 
     handlers: Mapping[type[Message], Callable[[Link, Any], None]]
-    on_end: Callable[[Link], None]  # once for every link that ended, after its last message was dispatched; any thread
-    on_tick: Callable[[float], None]  # at every heartbeat, with the monotonic time
+    on_end: Callable[[Link], None]  # once for each link; any thread; messages may follow
+    on_tick: Callable[[float], None]  # at every beat, with the monotonic time
 
 
 class LinkManager:
-    """Owns the listener, all links, and the communicators that rank tables ask for."""
+    """All links of one LLMDataDist.
+
+    Owns: listener, links, heartbeat, reconnects and communicators.
+    Threads: callers link, unlink and look up; the control thread accepts and dispatches. Any thread ends links, outside
+        every lock; the first reason counts.
+    """
 
     def __init__(
         self,
@@ -113,14 +114,14 @@ class LinkManager:
         self.listener: Listener | None = None
         self._started = False
         lose = partial(self.end, lost=True)
-        self._lost: dict[str, Meter] = {}  # by kind of reason
+        self._lost: dict[str, Meter] = {}  # by kind
         self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
         self.heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, max_link_age, hooks.on_tick)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
-        """Start heartbeat and, with a bound socket, listener. The control thread runs."""
+        """Start the heartbeat and, with a bound socket, the listener."""
         self._started = True
         self._control.call(self._start, listening)
 
@@ -129,7 +130,7 @@ class LinkManager:
         self.heartbeat.start()
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
-        """Return a listener on a bound socket, which its owner closes. On the control thread."""
+        """Return a listener, which the caller closes. On the control thread."""
         return Listener(self._control, listening, self.endpoint, self, admission)
 
     def stop(self, reason: str) -> None:
@@ -149,7 +150,7 @@ class LinkManager:
         self._listen(None)
 
     def abandon(self) -> None:
-        """In a forked child, without any lock: close the child's copies of sockets."""
+        """In a forked child, without locks: close copies of sockets."""
         self._reconnector.abandon()
         self.communicators.abandon()
         if self.listener is not None:
@@ -160,13 +161,12 @@ class LinkManager:
 
     @property
     def listen_address(self) -> tuple[str, int] | None:
-        """Where this process listens, with the port that was picked; None when it does not."""
         return self.listener.address if self.listener is not None else None
 
     def listen(self, listening: socket.socket | None, *, even_if_linked: bool = False) -> None:
-        """Listen at another socket instead of the present one; None: listen no more.
+        """Replace the listening socket; None stops listening.
 
-        Raises what :meth:`refuse_if_linked` raises: nothing has changed then, and the socket is still the caller's.
+        Raises as :meth:`refuse_if_linked`; then nothing changes, and the caller keeps the socket.
         """
         self._control.call(self._listen, listening, even_if_linked)
 
@@ -177,8 +177,8 @@ class LinkManager:
             self.listener.close()
         self.listener = None if listening is None else self.listener_for(None, listening)
 
-    def settle_unlinks(self) -> None:
-        """Wait a moment until the links that peers have unlinked end."""
+    def await_unlinks(self) -> None:
+        """Wait, at most a second, until the links end that peers have unlinked."""
         self._table.wait(
             lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), Deadline(_UNLINK_MS)
         )
@@ -195,7 +195,7 @@ class LinkManager:
             )
 
     def get(self, cluster_id: int) -> Link:
-        """Return the link to a cluster. Raises NotLinked without one that is usable."""
+        """Return the usable link to a cluster. Raises NotLinked."""
         link = self._table.get(cluster_id)
         if link is None or not (link.usable and link.origin.open):
             story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
@@ -209,7 +209,7 @@ class LinkManager:
         return link if link is not None and link.usable else None
 
     def peek(self, cluster_id: int) -> Link | None:
-        """Return the link to a cluster, in whichever state. Takes no lock."""
+        """Return the link to a cluster in any state. Takes no lock."""
         return self._table.get(cluster_id)
 
     def all(self) -> list[Link]:
@@ -220,12 +220,11 @@ class LinkManager:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Links that ended without being unlinked, by kind of reason."""
+        """Lost links by kind of reason, except those being unlinked."""
         return {kind: meter.count for kind, meter in self._lost.copy().items()}
 
     @property
     def reconnected(self) -> int:
-        """Lost links that this end has dialled again with success."""
         return self._reconnector.succeeded
 
     def check_integrity(self) -> None:
@@ -235,12 +234,13 @@ class LinkManager:
             link.check_integrity()
 
     def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
-        """Link to the listener at ``address``; ``wanted`` None learns its cluster id (interface R28).
+        """Link to the listener at ``address``; ``wanted`` None accepts any cluster (interface R28).
 
-        When the peer dials this end meanwhile, one link is made and both calls succeed; so does the first call after
-        a loss when the link is back already. ``mutual``: both ends link explicitly (transfer backend hixl), so a link
-        that the peer made is no obstacle to this end's first call. Raises AlreadyLinked when there is a live link to
-        that cluster, LinkRefused when the listener is unreachable or refuses, and DeadlineExceeded.
+        If the peer dials too, one link is made and both calls succeed. The first call after a loss succeeds if the
+        link is back already. If ``mutual`` (transfer backend hixl), this side's first call after the peer's succeeds.
+
+        Raises AlreadyLinked if there is a live link to that cluster, LinkRefused if the listener is unreachable or
+        refuses, and DeadlineExceeded.
         """
         since = self._table.now()
         present = self._usable(wanted)
@@ -250,28 +250,28 @@ class LinkManager:
                 present = self._dial_until_linked(wanted, address, deadline, since)
             except (DeadlineExceeded, LinkRefused):
                 if silent is not None and silent.usable:
-                    raise _already_linked(silent) from None  # unreachable by either way, but linked
+                    raise _already_linked(silent) from None  # unreachable, but linked
                 raise
         if present is not None:
-            _claim(present, since, address, mutual=mutual)
+            _mark_requested(present, since, address, mutual=mutual)
 
     def _dial_until_linked(
         self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
     ) -> Link | None:
-        """Make a link; return an existing one instead, if its peer knows it."""
+        """Make a link, or return one that the peer knows."""
         while True:
             try:
                 present = self._dial(wanted, address, deadline)
             except LinkRefused as error:
                 if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise
-                # Both ends dialled at once, and this one gives way: it tries again unless the other's link comes.
+                # Both sides dialled, and this one gives way: it dials again until the other's link comes.
                 if not self._table.wait(lambda: self._is_new(wanted, since), Deadline(_CROSSING_POLL_MS)):
-                    deadline.check(f"link to {show_address(address)}: both ends dial", "link", wanted)
+                    deadline.check(f"link to {show_address(address)}: both sides dial", "link", wanted)
                 continue
             if present is None or self._conflicts.answers(present, deadline):
                 return present
-            # The process lives, it has just answered, but it knows nothing of this link any more.
+            # The process answers dials, but has forgotten this link.
             self._conflicts.lose(present, "its peer answers new dials only", deadline)
 
     def _is_new(self, cluster_id: int | None, since: int) -> bool:
@@ -286,9 +286,9 @@ class LinkManager:
             self.end(link, "unlinked", lost=False)
 
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None:
-        """Dial a member of a communicator once; an existing link is enough.
+        """Dial a member of a communicator once, or use an existing link.
 
-        Raises LinkRefused with ``LLM_PARAM_INVALID`` when another attempt would be refused as well.
+        Raises LinkRefused with ``LLM_PARAM_INVALID`` if no attempt can succeed.
         """
         communicator = member.communicator.own_id
         self._dial(member.cluster_id, member.address, deadline, member, communicator=communicator)
@@ -303,7 +303,7 @@ class LinkManager:
         incarnation: bytes | None = None,
         communicator: CommunicatorId | None = None,
     ) -> Link | None:
-        """Make one link, or return an existing one. Arguments as of ``Dial``."""
+        """Make one link, or return an existing one."""
         with (
             _refusing(show_address(address), but=LLMException),
             Dial(self.endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial,
@@ -311,7 +311,7 @@ class LinkManager:
             if attempt is not None:
                 attempt.begin(dial)
             dial.greet(wanted)
-            if incarnation is None:  # a reconnect takes no other process's place
+            if incarnation is None:  # a reconnect replaces no other process
                 self._conflicts.replace(dial.peer, deadline)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
@@ -319,22 +319,22 @@ class LinkManager:
                     self._agree_on(number, dial, deadline)
                 return number
             try:
-                self._install_dialled(dial.take(number, dial.settle(number)))
+                self._install_dialled(dial.take(number, dial.confirm(number)))
             finally:
                 self._table.withdraw(dial.peer)
         return None
 
     def _agree_on(self, present: Link, dial: Dial, deadline: Deadline) -> None:
-        """Agree with the peer that a communicator uses the link that there is."""
+        """Let a communicator use the present link, if the peer agrees."""
         try:
-            dial.settle(present.origin.sequence, present=True)
+            dial.confirm(present.origin.sequence, present=True)
         except LinkRefused:
             if not self._conflicts.answers(present, deadline):
                 self._conflicts.lose(present, "its peer knows nothing of it", deadline)
             raise
 
     def _install_dialled(self, new: NewLink) -> None:
-        """Make a dialled link usable. Owns connection and socket. Raises LinkRefused and AlreadyLinked."""
+        """Make a dialled link usable. Owns ``new``. Raises LinkRefused and AlreadyLinked."""
         link, channel = self._make(new)
         link.ready(channel)
         try:
@@ -348,24 +348,21 @@ class LinkManager:
         self._table.refuse_if_full(hello.cluster_id, source)
 
     async def admit(self, hello: Hello, *, proven: bool) -> None:
-        """Refuse another process of a linked cluster id, unless the linked one is gone.
-
-        A peer that is not ``proven`` to be what its incarnation says counts as another process.
-        """
+        """Refuse another process of a linked cluster id unless the linked one is gone; peers without proof too."""
         await self._conflicts.give_way(Peer.of(hello), proven=proven, reconnects=hello.reconnects)
 
     def install(self, new: NewLink) -> None:
-        """Make an accepted link usable, then send Linked. Owns connection and socket, unless it raises LinkRefused."""
+        """Make an accepted link usable, then send Linked. Owns ``new``, unless it raises."""
         link, channel = self._make(new)
         old = self._table.admit(link)
         new.admitted()
-        # Usable here before the initiator hears of it, and it hears of it before anything else.
+        # Usable before Linked, which is the first message.
         channel.send_first(Linked(link.origin.sequence, new.share))
         link.ready(channel)
         self._bring_up(link, channel, new.leftover, old)
 
     def recognise(self, hello: Hello) -> int:
-        """Let the peer's communicator use the present link; return this end's number of it."""
+        """Let the peer's communicator use the present link; return its number here."""
         link = self._usable(hello.cluster_id)
         if link is None or link.peer.incarnation != hello.incarnation:
             raise LinkRefused(
@@ -376,7 +373,7 @@ class LinkManager:
         return link.origin.sequence
 
     def _make(self, new: NewLink) -> tuple[Link, Channel]:
-        """Return a link that is not usable yet, and its channel, which has not begun."""
+        """Return a link that is not usable yet, and its channel."""
         link = Link(new.peer, new.connection, new.choice, new.origin, new.renewal)
         channel = Channel(
             self._control,
@@ -384,12 +381,12 @@ class LinkManager:
             partial(self.dispatch, link),
             partial(self._on_channel_lost, link),
             partial(self._answers, link),
-            new.seal,
+            new.tls,
         )
         return link, channel
 
     def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
-        """Start a link that is in the table; end the one that it replaces. Raises LinkRefused."""
+        """Start a link of the table; end the one that it replaces. Raises LinkRefused."""
         try:
             with _refusing(link.peer):
                 for each in link.connection.connections:
@@ -401,7 +398,7 @@ class LinkManager:
         channel.begin(leftover)
         self._reconnector.cancel(link.peer.cluster_id, hang_up=False)
         origin = link.origin
-        # The peer may have dialled twice at once, for two communicators: both greetings count.
+        # Two communicators may have dialled at once.
         if old is not None and old.peer.incarnation == link.peer.incarnation:
             # One for each communicator: a peer that dials again and again costs no more.
             said = [each.communicator.name for each in origin.greetings if each.communicator]
@@ -409,7 +406,7 @@ class LinkManager:
                 each for each in old.origin.greetings if each.communicator and each.communicator.name not in said
             ]
             old.origin.greetings = []
-        # Members join once the peer answers: it may have given this attempt up by now, and would come again.
+        # Members join after the answer: the peer may have given up.
         if origin.greetings:
             link.ping()
         if old is not None:
@@ -419,17 +416,17 @@ class LinkManager:
 
     @staticmethod
     def _answers(link: Link, message: Message) -> bool:
-        """Deliver an answer to its caller; in any thread that reads."""
+        """Deliver an answer. In the reader's thread."""
         link.heard()
         return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
 
     def dispatch(self, link: Link, message: Message) -> None:
-        """Handle a message of a peer. On the control thread."""
+        """Handle a message. On the control thread."""
         if self._answers(link, message) or isinstance(message, _IGNORED):
             return
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise ProtocolError(f"{type(message).__name__} has no place on a link that is up")
+            raise ProtocolError(f"{type(message).__name__} is not allowed on an established link")
         if steps.watch is not None:
             steps.watch("handle", self, message, link)
         handler(link, message)
@@ -462,7 +459,7 @@ class LinkManager:
 
     @contextmanager
     def _authenticating(self, link: Link) -> Iterator[Renewal]:
-        """Give the renewal of a link; end the link where its peer is not believed any more."""
+        """Yield the renewal; end the link if its peer is rejected."""
         if link.renewal is None:
             raise ProtocolError("the peer authenticates itself again on a link without authentication")
         try:
@@ -479,32 +476,31 @@ class LinkManager:
         self.end(link, "the peer unlinked" if unlinked else reason, lost=not unlinked)
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
-        """Give up the link to a cluster, also one that is being dialled again; no link is success.
+        """End the link to a cluster, also one that is being dialled again; without a link it succeeds.
 
-        Running operations may finish first. Forced: this side only, the peer is not asked; what still runs at the
-        deadline fails. Otherwise the peer must agree. Raises DeadlineExceeded when operations still ran, or the peer
-        did not answer; the link is kept (interface §3.4).
+        Operations may finish until the deadline. With ``force`` the rest fails, and the peer is not asked. Otherwise
+        operations or a missing answer raise DeadlineExceeded, and the link is kept (interface §3.4).
         """
         self._reconnector.unlink(cluster_id, deadline)
         try:
             link = self._table.get(cluster_id)
             if link is not None:
                 self._drain(link, deadline, force=force)
-            # From here on the peer may not reconnect; a link that it has just made is not wanted either.
+            # A link that the peer restores now ends too.
             self._table.refuse_reconnects(cluster_id)
             if link is not None:
                 self.end(link, "unlinked", lost=False)
             back = self._usable(cluster_id)
-            if back is not None and back.origin.reconnected and not back.origin.claimed:
+            if back is not None and back.origin.reconnected and not back.origin.requested:
                 self.end(back, "unlinked", lost=False)
         finally:
-            self._reconnector.unlink(cluster_id, deadline)  # what the loss of the link began meanwhile
+            self._reconnector.unlink(cluster_id, deadline)  # begun by its loss
 
     def _drain(self, link: Link, deadline: Deadline, *, force: bool) -> None:
-        """Let running operations finish, and, unless forced, the peer agree. Raises DeadlineExceeded as unlink()."""
+        """Wait for operations and, unless forced, the peer. Raises DeadlineExceeded."""
         what, cluster_id = f"unlink of {link.peer}", link.peer.cluster_id
         if not link.begin_unlink():
-            # Another call, of either end, unlinks it.
+            # Another call, of either side, unlinks it.
             gone = self._table.wait(lambda: self._table.get(cluster_id) is not link, deadline)
             if not gone and not force:
                 raise deadline.error(what, "drain", cluster_id)
@@ -516,7 +512,7 @@ class LinkManager:
                 link.request(UnlinkRequest, deadline, what, "unlink")
         except BaseException as error:
             if isinstance(error, LLMException) and not isinstance(error, DeadlineExceeded):
-                logger.info("%s: %s", what, named(error))  # a link that breaks meanwhile is unlinked too
+                logger.info("%s: %s", what, named(error))  # a broken link is unlinked too
                 return
             link.tell(UnlinkCancel())
             link.cancel_unlink()
@@ -524,12 +520,12 @@ class LinkManager:
             raise
 
     def end(self, link: Link, reason: str, kind: str = "connection", *, lost: bool) -> None:
-        """End a link at once: operations that run on it fail. ``kind`` is of the reason, for ``links_lost``."""
+        """End a link and its operations at once. ``kind`` of the reason is for ``links_lost``."""
         expected = not lost or link.state is LinkState.DRAINING
-        # Begun before the link is gone: an unlink that finds no link must find the reconnect.
+        # First: an unlink that finds no link must find the reconnect.
         in_table = self._table.get(link.peer.cluster_id) is link
         reconnect = self._reconnector.begin(link) if in_table and not expected else None
-        if not link.ended:  # so must the reason be: who finds no link names it
+        if not link.ended:  # first, too: NotLinked names the reason
             self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
         self._table.remove(link)
         if link.end(reason, lost=lost):
@@ -545,7 +541,7 @@ class LinkManager:
 
 @contextmanager
 def _refusing(peer: object, *, but: type[LLMException] | tuple[()] = ()) -> Iterator[None]:
-    """Raise LinkRefused where this process has reached a limit: of descriptors, threads or memory."""
+    """Raise LinkRefused at a limit of descriptors, threads or memory."""
     try:
         yield
     except but:
@@ -554,19 +550,19 @@ def _refusing(peer: object, *, but: type[LLMException] | tuple[()] = ()) -> Iter
         raise LinkRefused(f"link to {peer}: {str(error) or type(error).__name__}") from error
 
 
-def _claim(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
+def _mark_requested(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:
     """Count a link as made by ``link_clusters``, which began when ``since`` was the newest.
 
-    Raises AlreadyLinked unless it was made meanwhile, or by a reconnect that no call has claimed, or for a communicator
-    that is not ready, or both ends are to link (``mutual``).
+    Raises AlreadyLinked if it was requested before. An unrequested link is accepted if the peer made it since then,
+    a reconnect made it, its communicators are not OK, or ``mutual``; otherwise AlreadyLinked.
     """
     origin = link.origin
     made_meanwhile = origin.sequence > since and not origin.dialled
-    if origin.claimed or not (made_meanwhile or mutual or origin.reconnected or not origin.open):
+    if origin.requested or not (made_meanwhile or mutual or origin.reconnected or not origin.open):
         raise _already_linked(link)
-    origin.claimed = origin.open = True
+    origin.requested = origin.open = True
     if origin.by_communicator:
-        origin.address = address  # from now on it is known where to dial, should it be lost
+        origin.address = address  # to redial
 
 
 def _already_linked(link: Link) -> AlreadyLinked:

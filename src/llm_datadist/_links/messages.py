@@ -1,6 +1,6 @@
-"""The messages of the control connection: one frozen struct each, schema-checked, never pickle; no I/O.
+"""Messages of the control channel: one frozen struct each, schema-checked, never pickle; no I/O.
 
-The wire format is in docs/protocol.md, "Connections". Errors travel as :class:`Failed` and :class:`Refused`.
+docs/protocol.md has the wire format. Errors travel as :class:`Failed` and :class:`Refused`.
 """
 
 from __future__ import annotations
@@ -27,54 +27,53 @@ from llm_datadist.errors import (
 FRAME_LIMIT: Final = 1 << 20
 FRAME_HEADER: Final = struct.Struct(">I")
 CONTROL_PREAMBLE: Final = preamble(0)
-#: All that follows is TLS (:mod:`.seal`).
-SEALED_PREAMBLE: Final = preamble(2)
+#: TLS follows (:mod:`.tls_session`).
+TLS_PREAMBLE: Final = preamble(2)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
 
-#: Runs of one :class:`Verify`: 256 KiB, so that waiting messages cost little.
+#: Runs of one :class:`Verify`: 256 KiB, because messages wait in memory.
 MAX_VERIFY_RUNS: Final = 1 << 14
 
-#: Addresses of one :class:`Locate`: two per layer, so that one message is enough for any model.
+#: Addresses of one :class:`Locate`: two for each layer of any model.
 MAX_LOCATE: Final = 1 << 12
 
-#: What a communicator may have (interface §3.5): characters of its name, members.
+#: Of a communicator (interface §3.5): characters of its name, members.
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
 
-#: Readers that share one grant: the ranks of one engine.
+#: Readers of one grant: the ranks of one engine.
 MAX_READERS: Final = 1024
-#: Bytes of a grant that can be claimed.
+#: Bytes of a grant in :class:`Claimed`.
 MAX_GRANT: Final = FRAME_LIMIT - 64
 
-#: Characters of a reason or an error text that are sent: fewer than :data:`Text` has room for.
+#: Characters sent of an error text; :data:`Text` has room for more.
 MAX_REASON: Final = 4000
 
-#: msgpack has no integer above 2**64 - 1, so a lower bound is enough.
+#: msgpack has no integer above 2**64 - 1.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-#: A part of a TLS handshake: of some KiB at most, see :mod:`.seal`.
+#: Part of a TLS handshake, some KiB.
 Handshake = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
-#: What one transport offers in a greeting, and how many may.
+#: Bytes of one offer in a greeting, and number of offers.
 MAX_OFFER: Final = 1 << 13
 MAX_OFFERS: Final = 32
 Offer = Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER)]
-#: What may be missing is empty.
+#: Empty if missing.
 Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
-    """Base of every message. The tag is the class name in lower case, unless the class says another."""
+    """Base of every message. The default tag is the class name in lower case."""
 
 
 class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
-    """Which communicator a :class:`Hello` is for: name, ranks and table given to ``link()``.
+    """Communicator of a :class:`Hello`: name, ranks and table given to ``link()``.
 
-    ``members`` are (cluster id, rank), ``table`` is a digest of the rank table. ``token`` tells one ``link()`` of the
-    initiator from the next one with the same arguments.
+    ``members`` are (cluster id, rank), ``table`` is a digest of the rank table. ``token`` distinguishes equal calls.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -84,11 +83,10 @@ class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(Message, frozen=True):
-    """What each end says about itself first, to any stranger: nothing of its memory. The tag tells its role.
+    """First message of each side; the tag tells the role.
 
-    ``transport`` is the one that its ``llm.Transport`` asks for, if any. ``nonce`` makes the proofs of this handshake
-    good for no other. ``share`` is this end's half of the link's secret; empty where the connection is not sealed.
-    ``offers`` has what its transports offer, under their names, undecoded here.
+    ``transport`` is that of ``llm.Transport``, if any. ``nonce`` binds proofs to this handshake. ``share`` is half of
+    the link's secret, empty without credentials. ``offers`` are bytes of transports by name, not decoded here.
     """
 
     version: int
@@ -104,12 +102,11 @@ class Greeting(Message, frozen=True):
 
 
 class Hello(Greeting, frozen=True):
-    """Initiator -> target, first frame: who I am and what I want.
+    """Dialer -> listener, first frame.
 
-    ``wanted`` is the cluster id the caller expects, or None to learn it (interface R28). ``reconnects``: no user asked
-    for this link now, the initiator has lost it and wants it back. ``token`` opens, once, what a transport of the
-    target keeps for this handshake, and finds the initiator in the table of its own process. With ``communicator`` it
-    is ``link()`` that asks, and only the same communicator of the target will do.
+    ``wanted`` is the expected cluster id, or None to learn it (interface R28). ``reconnects``: no call asks for the
+    link; the dialer has lost it. ``token`` opens, once, what the listener's transports keep for this handshake, and
+    finds a dialer of the same process. If given, only the same ``communicator`` may answer.
     """
 
     wanted: U64 | None
@@ -119,19 +116,18 @@ class Hello(Greeting, frozen=True):
 
 
 class Welcome(Greeting, frozen=True):
-    """Target -> initiator: who answers.
+    """Listener -> dialer: answer to :class:`Hello`.
 
-    ``proof`` shows that the target is the process that the initiator has met before, empty if they have no secret
-    (:mod:`.identity`).
+    ``proof`` shows that the dialer has met this process before (:mod:`.identity`); empty without a common secret.
     """
 
     proof: Maybe32
 
 
 class Refused(Message, frozen=True):
-    """Target -> initiator: no link, with the status code and the reason in one line.
+    """Listener -> dialer: no link, with status and reason in one line.
 
-    ``authentication``: it is the initiator's authentication that is missing or not believed.
+    ``authentication``: the dialer's is missing or rejected.
     """
 
     code: int
@@ -140,12 +136,11 @@ class Refused(Message, frozen=True):
 
 
 class TransportChoice(Message, frozen=True):
-    """Initiator -> target: which transport the initiator chose, and why.
+    """Dialer -> listener: the chosen transport, and the reason.
 
-    ``private`` is the transport for private memory, None where nothing reaches it.
-    ``sequence`` orders the links of this incarnation with each other: an older dial never replaces a newer link.
-    ``present``: the initiator has a link to this incarnation already, which its communicator is to use. ``proof``: the
-    initiator's, after a proof of the target; else ``share``: its half of a new secret.
+    ``private`` is the transport for non-pool memory, None if nothing reaches it. ``sequence`` orders the links of this
+    incarnation: an older dial never replaces a newer link. ``present``: the communicator uses an existing link.
+    ``proof`` is the dialer's, after a proof of the listener; otherwise ``share`` is half of a new secret.
     """
 
     transport: Text
@@ -158,10 +153,9 @@ class TransportChoice(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """Target -> initiator, last frame of the handshake: the link is ready here too.
+    """Listener -> dialer, last frame of the handshake: the link is usable here.
 
-    ``sequence`` is the target's own number for the link, as in :class:`TransportChoice`. ``share`` is its half of a new
-    secret, if the initiator has sent one.
+    ``sequence`` is the listener's number of the link; ``share`` is half of a new secret, if the dialer sent one.
     """
 
     sequence: Id
@@ -169,13 +163,13 @@ class Linked(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Either way, every second: I am alive."""
+    """Either side: heartbeat, every second or more often."""
 
     count: Id
 
 
 class Ping(Message, frozen=True):
-    """Either way: are you alive? Answered by :class:`Pong` at once."""
+    """Either side: answered by :class:`Pong` at once."""
 
     id: Id
 
@@ -187,39 +181,38 @@ class Pong(Message, frozen=True):
 
 
 class Authenticate(Message, frozen=True):
-    """Either way, on a sealed link: a part of the asking end's half of a new handshake (:mod:`.renewal`)."""
+    """Either side, if encrypted: part of a new TLS handshake (:mod:`.renewal`)."""
 
     data: Handshake
 
 
 class Authenticated(Message, frozen=True):
-    """Answer to :class:`Authenticate`: a part of the other half."""
+    """Answer to :class:`Authenticate`."""
 
     data: Handshake
 
 
 class UnlinkRequest(Message, frozen=True):
-    """Either way: unlink. Answered by :class:`UnlinkAck` as soon as the receiver's own operations are done."""
+    """Either side: answered by :class:`UnlinkAck` once the receiver's own operations are done."""
 
     id: Id
 
 
 class UnlinkAck(Message, frozen=True):
-    """Answer to :class:`UnlinkRequest`: no operation runs here now. The asking end closes, or sends UnlinkCancel."""
+    """Answer to :class:`UnlinkRequest`: no operation runs here. The asking side closes or cancels."""
 
     id: Id
 
 
 class UnlinkCancel(Message, frozen=True):
-    """Either way: take the :class:`UnlinkRequest` back; the link is kept (interface §3.4)."""
+    """Either side: cancels the :class:`UnlinkRequest`; the link is kept (interface §3.4)."""
 
 
 class Resolve(Message, frozen=True):
-    """Initiator -> target: where is this cache? Answered by :class:`Resolved` or :class:`Failed`.
+    """Initiator -> target: request for a cache's place. Answered by :class:`Resolved` or :class:`Failed`.
 
-    Exactly one way of naming it: ``key`` (namespace, id, model id), or ``cache_id`` and ``row``. ``budget_ms`` is what
-    is left of the caller's deadline: a pin does not outlive it by much. ``consumes``: a push after which the initiator
-    sends :class:`Consumed`.
+    ``key`` (namespace, id, model id), or ``cache_id`` and ``row``, name the cache. ``budget_ms`` is left of the
+    caller's deadline, and bounds the pin. ``consumes``: a push, after which :class:`Consumed` follows.
     """
 
     id: Id
@@ -232,19 +225,18 @@ class Resolve(Message, frozen=True):
 
 
 class Guarded(msgspec.Struct, frozen=True, array_like=True):
-    """A guard slot of the target and the generation that makes the answer valid."""
+    """Guard slot of the target, and the generation for which the answer is valid."""
 
     slot: Id
     generation: U64
 
 
 class Resolved(Message, frozen=True):
-    """Target -> initiator: the cache's geometry, its tensors, and the guards of this answer.
+    """Target -> initiator: the cache's geometry, tensors, and guards.
 
-    ``geometry`` is passed through undecoded: this package does not know what a cache is.
-    ``regions`` are uint32 and ``offsets`` uint64, little-endian, one per tensor; both are empty where the target moves
-    the bytes itself: tensors then go by their indices. ``pin`` 0: nothing to release, and
-    the answer may be kept for as long as the guards hold.
+    ``geometry`` is not decoded here. ``regions`` are uint32 and ``offsets`` uint64, little-endian, one for each tensor;
+    both are empty if the target moves the bytes: then indices name tensors. If ``pin`` is 0, nothing is to be released,
+    and the answer may be cached while the guards hold.
     """
 
     id: Id
@@ -258,7 +250,7 @@ class Resolved(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Target -> initiator: the request ``id`` ended with this status; the link is fine."""
+    """Target -> initiator: the request failed; the link stays."""
 
     id: Id
     code: int
@@ -266,7 +258,7 @@ class Failed(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Initiator -> target: the pin may end; ``count`` tensors from ``first`` arrived."""
+    """Initiator -> target: end of a pin; ``count`` tensors from ``first`` arrived."""
 
     pin: Id
     first: Id
@@ -274,7 +266,7 @@ class Release(Message, frozen=True):
 
 
 class Consumed(Message, frozen=True):
-    """Initiator -> target: these tensors of this row have been pushed (interface R5)."""
+    """Initiator -> target: these tensors of this row were pushed (interface R5)."""
 
     cache_id: int
     row: Id
@@ -283,11 +275,10 @@ class Consumed(Message, frozen=True):
 
 
 class Locate(Message, frozen=True):
-    """Initiator -> target: in which caches do these addresses of your process lie?
+    """Initiator -> target: request for caches by address. Answered by :class:`Located` or :class:`Failed`.
 
-    ``addresses`` are uint64, little-endian; ``nbytes`` bytes from each on must lie inside one tensor. What is located
-    may be written over this link by pushes, without remote cache access too. Answered by :class:`Located` or
-    :class:`Failed`.
+    ``addresses`` are uint64, little-endian, of the target's process; ``nbytes`` bytes from each on must lie inside one
+    tensor. Pushes over this link may write located caches, without remote cache access too.
     """
 
     id: Id
@@ -296,9 +287,9 @@ class Locate(Message, frozen=True):
 
 
 class Located(Message, frozen=True):
-    """Target -> initiator: for each address cache (uint64), tensor (uint32) and offset (uint64).
+    """Target -> initiator: cache (uint64), tensor (uint32), offset (uint64) of each address, little-endian.
 
-    Little-endian, in their order. ``allocated``: one of these caches is memory of the target's pools, not of its user.
+    ``allocated``: at least one cache is memory of the target's pools, not of its user.
     """
 
     id: Id
@@ -309,13 +300,12 @@ class Located(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Initiator -> target: digest these bytes of this cache, as your memory holds them now.
+    """Initiator -> target: request for digests of memory. Answered by :class:`Verified` or :class:`Failed`.
 
-    The cache is named by ``pin``, or by ``cache_id`` alone where an answer without a pin was kept. ``guards`` are those
-    of the answer; ``push`` says that the bytes were written there. ``runs`` are pairs of uint64, little-endian: offset
-    in a tensor of ``extent`` bytes, and length; tensors ``first`` to ``first + count``. ``each_run`` asks for a digest
-    of every run of one tensor, otherwise there is one for each tensor. ``nonce`` keys the digests of this request.
-    Answered by :class:`Verified` or :class:`Failed`.
+    ``pin`` names the cache, or ``cache_id`` alone for a cached answer; ``guards`` are those of the answer.
+    ``push``: the bytes were written there. ``runs`` are pairs of uint64, little-endian: offset in a tensor of
+    ``extent`` bytes, and length, of tensors ``first`` to ``first + count``. ``each_run`` asks for a digest of each
+    run of one tensor, otherwise of each tensor. ``nonce`` keys the digests.
     """
 
     id: Id
@@ -333,40 +323,36 @@ class Verify(Message, frozen=True):
 
 
 class Verified(Message, frozen=True):
-    """Target -> initiator: 16 bytes for each tensor, or for each run, in their order."""
+    """Target -> initiator: 16 bytes for each tensor or run, in order."""
 
     id: Id
     digests: bytes
 
 
 class SocketsDropped(Message, frozen=True, tag="laneslost"):
-    """Either way: sockets beside this connection are silent, or carry a write that was given up.
-
-    They are dropped here: drop them.
-    """
+    """Either side: sockets beside this channel are silent, or carry a given-up write: drop them."""
 
 
 class TransportAsk(Message, frozen=True, tag="nixlask"):
-    """Either way: a request of the link's transport, passed through undecoded. Answered by TransportSaid, or not."""
+    """Either side: request of the transport, not decoded here. Answered by TransportSaid, or not."""
 
     id: Id
     data: bytes
 
 
 class TransportSaid(Message, frozen=True, tag="nixlsaid"):
-    """Answer to :class:`TransportAsk`, passed through undecoded."""
+    """Answer to :class:`TransportAsk`."""
 
     id: Id
     data: bytes
 
 
 class Claim(Message, frozen=True):
-    """Reader -> owner of blocks: give me the grant of this token.
+    """Reader -> owner: request for a grant. Answered by :class:`Claimed`, :class:`ClaimOver` or :class:`Failed`.
 
-    Answered by :class:`Claimed`, :class:`ClaimOver` or :class:`Failed`. Where there is no such grant yet, the answer
-    comes with it, unless ``budget_ms`` are over before; if they are 0, :class:`Failed` comes at once, with LLM_TIMEOUT.
-    ``readers``, of which this is one, share the grant: it ends when all of them have released it. 0 readers only ask
-    whether it has ended: :class:`Failed` says that it has not.
+    The owner answers once the grant exists, within ``budget_ms``; with 0 at once, with LLM_TIMEOUT if there is none.
+    ``readers``, with this one, share the grant: it ends when all have released it. 0 readers only ask whether it has
+    ended; :class:`Failed` means no.
     """
 
     id: Id
@@ -376,9 +362,9 @@ class Claim(Message, frozen=True):
 
 
 class Claimed(Message, frozen=True):
-    """Owner -> reader: the grant, which ends with this link unless :class:`ClaimEnded` comes before.
+    """Owner -> reader: the grant, until this link ends or :class:`ClaimEnded` comes.
 
-    ``grant`` is passed through undecoded, as :meth:`Grant.to_bytes` made it.
+    ``grant`` is of :meth:`Grant.to_bytes`.
     """
 
     id: Id
@@ -386,7 +372,7 @@ class Claimed(Message, frozen=True):
 
 
 class ClaimOver(Message, frozen=True):
-    """Owner -> reader: the grant has ended, so many milliseconds ago."""
+    """Owner -> reader: the grant has ended, ``ms`` milliseconds ago."""
 
     id: Id
     why: Text
@@ -394,7 +380,7 @@ class ClaimOver(Message, frozen=True):
 
 
 class ClaimEnded(Message, frozen=True):
-    """Reader -> owner: the claim is over. ``released``: nothing more is read; else another may claim the grant."""
+    """Reader -> owner: the claim ended. ``released``: nothing more is read; else another may claim the grant."""
 
     token: Identity16
     released: bool
@@ -412,7 +398,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def frame(message: Message) -> bytes:
-    """Return a whole frame, header included. Raises ProtocolError when the message is larger than a frame may be."""
+    """Return a whole frame. Raises ProtocolError above :data:`FRAME_LIMIT`."""
     payload = encode(message)
     if len(payload) > FRAME_LIMIT:
         raise ProtocolError(f"{type(message).__name__} of {len(payload)} bytes: a frame has at most {FRAME_LIMIT}")
@@ -420,7 +406,7 @@ def frame(message: Message) -> bytes:
 
 
 def decode(payload: bytes | bytearray | memoryview) -> Message:
-    """Return the message in a payload. Raises ProtocolError for what is none of this protocol."""
+    """Return the message. Raises ProtocolError if it is malformed."""
     try:
         message: Message = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -429,10 +415,10 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
 
 
 class RemoteFailure(LLMException):
-    """The target answered a request with a status and a text; the link is fine."""
+    """Status and text of a failed request; the link stays."""
 
     def typed(self, what: str) -> LLMException:
-        """Return it as the exception that a caller of this end expects."""
+        """Return the exception for a caller of this side."""
         kind = _KINDS.get(self.status_code, TransferFailed)
         return kind(f"{what}: {self}", status_code=self.status_code, peer=self.peer, phase=self.phase)
 
@@ -458,7 +444,7 @@ def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:
 
 
 def remote_refusal(message: Refused, what: str) -> LinkRefused | AuthFailed:
-    """Return the error that a target reported instead of a link; ``what`` was asked for."""
+    """Return the error that a listener reported; ``what`` was asked for."""
     status = _status(message, LLMStatusCode.LLM_LINK_FAILED)
     if message.authentication:
         return AuthFailed(f"{what}: refused: {' '.join(message.text.split())}")
@@ -466,6 +452,6 @@ def remote_refusal(message: Refused, what: str) -> LinkRefused | AuthFailed:
 
 
 def _status(message: Failed | Refused, failure: LLMStatusCode) -> LLMStatusCode:
-    """Return the peer's status; ``failure`` instead of success, which no exception carries (interface R29)."""
+    """Return the peer's status; ``failure`` instead of success (interface R29)."""
     status = code_2_status(message.code)
     return failure if status is LLMStatusCode.LLM_SUCCESS else status

@@ -1,7 +1,6 @@
-"""Rank tables: where the members of a communicator are (interface §3.5), and at which ports they listen.
+"""Rank tables: addresses of the members of a communicator (interface §3.5), and their ports.
 
-A rank table names addresses and no ports; both ends derive the ports from what they share, the communicator's name and
-the cluster id of the member that listens. No state; reads one environment variable.
+Both sides derive the ports from the communicator's name and the listening member's cluster id.
 """
 
 from __future__ import annotations
@@ -19,31 +18,29 @@ from llm_datadist.errors import ParamError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: "low-high", both included; every member must have the same. Below the range that Linux gives to outgoing connections.
+#: "low-high", inclusive, equal at every member. By default below Linux's ports of outgoing connections.
 PORTS_VARIABLE: Final = "LLM_DATADIST_LINK_PORTS"
 _DEFAULT_PORTS: Final = (27000, 31999)
-#: Ports that are tried: the first ones may be taken by other processes.
+#: Ports tried, because other processes may have the first.
 _CANDIDATES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """A well-formed rank table."""
-
-    addresses: dict[int, str | None]  # rank -> address of its host; None where the table has none
-    digest: bytes  # equal for tables that differ in spaces and in the order of fields only
+    addresses: dict[int, str | None]  # of hosts, by rank; None if the table has none
+    digest: bytes  # equal for tables that differ only in spaces and order of fields
 
     @classmethod
     def parse(cls, text: str) -> RankTable:
-        """Read the JSON text of a rank table; raise ParamError, which names the field, for any other.
+        """Parse JSON text. Raises ParamError, which names the field.
 
-        The address of a rank is its server's ``host_ip``, else the ``server_id`` if that is one, else its own
-        ``device_ip``. Other fields are not looked at, but belong to the digest.
+        The address of a rank is its server's ``host_ip``, else its ``server_id`` if that is an IP address, else its
+        ``device_ip``.
         """
         try:
             table = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ParamError(f"rank_table: no JSON: {' '.join(str(error).split())}") from None
+            raise ParamError(f"rank_table: not valid JSON: {' '.join(str(error).split())}") from None
         check_rule(isinstance(table, dict), f"rank_table: {_kind(table)}, a JSON object is needed")
         addresses: dict[int, str | None] = {}
         for where, server in _entries("rank_table.server_list", table.get("server_list")):
@@ -55,7 +52,7 @@ class RankTable:
         return cls(addresses, hashlib.sha256(canonical).digest()[:16])
 
     def address(self, rank: int, cluster_id: int) -> str:
-        """Return where the cluster with that rank is. Raises ParamError when the table does not say."""
+        """Return the address of that rank. Raises ParamError if the table has none."""
         check_rule(
             rank in self.addresses,
             f"rank_table.server_list: no device has rank_id {rank}, the rank of cluster {cluster_id}",
@@ -72,13 +69,13 @@ class RankTable:
 def ports(name: str, listener: int) -> list[int]:
     """Return the ports at which cluster ``listener`` may listen for communicator ``name``, in order.
 
-    Raises ParamError when the environment variable ``LLM_DATADIST_LINK_PORTS`` is no range of ports.
+    Raises ParamError if ``LLM_DATADIST_LINK_PORTS`` is not a range of ports.
     """
     low, high = _port_range(os.environ.get(PORTS_VARIABLE, ""))
     count = high - low + 1
     seed = f"{listener}:{name}".encode("utf-8", "surrogatepass")
     first = int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
-    # A stride without a common factor visits every port of the range, and is not the same for every name.
+    # A coprime stride visits every port.
     stride = 1 + (first >> 32) % count
     while math.gcd(stride, count) != 1:
         stride = 1 + stride % count

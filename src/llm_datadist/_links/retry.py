@@ -1,7 +1,4 @@
-"""RetryQueue: dials that are repeated with back-off, and the two kinds of them: reconnects and member dials.
-
-A queue starts its threads when there is something to dial; they end when nothing is left.
-"""
+"""Dials repeated with back-off: :class:`RetryQueue`, and its reconnects and member dials."""
 
 from __future__ import annotations
 
@@ -29,39 +26,39 @@ if TYPE_CHECKING:
 
 _FIRST_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 10.0
-#: A link that is lost again within that time continues the back-off where it was.
+#: A loss within that time continues the back-off.
 _CALM_SECONDS: Final = 10.0
-#: One attempt, and therefore also how long a finalize may have to wait for it.
+#: Limit of one attempt.
 _ATTEMPT_MS: Final = 3000
-#: Another attempt would be answered alike: the peer has refused, or is another process.
+#: No attempt can succeed: the peer has refused, or is another process.
 _FINAL: Final = frozenset(
     {LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_PARAM_INVALID}
 )
 _FIRST_MEMBER_SECONDS: Final = 0.02
 _LONGEST_MEMBER_SECONDS: Final = 0.5
 _MEMBER_GROWTH: Final = 1.5
-#: Of all members together: one attempt costs half a millisecond, and hundreds of absent members may not cost a CPU.
+#: Of all members: an attempt costs half a millisecond of CPU.
 _ATTEMPTS_PER_SECOND: Final = 150
 
 
 class Attempt(ABC):
     """One address that a :class:`RetryQueue` dials until it succeeds or is cancelled.
 
-    Threads: the fields change under the queue's lock or in the thread that dials; :meth:`hang_up` from any.
+    Threads: the queue's lock or the dialling thread guards the fields; any for :meth:`hang_up`.
     """
 
     def __init__(self, owner: object, due: float) -> None:
-        self.owner = owner  # what cancels it: see RetryQueue.cancel
-        self.due = due  # when to dial next, on the monotonic clock
+        self.owner = owner  # for RetryQueue.cancel
+        self.due = due  # monotonic time of the next dial
         self.attempts = 0
-        self.cancelled = False  # True once its result is not wanted: a link that is made all the same must end
+        self.cancelled = False  # a link that is made nevertheless must end
         self._dial: Dial | None = None
 
     def begin(self, dial: Dial) -> None:
-        """Take the handshake that :meth:`hang_up` can end. Raises LinkRefused when this was cancelled before."""
+        """Take a handshake, which :meth:`hang_up` can end. Raises LinkRefused if cancelled."""
         self._dial = dial
         if self.cancelled:
-            raise LinkRefused("unlinked meanwhile", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+            raise LinkRefused("unlinked during the dial", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
     def hang_up(self) -> None:
         self.cancelled = True
@@ -70,17 +67,17 @@ class Attempt(ABC):
 
     @abstractmethod
     def postpone(self, crowd: int) -> None:
-        """Set when to dial next; ``crowd`` other attempts wait."""
+        """Set the next time; ``crowd`` other attempts wait."""
 
     def duplicates(self, waiting: Sequence[Attempt]) -> bool:
-        """Return True when one of those that wait makes this one unnecessary."""
+        """Return True if a waiting attempt replaces this one."""
         return False
 
     def close(self) -> None:  # noqa: B027 (a member dial holds nothing)
-        """Give back what it holds. Idempotent."""
+        """Free what it holds. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: close the child's copies of descriptors."""
+        """In a forked child: close copies of descriptors."""
         self.close()
         if self._dial is not None:
             self._dial.abandon()
@@ -93,11 +90,10 @@ A = TypeVar("A", bound=Attempt)
 
 
 class RetryQueue(Generic[A]):
-    """Attempts in the order in which they are due, and the threads that make them.
+    """Attempts in the order of their time. ``dial`` returns True if the attempt must be repeated.
 
-    Threads: any may call; nothing blocks under the lock. :meth:`stop` joins the queue's own threads.
-
-    ``limit`` threads at the most call ``dial``, which returns True when the attempt must be repeated.
+    Owns: at most ``limit`` threads, while attempts wait; :meth:`stop` joins them.
+    Threads: any; nothing blocks under the lock.
     """
 
     def __init__(self, name: str, limit: int, dial: Callable[[A], bool]) -> None:
@@ -107,13 +103,13 @@ class RetryQueue(Generic[A]):
         self._changed = threading.Condition(threading.Lock())
         self._waiting: list[A] = []  # a heap
         self._current: list[A] = []
-        self._threads: list[threading.Thread] = []  # some may have ended, or be about to
+        self._threads: list[threading.Thread] = []  # some may have ended
         self._running = 0
         self._started = 0
         self._stopped = False
 
     def add(self, attempt: A) -> bool:
-        """Dial when due; return False after a stop, or for a duplicate. Raises LinkRefused when no thread can start."""
+        """Queue; return False if stopped or a duplicate. Raises LinkRefused if no thread can start."""
         with self._changed:
             if self._stopped or attempt.duplicates(self._waiting):
                 return False
@@ -137,12 +133,12 @@ class RetryQueue(Generic[A]):
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
     def all(self) -> list[A]:
-        """Return the attempts in progress, then those that wait."""
+        """Return the attempts, those in progress first."""
         with self._changed:
             return [*self._current, *self._waiting]
 
     def cancel(self, owner: object, *, hang_up: bool = True) -> None:
-        """Dial no more for an owner; hang up attempts in progress unless told not to."""
+        """Drop an owner's attempts; those in progress only with ``hang_up``."""
         with self._changed:
             dropped = [each for each in self._waiting if each.owner == owner]
             current = [each for each in self._current if each.owner == owner and hang_up]
@@ -158,7 +154,7 @@ class RetryQueue(Generic[A]):
             attempt.hang_up()
 
     def discard(self, attempt: A) -> None:
-        """Drop one attempt if it waits; another one of the same owner stays."""
+        """Drop one attempt if it waits."""
         with self._changed:
             if attempt not in self._waiting:
                 return
@@ -171,7 +167,7 @@ class RetryQueue(Generic[A]):
         deadline.wait_for(self._changed, lambda: all(each.owner != owner for each in self._current))
 
     def stop(self) -> None:
-        """Dial nothing any more, and join the threads."""
+        """Drop all attempts and join the threads."""
         with self._changed:
             self._stopped = True
             dropped, self._waiting = self._waiting, []
@@ -182,36 +178,36 @@ class RetryQueue(Generic[A]):
         for attempt in current:
             attempt.hang_up()
         for thread in threads:
-            if thread is not threading.current_thread():  # a finalizer may have come here
+            if thread is not threading.current_thread():  # a finalizer may call this
                 thread.join()
 
     def abandon(self) -> None:
-        """In a forked child, without the lock: close the child's descriptors."""
+        """In a forked child, without the lock: close copies of descriptors."""
         for attempt in [*self._current, *self._waiting]:
             attempt.abandon()
 
     def _run(self) -> None:
-        """Make attempts until none waits, or the queue is stopped. One of the queue's threads."""
+        """Make attempts while any waits."""
         while self._make_next():
             pass
 
     @hold_signals
     def _make_next(self) -> bool:
-        """Make the next attempt; False when the thread is to end."""
+        """Make the next attempt; return False if there is none."""
         attempt, again = self._next(), False
         if attempt is None:
             return False
         try:
             again = self._dial(attempt)
-        except LLMException as error:  # this end is being closed
+        except LLMException as error:  # this instance is being closed
             logger.info("%r: %s", attempt, named(error))
-        except Exception as error:  # noqa: BLE001 (a bug may cost this attempt, not the others)
+        except Exception as error:  # noqa: BLE001 (a bug may cost this attempt only)
             logger.error("unexpected error in %r", attempt, exc_info=error)
         self._finish(attempt, again=again)
         return True
 
     def _next(self) -> A | None:
-        """Wait for the next attempt that is due; None when the thread is to end."""
+        """Wait for the next attempt; None ends the thread."""
         with self._changed:
             while self._waiting and not self._stopped:
                 attempt = self._waiting[0]
@@ -238,24 +234,25 @@ class RetryQueue(Generic[A]):
 
 
 class Reconnect(Attempt):
-    """A link that this end dialled and lost. Owns what tells that the peer has ended, if anything does.
+    """A lost link that this side dialled. Operations do not wait for it.
 
-    Only the same incarnation is accepted: another one has none of the caches that the link was for, and linking to it
-    is the user's decision (interface R22). Operations do not wait for a reconnect: they fail, and the error says that
-    it goes on.
+    Only the same incarnation may answer: another one has none of the caches. Linking to it is the user's decision
+    (interface R22).
+
+    Owns: a watch on the end of the peer's process, if the transport has one.
     """
 
     def __init__(self, link: Link, address: tuple[str, int], delay: float) -> None:
         super().__init__(link.peer.cluster_id, time.monotonic() + _jittered(delay))
         self.peer: Peer = link.peer
         self.address = address
-        self.reason = ""  # why the last attempt failed
+        self.reason = ""  # of the last failure
         self.delay = delay  # before jitter
         watches = (each.watch() for each in link.connection.connections)
         self._watch: Watch | None = next((watch for watch in watches if watch is not None), None)
 
     def peer_ended(self) -> bool:
-        """Return True when it is certain that this incarnation has ended."""
+        """Return True if this incarnation has certainly ended."""
         watch = self._watch
         return watch is not None and watch.ended()
 
@@ -277,9 +274,9 @@ class Reconnect(Attempt):
 
 
 class Reconnector(RetryQueue[Reconnect]):
-    """All reconnects of one LLMDataDist, at most one per cluster id. One thread.
+    """All reconnects of one LLMDataDist, at most one for each cluster id, on one thread.
 
-    ``dial`` makes one attempt; it returns once the cluster is linked, by this or another call, and raises otherwise.
+    ``dial`` makes one attempt; it returns once the cluster is linked, by any call, and raises otherwise.
     """
 
     def __init__(self, dial: Callable[[Reconnect, Deadline], None], linked: Callable[[int], bool]) -> None:
@@ -287,11 +284,11 @@ class Reconnector(RetryQueue[Reconnect]):
         self._dial_once = dial
         self._linked = linked
         self.succeeded = 0
-        #: Clusters that were reconnected with success: the delay that this had taken, and when it was.
+        #: Delay and time of the last success, by cluster id.
         self._made: dict[int, tuple[float, float]] = {}
 
     def begin(self, link: Link) -> Reconnect | None:
-        """Dial a link that is being lost; None when it cannot come back."""
+        """Begin to dial a link that is being lost; None if it cannot come back."""
         if link.origin.address is None or link.ended:
             return None
         cluster_id = link.peer.cluster_id
@@ -311,7 +308,7 @@ class Reconnector(RetryQueue[Reconnect]):
         return None
 
     def unlink(self, cluster_id: int, deadline: Deadline) -> None:
-        """Give a cluster up; wait for the attempt in progress until the deadline."""
+        """Give up a cluster; wait for its attempt until the deadline."""
         self._made.pop(cluster_id, None)
         self.cancel(cluster_id)
         self.wait(cluster_id, deadline)
@@ -325,7 +322,7 @@ class Reconnector(RetryQueue[Reconnect]):
                 reason=each.reason,
             )
             for each in self.all()
-            if not self._linked(each.peer.cluster_id)  # its attempt is over, whatever the thread still does
+            if not self._linked(each.peer.cluster_id)  # its attempt has succeeded
         )
 
     def story(self, cluster_id: int) -> str:
@@ -337,7 +334,7 @@ class Reconnector(RetryQueue[Reconnect]):
         return ""
 
     def _attempt(self, reconnect: Reconnect) -> bool:
-        """Dial once; return True when it must be repeated. On the queue's thread."""
+        """Dial once; return True to repeat."""
         try:
             if self._linked(reconnect.peer.cluster_id):
                 return False
@@ -356,14 +353,14 @@ class Reconnector(RetryQueue[Reconnect]):
 
 
 def _jittered(seconds: float) -> float:
-    """Return less than that: peers that lost each other together must not dial together."""
+    """Return half to all of it: peers that lost each other together must not dial together."""
     return seconds * random.uniform(0.5, 1.0)
 
 
 class MemberDial(Attempt):
-    """One member of a communicator that this end dials.
+    """One member of a communicator that this side dials.
 
-    ``again``: it was linked, and is lost: not dialled at once, so that a link which breaks at once costs little.
+    ``again``: its link was lost; it waits, so that links that break at once cost little.
     """
 
     def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:
@@ -371,7 +368,7 @@ class MemberDial(Attempt):
         super().__init__(communicator, time.monotonic() + self._delay if again else 0.0)
         self.communicator = communicator
         self.cluster_id = cluster_id
-        self.ports = communicator.ports[cluster_id]  # the next one to try is first
+        self.ports = communicator.ports[cluster_id]  # the next to try is first
 
     @property
     def address(self) -> tuple[str, int]:

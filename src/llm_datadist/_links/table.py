@@ -1,8 +1,7 @@
-"""LinkTable: which links there are, and which one stays when two compete. No I/O; one lock; any thread.
+"""Links of one LLMDataDist, and the one that stays when two compete. No I/O.
 
-Both ends of a pair may dial at once, from several threads, while links end. A dial is *committed* before its
-TransportChoice is sent, a link of the peer is *admitted* before its Linked is sent, each under the conditions that
-docs/protocol.md ("Two dials at once") states: so the outcome is the same at both ends.
+Both sides may dial at once. A dial is *committed* before its TransportChoice, a peer's link *admitted* before its
+Linked. The rules are in docs/protocol.md ("Two dials at once"): both sides decide alike.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
 
-#: Clusters of which something is remembered while they are not linked.
+#: Notes kept of clusters that are not linked.
 _MAX_REMEMBERED: Final = 4096
 
 V = TypeVar("V")
 
 
 class LinkTable:
-    """Links by the peer's cluster id, committed dials, and the numbers that order both."""
+    """Links by the peer's cluster id, committed dials, and the numbers that order both. Threads: any; one lock."""
 
     def __init__(self, incarnation: bytes, max_links: int = 1024) -> None:
         self._mine = incarnation
         self._max_links = max_links
         self._changed = threading.Condition(threading.Lock())
         self._links: dict[int, Link] = {}
-        #: The accepted ends of links to this process itself; the dialled ends are in the table like any other.
+        #: Accepted sides of links to itself; the dialled ones are in ``_links``.
         self._loopback: set[Link] = set()
         self._dialling: set[bytes] = set()
-        #: Clusters that this end has unlinked, the oldest first: they may not reconnect.
+        #: Unlinked clusters, oldest first: they may not reconnect.
         self._unlinked: dict[int, None] = {}
-        #: What became last of a link, when, and why.
+        #: Last end or failure, its time and reason.
         self._past: dict[int, tuple[str, float, LLMException | str]] = {}
         self._sequence = 0
         self._closed = False
@@ -53,11 +52,10 @@ class LinkTable:
             return self.snapshot()
 
     def snapshot(self) -> list[Link]:
-        """Return every link; without the lock, which a forked child may find held."""
+        """Return every link, without the lock, which a forked child may find held."""
         return [*self._links.values(), *self._loopback]
 
     def dials(self) -> list[str]:
-        """Return the committed dials, which will be links unless the peer refuses."""
         with self._changed:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
@@ -65,17 +63,16 @@ class LinkTable:
         return self._sequence
 
     def close(self) -> list[Link]:
-        """Refuse further links; return those there are."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             return self.snapshot()
 
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
-        """Commit a dial to ``peer``, or return the usable link that exists by now. :meth:`withdraw` must follow.
+        """Commit a dial, or return a usable link that exists. :meth:`withdraw` must follow.
 
-        Waits while another dial or an unlink goes on. Raises AlreadyLinked when the cluster id is linked to another
-        process, DeadlineExceeded, and LinkRefused once the table is closed.
+        Waits for another dial or unlink. Raises AlreadyLinked if another process is linked under the cluster id,
+        DeadlineExceeded, and LinkRefused once closed.
         """
         committed: int | Link | None = None
 
@@ -106,9 +103,9 @@ class LinkTable:
             self._changed.notify_all()
 
     def install(self, link: Link) -> Link | None:
-        """Put in a committed dial's link; return one that the caller must end.
+        """Enter a dialled link; return one that the caller must end.
 
-        Raises LinkRefused once closed, AlreadyLinked for a reconnect if another process has got its cluster id.
+        Raises LinkRefused once closed; AlreadyLinked for a reconnect if another process has its cluster id.
         """
         with self._changed:
             self._refuse_if_closed()
@@ -121,7 +118,7 @@ class LinkTable:
             return old
 
     def conflict(self, peer: Peer, *, proven: bool = True) -> Link | None:
-        """Return the link to another process under the same cluster id; to any, if the peer is not ``proven``."""
+        """Return the link to another process of that cluster id; to any if not ``proven``."""
         old = self._links.get(peer.cluster_id)
         return None if old is None or old.ended or (proven and old.peer.incarnation == peer.incarnation) else old
 
@@ -130,10 +127,7 @@ class LinkTable:
             raise AlreadyLinked(f"cluster {peer.cluster_id} is linked to {other.peer}")
 
     def refuse_if_full(self, cluster_id: int, source: str) -> None:
-        """Raise LinkRefused if one more link that a peer at the address ``source`` makes would be one too many.
-
-        A link that replaces another one is never too many.
-        """
+        """Raise LinkRefused if an accepted link from ``source`` replaces none and exceeds a limit."""
         if cluster_id in self._links:
             return
         sources = [each.origin.source for each in self.snapshot() if not each.origin.dialled]
@@ -145,11 +139,11 @@ class LinkTable:
                 raise LinkRefused(f"there are {number} links from {where} already (llm.MaxLinks={self._max_links})")
 
     def admit(self, link: Link) -> Link | None:
-        """Put in and number a link that the peer dialled; return one to end.
+        """Enter and number an accepted link; return one that the caller must end.
 
-        Raises AlreadyLinked when the cluster id belongs to another process. Raises LinkRefused once closed, with
-        ``LLM_LINK_BUSY`` when a dial of this end goes on instead or the peer's is stale, and with ``LLM_NOT_YET_LINK``
-        when the peer reconnects what this end has unlinked.
+        Raises AlreadyLinked if another process has the cluster id. Raises LinkRefused once closed or full. The status
+        is ``LLM_LINK_BUSY`` if a dial of this side goes on instead or the peer's is stale. It is ``LLM_NOT_YET_LINK``
+        if the peer reconnects after this side's unlink.
         """
         peer = link.peer
         with self._changed:
@@ -163,13 +157,13 @@ class LinkTable:
             self._refuse_conflict(peer)
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 raise LinkRefused(
-                    f"cluster {peer.cluster_id} was unlinked here; link_clusters of either end links it again",
+                    f"cluster {peer.cluster_id} was unlinked here; link_clusters of either side links it again",
                     status_code=LLMStatusCode.LLM_NOT_YET_LINK,
                 )
             dials_here = peer.incarnation in self._dialling and self._mine < peer.incarnation
             if dials_here or (old is not None and link.origin.peer_sequence < old.origin.peer_sequence):
                 raise LinkRefused(
-                    "both ends dialled at once; the call of the other end goes on",
+                    "both sides dialled at once; the call of the other side goes on",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             self._links[peer.cluster_id] = link
@@ -177,17 +171,17 @@ class LinkTable:
             return old
 
     def refuse_reconnects(self, cluster_id: int) -> None:
-        """Admit no reconnect of an unlinked cluster until a call links it again."""
+        """Admit no reconnect of a cluster until a call links it again."""
         with self._changed:
             _remember(self._unlinked, cluster_id, None)
 
     def note(self, cluster_id: int, what: str, why: LLMException | str) -> None:
-        """Remember what has become of the link to a cluster, for :meth:`past`."""
-        with self._changed:  # a copy, because an exception keeps frames, and what they have in hand
+        """Remember the fate of a link for :meth:`past`."""
+        with self._changed:  # a copy: an exception keeps frames and their objects
             _remember(self._past, cluster_id, (what, time.monotonic(), copy(why)))
 
     def past(self, cluster_id: int) -> tuple[str, LLMException | None]:
-        """Return what was noted last, as the end of an error text, with the exception if it was one."""
+        """Return the last note, as the end of an error text, and its exception."""
         what, when, why = self._past.get(cluster_id, ("", 0.0, ""))
         error, ago = why if isinstance(why, LLMException) else None, time.monotonic() - when
         return f"; {what} {ago:.1f} s ago: {named(error) if error else why}" if what else "", error
@@ -200,7 +194,6 @@ class LinkTable:
             self._changed.notify_all()
 
     def touch(self) -> None:
-        """Wake the callers of :meth:`wait`: a link has changed."""
         with self._changed:
             self._changed.notify_all()
 
@@ -213,7 +206,7 @@ class LinkTable:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise LinkRefused("this end is being finalised")
+            raise LinkRefused("the instance is being finalized")
 
     def check_integrity(self) -> None:
         with self._changed:
@@ -226,7 +219,6 @@ class LinkTable:
 
 
 def _remember(table: dict[int, V], cluster_id: int, value: V) -> None:
-    """Note something of a cluster, at the expense of the oldest note."""
     table.pop(cluster_id, None)
     table[cluster_id] = value
     if len(table) > _MAX_REMEMBERED:

@@ -198,7 +198,7 @@ class Engine:
             LinkError: The new address cannot be bound. The role and the old listener stay; the text says if that was
                 lost.
         """
-        self.links.settle_unlinks()
+        self.links.await_unlinks()
         self.links.refuse_if_linked()
         now = self.links.listen_address
         same = now is None if listen is None else now is not None and listen in (now, self.options.listen)

@@ -362,6 +362,6 @@ def _report(link: Link, op: TransferOp, remote: Resolution, plan: Plan | None) -
     """Report the copied tensors (none if ``plan`` is None) and end the pin."""
     first, count = (0, 0) if plan is None else (plan.dst_first if op.push else plan.src_first, plan.count)
     if op.consumes and count and remote.geometry.kind is CacheKind.CACHE:
-        link.settle(Consumed(remote.cache_id, remote.row, first, count))
+        link.report(Consumed(remote.cache_id, remote.row, first, count))
     if remote.pin:
-        link.settle(Release(remote.pin, first, 0 if op.push else count))
+        link.report(Release(remote.pin, first, 0 if op.push else count))

@@ -82,7 +82,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
             tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
     except (LLMException, ValueError) as error:
         if answer.pin:
-            link.settle(Release(answer.pin, 0, 0))
+            link.report(Release(answer.pin, 0, 0))
         if isinstance(error, LinkError) and link.ended:
             raise link.lost_error(what, "resolve") from error
         if isinstance(error, LLMException):
@@ -98,7 +98,7 @@ def predict(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resoluti
     At the read the owner compares the geometry, finds the row and pins the cache.
     """
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
-    tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.settled))
+    tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.reported))
     return msgspec.structs.replace(
         known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
     )

@@ -105,14 +105,14 @@ class Target(_Finder):
 
     def on_release(self, link: Link, message: Release) -> None:
         """End a pin. With remote cache access a pull consumes nothing (interface R5)."""
-        link.peer_settled += 1
+        link.peer_reported += 1
         consume = message.count > 0 and not self._store.remote_accessible and self._policy.may_consume(link)
         registry = self._store.registry
         self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
         """Consume the key of a pushed row, with remote cache access (interface R5)."""
-        link.peer_settled += 1
+        link.peer_reported += 1
         if not self._store.remote_accessible:
             return
         try:  # no answer: the Resolve of an honest peer was refused already
@@ -126,7 +126,7 @@ class Target(_Finder):
     def on_late_answer(self, link: Link, message: Resolved) -> None:
         """Release the pin of an answer whose caller had given up."""
         if message.pin:
-            link.settle(Release(message.pin, 0, 0))
+            link.report(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
         self._store.apply(self._store.registry.drop_peer(link))
@@ -202,7 +202,7 @@ class MoveTarget(_Finder):
 
         Every failure is CacheNotFound without a pin; the initiator's Resolve then gets the reason.
         """
-        if isinstance(link, Link) and link.peer_settled < asked.settled:
+        if isinstance(link, Link) and link.peer_reported < asked.settled:
             raise CacheNotFound("an earlier report of the peer has not arrived yet")
         try:
             _, entry, row, binding = self._found(

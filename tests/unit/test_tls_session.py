@@ -17,7 +17,7 @@ from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Authenticate, Authenticated
 from llm_datadist._links.renewal import Renewal
-from llm_datadist._links.seal import MAX_HANDSHAKE_BYTES, Context, Seal
+from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES, Context, TlsSession
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed
 from tests.support.authority import secret_file
@@ -30,7 +30,7 @@ def credentials(tmp_path: Path) -> Credentials:
     return Credentials(CredentialFiles(secrets=new_secret(tmp_path / "secrets", "a")))
 
 
-def shaken(credentials: Credentials, change: Callable[[bytes], bytes] = bytes) -> tuple[Seal, Seal]:
+def shaken(credentials: Credentials, change: Callable[[bytes], bytes] = bytes) -> tuple[TlsSession, TlsSession]:
     """Return both ends after their handshake, in which the bytes of both were changed."""
     ours, theirs = (credentials.session(server_side=side) for side in (False, True))
     flight = ours.shake()
@@ -43,24 +43,24 @@ def test_both_ends_are_authenticated_and_bytes_come_out_as_they_went_in(credenti
     ours, theirs = shaken(credentials)
     said = [random.Random(n).randbytes(n) for n in (1, 100, 16_384, 16_385, 1 << 20)]
     for one, other in ((ours, theirs), (theirs, ours)):
-        sealed = b"".join(map(one.seal, said))
-        assert b"".join(said)[:50] not in sealed
-        parts = [sealed[at : at + 1000] for at in range(0, len(sealed), 1000)]
-        assert b"".join(map(other.open, parts)) == b"".join(said)
+        encrypted = b"".join(map(one.encrypt, said))
+        assert b"".join(said)[:50] not in encrypted
+        parts = [encrypted[at : at + 1000] for at in range(0, len(encrypted), 1000)]
+        assert b"".join(map(other.decrypt, parts)) == b"".join(said)
 
 
 def test_after_tampering_nothing_is_sealed_and_what_comes_back_is_not_believed(credentials: Credentials) -> None:
     ours, theirs = shaken(credentials)
     with pytest.raises(AuthFailed):
-        theirs.open(ours.seal(b"an order")[:-1] + b"\0")
+        theirs.decrypt(ours.encrypt(b"an order")[:-1] + b"\0")
     with pytest.raises(AuthFailed):
-        theirs.seal(b"an answer, of another thread")
+        theirs.encrypt(b"an answer, of another thread")
     with pytest.raises(AuthFailed):
-        ours.open(ours.seal(b"an order"))
+        ours.decrypt(ours.encrypt(b"an order"))
 
 
 @pytest.fixture
-def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordWriter, Seal]:
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordWriter, TlsSession]:
     """Return what writes any record in the session of an authenticated peer, and the other end of that session."""
     log = tmp_path / "keys"
 
@@ -74,22 +74,24 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordWriter, 
     return RecordWriter(logged_secret(log, "CLIENT_TRAFFIC_SECRET_0")), theirs
 
 
-def test_a_peer_that_ends_its_session_and_goes_on_fills_no_memory(odd: tuple[RecordWriter, Seal]) -> None:
+def test_a_peer_that_ends_its_session_and_goes_on_fills_no_memory(odd: tuple[RecordWriter, TlsSession]) -> None:
     writer, theirs = odd
-    assert theirs.open(writer.record(b"before")) == b"before"
+    assert theirs.decrypt(writer.record(b"before")) == b"before"
     with pytest.raises(AuthFailed, match="ended the session"):
-        theirs.open(writer.record(CLOSE_NOTIFY, ALERT))
+        theirs.decrypt(writer.record(CLOSE_NOTIFY, ALERT))
     with pytest.raises(AuthFailed, match="ended the session"):
-        theirs.open(writer.record(b"behind it"))
+        theirs.decrypt(writer.record(b"behind it"))
 
 
-def test_a_peer_may_change_its_key_and_ask_for_another_but_not_without_end(odd: tuple[RecordWriter, Seal]) -> None:
+def test_a_peer_may_change_its_key_and_ask_for_another_but_not_without_end(
+    odd: tuple[RecordWriter, TlsSession],
+) -> None:
     writer, theirs = odd
     for number in range(100):
-        assert theirs.open(writer.update(asks=1) + writer.record(b"%d" % number)) == b"%d" % number
-        theirs.seal(b"an answer")
+        assert theirs.decrypt(writer.update(asks=1) + writer.record(b"%d" % number)) == b"%d" % number
+        theirs.encrypt(b"an answer")
     with pytest.raises(AuthFailed, match="new keys without end"):
-        theirs.open(b"".join(writer.update(asks=1) for _ in range(100)))
+        theirs.decrypt(b"".join(writer.update(asks=1) for _ in range(100)))
 
 
 def test_a_recorded_session_cannot_be_played_again(credentials: Credentials) -> None:
@@ -103,7 +105,7 @@ def test_a_recorded_session_cannot_be_played_again(credentials: Credentials) -> 
     again = credentials.session(server_side=True)
     again.shake(recorded[0])
     with pytest.raises(AuthFailed):
-        again.shake(recorded[2] + ours.seal(b"an order"))
+        again.shake(recorded[2] + ours.encrypt(b"an order"))
     assert not again.authenticated
 
 
@@ -139,7 +141,7 @@ def test_a_stranger_may_not_send_more_than_a_handshake_nor_an_older_tls(credenti
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     end = credentials.session(server_side=True)
     with pytest.raises(AuthFailed, match="unsupported protocol"):
-        end.shake(Seal(context, server_side=False).shake())
+        end.shake(TlsSession(context, server_side=False).shake())
     assert end.alert()
 
 
@@ -149,7 +151,11 @@ SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
 def of_link(
-    credentials: Credentials, *, dialled: bool, secret: bytes = SECRET, check: Callable[[Seal], None] = lambda _: None
+    credentials: Credentials,
+    *,
+    dialled: bool,
+    secret: bytes = SECRET,
+    check: Callable[[TlsSession], None] = lambda _: None,
 ) -> Renewal:
     renewal = Renewal(credentials.session, check, secret, dialled=dialled)
     renewal.last = 0.0
@@ -182,7 +188,7 @@ def test_an_end_without_the_credentials_of_now_is_not_believed(credentials: Cred
     secret_file(tmp_path / "old", a=OTHER)
     old = Credentials(CredentialFiles(secrets=tmp_path / "old"))
     for ours, theirs in ((credentials, old), (old, credentials)):
-        with pytest.raises(AuthFailed, match="the secrets of the two ends differ"):
+        with pytest.raises(AuthFailed, match="the secrets of the two sides differ"):
             talk(of_link(ours, dialled=True), of_link(theirs, dialled=False))
 
 
@@ -190,14 +196,14 @@ def test_a_handshake_with_another_process_or_with_itself_is_none_of_this_link(cr
     """A peer whose credentials are gone passes our messages on to a process that has some, or asks us with our own."""
     ours, elsewhere = of_link(credentials, dialled=True), of_link(credentials, dialled=False, secret=OTHER)
     for theirs in (elsewhere, ours):
-        with pytest.raises(AuthFailed, match="another end than that of this link"):
+        with pytest.raises(AuthFailed, match="the renewal proof belongs to another link or side"):
             talk(ours, theirs)
         assert ours.last == elsewhere.last == 0.0
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_other_end_must_be_the_cluster_of_this_link(credentials: Credentials, asked: bool) -> None:
-    def no(_: Seal) -> None:
+    def no(_: TlsSession) -> None:
         raise AuthFailed("another cluster")
 
     ours, theirs = of_link(credentials, dialled=True, check=no), of_link(credentials, dialled=False)

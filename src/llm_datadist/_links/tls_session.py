@@ -1,10 +1,6 @@
-"""One TLS 1.3 session over any connection: bytes in, bytes out, no I/O.
+"""TLS 1.3 sessions without I/O: bytes in, bytes out.
 
-Both ends show a certificate (:mod:`.credentials`). Neither resumes an earlier session, and nothing is sent before the
-handshake is over. What a stranger may send until then is bounded.
-
-Threads: any; a lock makes each call one step of the session. The caller sends what :meth:`Seal.seal` returns in the
-order of the calls.
+Both sides show a certificate (:mod:`.credentials`). No session is resumed; data follows the whole handshake.
 """
 
 from __future__ import annotations
@@ -15,29 +11,31 @@ from typing import Final
 
 from llm_datadist.errors import AuthFailed
 
-#: What the other end may send before it is authenticated: a certificate of an elliptic curve and its issuer's fit well.
+#: Bytes taken before authentication: enough for two certificates of elliptic curves.
 MAX_HANDSHAKE_BYTES: Final = 4096
 
 _READ_BYTES: Final = 1 << 16
-#: What OpenSSL calls a certificate whose authority this end does not believe, or has another key of; and as an alert.
+#: OpenSSL's codes, and alert, for an issuer that is unknown or has another key.
 _FOREIGN: Final = {7, 18, 19, 20, 21}
 _FOREIGN_ALERT: Final = "TLSV1_ALERT_UNKNOWN_CA"
-#: New keys that the other end asks for are answered with the next bytes that are sealed; nobody needs so many at once.
+#: Waiting answers to requests for new keys; encrypted bytes take them along.
 _MAX_ANSWERS_BYTES: Final = 1024
 
 
 class Context(ssl.SSLContext):
-    """What an end shows and believes; ``differ`` says which that is, for an end that is not believed."""
+    """A TLS context. ``differ`` is the error text if the sides have different issuers."""
 
     differ = ""
 
 
-class Seal:
-    """The session of one connection, at one end.
+class TlsSession:
+    """One side of a TLS session.
+
+    Threads: any; a lock makes each call one step. Results of :meth:`encrypt` must be sent in the order of the calls.
 
     Args:
-        context: What this end shows, and whom it believes.
-        server_side: True at the end that listens.
+        context: Certificate to show, and trusted issuers.
+        server_side: True at the listener.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
@@ -49,11 +47,10 @@ class Seal:
         self.authenticated = False
 
     def shake(self, received: bytes = b"") -> bytes:
-        """Go on with the handshake; return what has to be sent, even when :attr:`authenticated` is set by now.
+        """Continue the handshake; return the bytes to send, even once :attr:`authenticated` is set.
 
         Raises:
-            AuthFailed: The other end is not believed, or speaks no TLS 1.3. What is left to be sent is in
-                :meth:`alert`.
+            AuthFailed: The peer is rejected, speaks no TLS 1.3, or sent more than 4 KiB. Send :meth:`alert`.
         """
         with self._lock:
             self._taken += len(received)
@@ -70,15 +67,15 @@ class Seal:
             return self.outgoing.read()
 
     def alert(self) -> bytes:
-        """Return what tells the other end that it has failed; nothing after a handshake that went well."""
+        """Return the bytes that report a failure; empty after success."""
         with self._lock:
             return self.outgoing.read()
 
-    def seal(self, data: bytes) -> bytes:
+    def encrypt(self, data: bytes) -> bytes:
         """Return the bytes that carry ``data``.
 
         Raises:
-            AuthFailed: The session has ended: :meth:`open`, perhaps of another thread, has failed.
+            AuthFailed: :meth:`decrypt` has failed, perhaps in another thread.
         """
         with self._lock:
             try:
@@ -87,12 +84,12 @@ class Seal:
                 raise self._failed(error) from None
             return self.outgoing.read()
 
-    def open(self, received: bytes) -> bytes:
-        """Return what the received bytes carry, which may be nothing yet.
+    def decrypt(self, received: bytes) -> bytes:
+        """Return the data that the received bytes carry, perhaps none yet.
 
         Raises:
-            AuthFailed: They were changed, repeated or left out on their way, or the other end refuses this one, ends
-                the session before the connection, or asks for new keys without end.
+            AuthFailed: Bytes were changed, repeated or left out; or the peer rejects this side, ends the session
+                before the connection, or asks for new keys without end.
         """
         with self._lock:
             self.incoming.write(received)
@@ -106,18 +103,18 @@ class Seal:
                 return bytes(opened)
             except ssl.SSLError as error:
                 raise self._failed(error) from None
-            # All that follows would be kept, and never opened.
+            # All that follows would be kept, and never decrypted.
             raise AuthFailed("the peer has ended the session")
 
     def names(self) -> tuple[str, ...]:
-        """Return the URIs in the certificate of the other end."""
+        """Return the URIs in the peer's certificate."""
         with self._lock:
             shown = self._tls.getpeercert() or {}
         alternatives: tuple[tuple[str, str], ...] = shown.get("subjectAltName", ())  # type: ignore[assignment]
         return tuple(name for kind, name in alternatives if kind == "URI")
 
     def _failed(self, error: ssl.SSLError) -> AuthFailed:
-        """Return what to raise: OpenSSL's words without its source lines, or which credentials differ."""
+        """Return the error to raise: OpenSSL's reason without source lines, or ``differ``."""
         if self._differ and (getattr(error, "verify_code", 0) in _FOREIGN or error.reason == _FOREIGN_ALERT):
             return AuthFailed(self._differ)
         verify = getattr(error, "verify_message", None)
