@@ -1,4 +1,4 @@
-// The Python face of the digests.
+// Python bindings of digests.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,7 +26,7 @@ using StandingRuns = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 3>>;
 
 constexpr std::uint64_t digest_without_gil_above = 256 << 10;  // as for copies
 
-// Hands a vector of structs of uint64 to NumPy as rows, without copying it.
+// Gives NumPy a vector of structs of uint64 as rows, uncopied.
 template <typename Array, typename T>
 Array give_rows(std::vector<T>&& vector) {
     constexpr std::size_t columns = sizeof(T) / sizeof(std::uint64_t);

@@ -1,4 +1,4 @@
-// The two ends of a copy, and the check that a plan stays inside both.
+// Both sides of a copy, and the check that a plan stays inside them.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace datadist {
 
-// The tensors of one end: addresses in this process, or in the one that the mover of the bytes knows.
+// Tensors of one side, with addresses in this or in another process.
 struct End {
     const std::uint64_t* bases;
     std::size_t tensors;
@@ -22,7 +22,6 @@ struct End {
     }
 };
 
-// `pairs` tensors times runs.
 struct Copy {
     End dst;
     End src;
@@ -56,7 +55,7 @@ inline bool run_ends_outside(std::uint64_t offset, std::uint64_t bytes, std::uin
            ": ends outside the tensor of ", dst ? copy.dst.extent : copy.src.extent, " bytes");
 }
 
-// Checks every run against both extents; returns the bytes of one tensor.
+// Checks each run against both extents; returns the bytes of one tensor.
 inline std::uint64_t check_runs(const Copy& copy) {
     const auto dst_extent = static_cast<std::uint64_t>(copy.dst.extent);
     const auto src_extent = static_cast<std::uint64_t>(copy.src.extent);
@@ -70,7 +69,7 @@ inline std::uint64_t check_runs(const Copy& copy) {
     return total;
 }
 
-// Throws RuleError unless every byte the plan addresses exists at both ends; returns the bytes of one tensor.
+// Returns the bytes of one tensor. Throws RuleError unless both sides contain all bytes of the plan.
 inline std::uint64_t check(const Copy& copy, std::int64_t pairs, std::int64_t nbytes) {
     check_tensors(copy.dst, pairs);
     check_tensors(copy.src, pairs);

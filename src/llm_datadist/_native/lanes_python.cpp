@@ -1,4 +1,4 @@
-// The Python face of the lanes, compiled beside _native.cpp: the two are as large.
+// Python bindings of the lane engine, as large as _native.cpp and compiled beside it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -26,7 +26,7 @@ namespace nb = nanobind;
 
 using GuardList = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
-constexpr std::int64_t look_every_ns = 50'000'000;  // how long Ctrl-C, or a cancellation, waits for a transfer at most
+constexpr std::int64_t look_every_ns = 50'000'000;  // longest delay of Ctrl-C or a cancellation
 
 inline Spans spans_of(const MovePlan& plan, const TensorList& tensors, bool dst) {
     const Copy copy = plan.copy(tensors, tensors);
@@ -34,7 +34,7 @@ inline Spans spans_of(const MovePlan& plan, const TensorList& tensors, bool dst)
                  dst ? &Run::dst : &Run::src, plan.nbytes());
 }
 
-// The meta of a READ or a WRITE for the target's side of a plan: its destination when writing, else its source.
+// Meta of a READ or WRITE, for the target's side: the destination when writing, else the source.
 inline std::string request_meta(const nb::bytes& handle, std::uint64_t extent, const MovePlan& plan, bool write) {
     if (handle.size() > UINT16_MAX) refuse("handle has ", handle.size(), " bytes, at most ", UINT16_MAX);
     const auto first = write ? plan.pairing().dst_first : plan.pairing().src_first;
@@ -47,7 +47,6 @@ inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent
     return nb::bytes(out.data(), out.size());
 }
 
-// Handle, bytes of a tensor, plan.
 inline nb::tuple py_decode_request(const nb::bytes& meta) {
     const LaneRequest request = LaneRequest::parse({meta.c_str(), meta.size()});
     return nb::make_tuple(nb::bytes(request.handle.data(), request.handle.size()), request.extent,
@@ -56,7 +55,7 @@ inline nb::tuple py_decode_request(const nb::bytes& meta) {
 
 inline Kind kind_of(bool write) { return write ? Kind::write : Kind::read; }
 
-// Nothing of the keys gets into the text of an error.
+// Its errors contain no key bytes.
 inline std::optional<LaneKeys> keys_of(nb::handle keys) {
     if (keys.is_none()) return std::nullopt;
     if (!nb::isinstance<nb::tuple>(keys) || nb::len(keys) != 2)
@@ -71,7 +70,7 @@ inline std::optional<LaneKeys> keys_of(nb::handle keys) {
             refuse("keys: ", names[i], " has ", bytes.size(), " bytes, must have ", key_bytes);
         std::copy_n(bytes.c_str(), key_bytes, (i == 0 ? out->send : out->receive).data());
     }
-    // Records of both directions with the same number would have the same key and nonce.
+    // Equal keys would give records of both directions the same key and nonce.
     if (out->send == out->receive) refuse("keys: send_key and receive_key are the same");
     return out;
 }
@@ -132,7 +131,6 @@ inline Outcome give_up_without_gil(LaneEngine& engine, std::uint64_t id) {
     return engine.give_up(id);
 }
 
-// A signal's exception ends the job before it is raised.
 inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t deadline_ns,
                          const std::optional<Flag>& cancelled) {
     const Stop stop = stop_of(deadline_ns, cancelled);
@@ -148,7 +146,7 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
     }
 }
 
-// Starts a job whose target answers a LaneRequest, and waits for its end: nothing of it is left when this returns.
+// A signal handler's exception, too, ends the job first.
 inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
                          std::uint64_t extent, const MovePlan& plan, const TensorList& tensors, bool mapped,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {

@@ -1,4 +1,4 @@
-// The Python face of the announcements.
+// Python bindings of write intents.
 #pragma once
 
 #include <nanobind/nanobind.h>
