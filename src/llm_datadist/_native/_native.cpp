@@ -82,9 +82,9 @@ public:
 private:
     std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
                        const std::optional<Flag>& cancelled, bool writing) const {
-        const FarEnd end{pid_, writing, proof_};
+        const FarSide side{pid_, writing, proof_};
         return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
-            return execute_process(copy, per_pair, end, pool, stop);
+            return execute_process(copy, per_pair, side, pool, stop);
         });
     }
 

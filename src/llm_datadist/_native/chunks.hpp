@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ends.hpp"
+#include "sides.hpp"
 #include "guard.hpp"
 #include "pool.hpp"
 

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "chunks.hpp"
-#include "ends.hpp"
+#include "sides.hpp"
 #include "guard.hpp"
 #include "pool.hpp"
 #include "stream.hpp"

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "chunks.hpp"
-#include "ends.hpp"
+#include "sides.hpp"
 #include "error.hpp"
 #include "pool.hpp"
 
@@ -141,28 +141,28 @@ inline Digest finished(const DigestKey& key, const Digest& sum, std::uint64_t by
 }
 
 // Side of a plan: `count` tensors times one column of the runs.
-struct Side {
-    End end;
+struct DigestSide {
+    CopySide tensors;
     std::size_t count;
     const Run* runs;
     std::size_t run_count;
     std::uint64_t Run::*offset;
 
     const char* address(std::size_t tensor, std::size_t run, std::uint64_t at) const {
-        return end.address(tensor, runs[run].*offset + at);
+        return tensors.address(tensor, runs[run].*offset + at);
     }
 };
 
 // Returns the side's bytes. Throws RuleError unless all of them lie in their tensors.
-inline std::uint64_t check_side(const Side& side, std::int64_t count) {
-    check_tensors(side.end, count);
-    const auto extent = static_cast<std::uint64_t>(side.end.extent);
+inline std::uint64_t check_side(const DigestSide& side, std::int64_t count) {
+    check_tensors(side.tensors, count);
+    const auto extent = static_cast<std::uint64_t>(side.tensors.extent);
     std::uint64_t total = 0;
     for (std::size_t i = 0; i < side.run_count; ++i) {
         const Run& run = side.runs[i];
         if (run_ends_outside(run.*side.offset, run.bytes, extent))
             refuse("runs[", i, "] is ", run.bytes, " bytes at offset ", run.*side.offset,
-                   ": ends outside the tensor of ", side.end.extent, " bytes");
+                   ": ends outside the tensor of ", side.tensors.extent, " bytes");
         if (__builtin_add_overflow(total, run.bytes, &total)) refuse("runs hold more than 2**64 - 1 bytes");
     }
     if (__builtin_mul_overflow(total, static_cast<std::uint64_t>(count), &total))
@@ -173,7 +173,7 @@ inline std::uint64_t check_side(const Side& side, std::int64_t count) {
 // Digests a side's streams: one for each tensor, or one for each run of each tensor.
 class DigestTask final : public Task {
 public:
-    DigestTask(const Side& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes,
+    DigestTask(const DigestSide& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes,
                const Stop& stop)
         : side_(side), key_(key), stop_(stop) {
         cut(each_run, chunk_bytes / stripe_bytes * stripe_bytes);
@@ -258,7 +258,7 @@ private:
         whole.high.fetch_add(part.high, std::memory_order_relaxed);
     }
 
-    const Side& side_;
+    const DigestSide& side_;
     const DigestKey& key_;
     Stop stop_;
     std::vector<std::uint64_t> lengths_;  // of each stream of a tensor
@@ -270,7 +270,7 @@ private:
 };
 
 // Digests a checked side of `total` bytes; false if it stopped early.
-inline bool digest_side(const Side& side, std::uint64_t total, const DigestKey& key, bool each_run, CopyPool* pool,
+inline bool digest_side(const DigestSide& side, std::uint64_t total, const DigestKey& key, bool each_run, CopyPool* pool,
                         const Stop& stop, std::vector<Digest>& out) {
     CopyPool* helpers = total <= share_above_bytes ? nullptr : pool;
     DigestTask task(side, key, each_run, chunk_bytes_for(total, helpers), stop);

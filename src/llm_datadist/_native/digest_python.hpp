@@ -44,7 +44,7 @@ inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t e
                                         std::int64_t count, const DigestRuns& runs, bool dst, bool each_run,
                                         const nb::bytes& nonce, CopyPool* pool, std::int64_t deadline_ns,
                                         const std::optional<Flag>& cancelled) {
-    const Side side{{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"},
+    const DigestSide side{{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"},
                     static_cast<std::size_t>(count),
                     reinterpret_cast<const Run*>(runs.data()),
                     runs.shape(0),

@@ -108,7 +108,7 @@ inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, b
 
 inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const TensorList& tensors,
                     const GuardList& guards, std::int64_t tag, bool mapped) {
-    const End all = tensors.end(0, "granted");
+    const CopySide all = tensors.side(0, "granted");
     grants.keep(write, std::string(handle.c_str(), handle.size()),
                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
 }

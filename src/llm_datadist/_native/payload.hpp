@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "ends.hpp"
+#include "sides.hpp"
 #include "guard.hpp"
 #include "stream.hpp"
 
@@ -29,15 +29,15 @@ public:
     Spans() = default;
 
     // `offset`: this side's column of the runs. Throws RuleError unless all bytes lie in their tensors.
-    Spans(const End& end, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::*offset,
+    Spans(const CopySide& side, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::*offset,
           std::int64_t nbytes) {
-        check_tensors(end, pairs);
-        const std::uint64_t per_pair = take_runs(end, runs, run_count, offset);
+        check_tensors(side, pairs);
+        const std::uint64_t per_pair = take_runs(side, runs, run_count, offset);
         const auto count = static_cast<std::uint64_t>(pairs);
         if (nbytes < 0 || __builtin_mul_overflow(per_pair, count, &total_) ||
             total_ != static_cast<std::uint64_t>(nbytes))
             refuse("plan.nbytes is ", nbytes, ": the plan is ", pairs, " tensors of ", per_pair, " bytes");
-        bases_.assign(end.bases + end.first, end.bases + end.first + pairs);
+        bases_.assign(side.bases + side.first, side.bases + side.first + pairs);
     }
 
     std::uint64_t total() const { return total_; }
@@ -80,15 +80,15 @@ public:
     }
 
 private:
-    std::uint64_t take_runs(const End& end, const Run* runs, std::size_t count, std::uint64_t Run::*offset) {
-        const auto extent = static_cast<std::uint64_t>(end.extent);
+    std::uint64_t take_runs(const CopySide& side, const Run* runs, std::size_t count, std::uint64_t Run::*offset) {
+        const auto extent = static_cast<std::uint64_t>(side.extent);
         std::uint64_t total = 0;
         spans_.reserve(count);
         for (std::size_t i = 0; i < count; ++i) {
             const Run& run = runs[i];
             if (run_ends_outside(run.*offset, run.bytes, extent))
-                refuse("plan.runs[", i, "] is ", run.bytes, " bytes at ", end.name, " offset ", run.*offset,
-                       ": ends outside the tensor of ", end.extent, " bytes");
+                refuse("plan.runs[", i, "] is ", run.bytes, " bytes at ", side.name, " offset ", run.*offset,
+                       ": ends outside the tensor of ", side.extent, " bytes");
             if (__builtin_add_overflow(total, run.bytes, &total)) refuse("plan.runs hold more than 2**64 - 1 bytes");
             if (run.bytes > 0) spans_.push_back({run.*offset, run.bytes});
         }

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "ends.hpp"
+#include "sides.hpp"
 #include "gil.hpp"
 #include "parse.hpp"
 #include "plan.hpp"
@@ -70,7 +70,9 @@ public:
     TensorList(const Addresses& bases, std::int64_t extent)
         : bases_(bases.data(), bases.data() + bases.size()), extent_(extent) {}
 
-    End end(std::int64_t first, const char* name) const { return {bases_.data(), bases_.size(), extent_, first, name}; }
+    CopySide side(std::int64_t first, const char* name) const {
+        return {bases_.data(), bases_.size(), extent_, first, name};
+    }
 
     bool same_bases(const TensorList& other) const { return bases_ == other.bases_; }
 
@@ -134,7 +136,7 @@ public:
     // Unchecked.
     std::pair<const Run*, std::size_t> run_list() const { return {first_, run_count_}; }
     Copy copy(const TensorList& dst, const TensorList& src) const {
-        return {dst.end(pairing_.dst_first, "dst"), src.end(pairing_.src_first, "src"),
+        return {dst.side(pairing_.dst_first, "dst"), src.side(pairing_.src_first, "src"),
                 static_cast<std::size_t>(pairing_.count), first_, run_count_, ordered_};
     }
 

@@ -18,7 +18,7 @@
 #include <system_error>
 
 #include "chunks.hpp"
-#include "ends.hpp"
+#include "sides.hpp"
 #include "error.hpp"
 #include "fd.hpp"
 #include "pool.hpp"
@@ -90,7 +90,7 @@ struct ProcessProof {
 inline const ProcessProof no_proof;
 
 // Process at the far side: destination when writing, else source.
-struct FarEnd {
+struct FarSide {
     pid_t pid;
     bool writing;
     const ProcessProof& proof = no_proof;
@@ -134,9 +134,9 @@ public:
         far_ = far;
     }
 
-    void raise_if_told(const FarEnd& end) const {
+    void raise_if_told(const FarSide& side) const {
         if (!told_.load(std::memory_order_relaxed)) return;
-        throw ProcessError(code_, text(end.call(), " of pid ", end.pid, ", ", far_.iov_len, " bytes at its address 0x",
+        throw ProcessError(code_, text(side.call(), " of pid ", side.pid, ", ", far_.iov_len, " bytes at its address 0x",
                                        std::hex, reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ",
                                        std::system_category().message(code_)));
     }
@@ -150,19 +150,19 @@ private:
 // Moves a chunk's ranges in order, by as few calls as possible.
 class ProcessCarrier {
 public:
-    ProcessCarrier(const FarEnd& end, Failure& failure) noexcept : end_(end), failure_(failure) {}
+    ProcessCarrier(const FarSide& side, Failure& failure) noexcept : side_(side), failure_(failure) {}
 
     bool add(char* dst, char* src, std::uint64_t bytes) noexcept {
         if (bytes == 0) return true;
-        near_.add(end_.writing ? src : dst, bytes);
-        far_.add(end_.writing ? dst : src, bytes);
+        near_.add(side_.writing ? src : dst, bytes);
+        far_.add(side_.writing ? dst : src, bytes);
         return (!near_.full() && !far_.full()) || flush();
     }
 
     // A call may move less, from the front; its reason shows when it moves nothing.
     bool flush() noexcept {
         while (!far_.empty()) {
-            const ssize_t moved = end_.move(near_, far_);
+            const ssize_t moved = side_.move(near_, far_);
             if (moved <= 0) {
                 failure_.tell(moved < 0 ? errno : EFAULT, *far_.data());
                 return false;
@@ -180,7 +180,7 @@ public:
     std::uint64_t done() const noexcept { return done_; }
 
 private:
-    const FarEnd& end_;
+    const FarSide& side_;
     Failure& failure_;
     Ranges near_;  // each takes 16 KiB of the stack
     Ranges far_;
@@ -188,25 +188,25 @@ private:
 };
 
 struct ProcessCarriers {
-    const FarEnd& end;
+    const FarSide& side;
     Failure& failure;
 
-    ProcessCarrier carrier() const noexcept { return ProcessCarrier(end, failure); }
+    ProcessCarrier carrier() const noexcept { return ProcessCarrier(side, failure); }
 };
 
 // Moves a checked plan; far addresses are in another process, and the sides must not overlap. Returns the bytes done,
 // fewer than all only if it stopped between two chunks; throws ProcessError.
-inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarEnd& end, CopyPool* pool,
+inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarSide& side, CopyPool* pool,
                                      const Stop& stop) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
     const bool alone = copy.ordered || total <= share_above_bytes;
     Failure failure;
-    if (end.writing) end.check_alive();
+    if (side.writing) side.check_alive();
     const std::uint64_t done =
-        copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{end, failure});
-    failure.raise_if_told(end);
-    end.check_alive();
+        copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{side, failure});
+    failure.raise_if_told(side);
+    side.check_alive();
     return done;
 }
 
@@ -216,14 +216,14 @@ constexpr std::int64_t max_peek_bytes = 1 << 20;
 inline std::string peek_process(pid_t pid, std::uint64_t address, std::int64_t nbytes) {
     if (nbytes < 0 || nbytes > max_peek_bytes)
         refuse("nbytes is ", nbytes, ": must be in [0, ", max_peek_bytes, "]");
-    const FarEnd end{pid, false};
+    const FarSide side{pid, false};
     std::string bytes(static_cast<std::size_t>(nbytes), '\0');
     Failure failure;
-    ProcessCarrier carrier(end, failure);
+    ProcessCarrier carrier(side, failure);
     // Here a mere number, which the kernel checks.
     carrier.add(bytes.data(), reinterpret_cast<char*>(address), bytes.size());
     carrier.flush();
-    failure.raise_if_told(end);
+    failure.raise_if_told(side);
     return bytes;
 }
 

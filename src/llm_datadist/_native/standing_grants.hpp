@@ -93,11 +93,11 @@ struct GrantedMemory {
     // Requested part, or null if there is none.
     std::shared_ptr<Payload> payload(const LaneRequest& request) const {
         if (request.extent != extent) return nullptr;
-        const End end{bases.data(), bases.size(), extent, request.first, "granted"};
+        const CopySide side{bases.data(), bases.size(), extent, request.first, "granted"};
         const std::vector<Run> runs = request.runs();
         try {
             return std::make_shared<Payload>(
-                Spans(end, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);
+                Spans(side, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);
         } catch (const RuleError&) {
             return nullptr;
         }

@@ -10,7 +10,7 @@
 namespace datadist {
 
 // Tensors of one side, with addresses in this or in another process.
-struct End {
+struct CopySide {
     const std::uint64_t* bases;
     std::size_t tensors;
     std::int64_t extent;  // bytes of each tensor
@@ -23,24 +23,24 @@ struct End {
 };
 
 struct Copy {
-    End dst;
-    End src;
+    CopySide dst;
+    CopySide src;
     std::size_t pairs;
     const Run* runs;
     std::size_t run_count;
     bool ordered;
 };
 
-inline void check_tensors(const End& end, std::int64_t pairs) {
-    const auto tensors = static_cast<std::int64_t>(end.tensors);
-    if (end.first < 0 || pairs < 0 || end.first > tensors || pairs > tensors - end.first)
-        refuse("plan.", end.name, "_first is ", end.first, " and plan.count ", pairs, ": the ", end.name, " end has ",
+inline void check_tensors(const CopySide& side, std::int64_t pairs) {
+    const auto tensors = static_cast<std::int64_t>(side.tensors);
+    if (side.first < 0 || pairs < 0 || side.first > tensors || pairs > tensors - side.first)
+        refuse("plan.", side.name, "_first is ", side.first, " and plan.count ", pairs, ": the ", side.name, " side has ",
                tensors, " tensors");
-    if (end.extent < 0) refuse(end.name, ".extent is ", end.extent, ": must not be negative");
-    for (std::int64_t i = end.first; i < end.first + pairs; ++i) {
-        const std::uint64_t base = end.bases[i];
-        if (base == 0 || base > UINT64_MAX - static_cast<std::uint64_t>(end.extent))
-            refuse(end.name, ".bases[", i, "] is ", base, ": no address of ", end.extent, " bytes");
+    if (side.extent < 0) refuse(side.name, ".extent is ", side.extent, ": must not be negative");
+    for (std::int64_t i = side.first; i < side.first + pairs; ++i) {
+        const std::uint64_t base = side.bases[i];
+        if (base == 0 || base > UINT64_MAX - static_cast<std::uint64_t>(side.extent))
+            refuse(side.name, ".bases[", i, "] is ", base, ": no address of ", side.extent, " bytes");
     }
 }
 
