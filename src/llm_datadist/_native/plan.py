@@ -41,7 +41,7 @@ NO_DEADLINE: Final = 2**63 - 1
 """``deadline_ns`` that never passes."""
 
 
-class PlanEnd(NamedTuple):
+class PlanSide(NamedTuple):
     """One side of ``plan``: the destination if ``is_dst``, else the source."""
 
     plan: Plan
@@ -50,7 +50,7 @@ class PlanEnd(NamedTuple):
 
 
 def digest(
-    side: PlanEnd,
+    side: PlanSide,
     pool: CopyPool | None,
     deadline_ns: int,
     nonce: bytes,

@@ -32,7 +32,7 @@ from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._native.plan import PlanEnd, split_plan
+from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
@@ -313,7 +313,7 @@ class _End:
             self._end_retired()
             self._lock.release()
 
-    def expose(self, turn: Callable[[], float], end: PlanEnd, known: str) -> tuple[Address, bytes, bytes]:
+    def expose(self, turn: Callable[[], float], end: PlanSide, known: str) -> tuple[Address, bytes, bytes]:
         """Register memory that the peer is to reach, and count one user more until :meth:`leave`.
 
         Return where it is, as :class:`Ask` says; ``known`` is the receiver that the peer's sender knows.
@@ -325,7 +325,7 @@ class _End:
             self.users += 1
         return address, bases.astype("<u8").tobytes(), offsets.astype("<u8").tobytes()
 
-    def move(self, turn: Callable[[], float], end: PlanEnd, there: Ask | Granted, progress: Progress) -> str:
+    def move(self, turn: Callable[[], float], end: PlanSide, there: Ask | Granted, progress: Progress) -> str:
         """Write memory of this end, a source, to where the peer has told, or read what is a destination.
 
         Return how the agent knows the peer's receiver now; empty, and nothing moved, if it needs the metadata. If this
@@ -514,7 +514,7 @@ class _NixlTransfer:
     def _have_moved(self, part: Plan) -> bool:
         """Have the owner write a part into this end's receiver; return False if it is to be asked again."""
         connection, receiver = self._connection, self._connection.receiver
-        where = receiver.expose(self._turn, PlanEnd(part, self._transfer.local, True), connection._known)
+        where = receiver.expose(self._turn, PlanSide(part, self._transfer.local, True), connection._known)
         address = where[0]
         answer: Granted | Moved | Refused | None = None
         try:
@@ -543,7 +543,7 @@ class _NixlTransfer:
         failed: NixlFailed | None = None
         try:
             try:
-                end = PlanEnd(part, self._transfer.local, not self._transfer.write)
+                end = PlanSide(part, self._transfer.local, not self._transfer.write)
                 moved = connection.sender.move(self._turn, end, granted, self._progress)
             except NixlFailed as error:
                 failed = error  # the owner knows whether it has ended the receiver
@@ -605,7 +605,7 @@ class _NixlTransfer:
         return self._transfer.progress(self._progress.done)
 
 
-def _runs_of(end: PlanEnd) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _runs_of(end: PlanSide) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Return the addresses of the tensors at one end of a plan, and where the runs begin in each."""
     first, column = (end.plan.dst_first, 0) if end.is_dst else (end.plan.src_first, 1)
     return end.tensors.bases[first : first + end.plan.count], end.plan.runs[:, column]
@@ -856,7 +856,7 @@ class Server:
 
     def _write(self, served: _Served) -> None:
         """Write what was asked for into the receiver of the peer, and answer."""
-        end = PlanEnd(served.plan, served.grant.tensors, False)
+        end = PlanSide(served.plan, served.grant.tensors, False)
         loaded = self._sender.move(partial(self._turn, served), end, served.ask, Progress())
         if not loaded:
             self._refuse(served, _UNKNOWN_RECEIVER, "the metadata of the receiver are not known", touched=False)
@@ -867,7 +867,7 @@ class Server:
 
     def _hold(self, served: _Served) -> None:
         """Tell the peer where it may write, or read, and keep that memory until it is done."""
-        ask, end = served.ask, PlanEnd(served.plan, served.grant.tensors, served.ask.write)
+        ask, end = served.ask, PlanSide(served.plan, served.grant.tensors, served.ask.write)
         where = self._pushed.expose(partial(self._turn, served), end, ask.loaded)
         served.receiver = where[0].name
         self._held[ask.move] = served
