@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, surviving
 from llm_datadist.errors import ParamError
 from tests.support import twin
 
@@ -216,7 +216,7 @@ def pairs_of(plan: Plan) -> set[tuple[int, int]]:
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 9)), max_size=14), st.booleans())
 def test_what_stands_after_ordered_runs_is_as_in_the_twin(runs: list[Run], alias: bool) -> None:
-    stands = standing(plan_of(runs, 2, ordered=True), alias=alias)
+    stands = surviving(plan_of(runs, 2, ordered=True), alias=alias)
     expected = stands_of(runs, alias=alias)
     assert pairs_of(stands) == expected
     assert stands.nbytes == 2 * len(expected) == 2 * int(stands.runs[:, 2].sum())
@@ -225,4 +225,4 @@ def test_what_stands_after_ordered_runs_is_as_in_the_twin(runs: list[Run], alias
 
 def test_a_plan_without_order_stands_as_it_is() -> None:
     plan = plan_of([(0, 0, 5), (0, 5, 5)])
-    assert standing(plan, alias=True) is plan
+    assert surviving(plan, alias=True) is plan

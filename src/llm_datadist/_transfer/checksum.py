@@ -23,7 +23,7 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, split_plan, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, split_plan, surviving
 from llm_datadist._threads import Threads
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
@@ -79,7 +79,7 @@ class Comparison:
         Of an ordered plan only bytes that no later run has written over are compared (interface R26). ChecksumMismatch
         names the first place; TransferFailed: the peer's cache has changed meanwhile, or it did not answer.
         """
-        plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
+        plan = surviving(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0
         differing: dict[int, Plan] = {}  # the peer's tensor -> the first part of it that differs
         max_bytes = min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS)

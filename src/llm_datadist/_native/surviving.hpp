@@ -51,7 +51,7 @@ private:
 
 // Returns the parts of ordered runs whose destination is unchanged since. With `alias` (same tensors on both sides)
 // their source must be, too. All runs must lie in their tensors.
-inline std::vector<Run> standing_runs(const Run* runs, std::size_t count, bool alias) {
+inline std::vector<Run> surviving_runs(const Run* runs, std::size_t count, bool alias) {
     std::vector<Run> out;
     ByteSet written;  // by later runs
     for (std::size_t i = count; i-- > 0;) {
