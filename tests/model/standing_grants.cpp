@@ -104,7 +104,7 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
     }
 
     void quiesce() {
-        // quiesce (lanes.hpp): `on.with_all([tag](Lane& lane) { lane.quiesce(tag); });`
+        // quiesce (lane_engine.hpp): `on.with_all([tag](Lane& lane) { lane.quiesce(tag); });`
         turn.lock($);
         // quiesce (lane.hpp): `if (grants_) grants_->drop(tag);`
         grants.lock($);

@@ -15,7 +15,7 @@ from faults import lane_ends
 from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire, deadline, joined, next_event, one_row
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, WriteAsked
-from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
+from llm_datadist._native.lane_engine import ABORTED, CHANGED, MISFIT, TORN
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for

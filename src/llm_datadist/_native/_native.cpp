@@ -33,7 +33,7 @@ using namespace nb::literals;
 
 namespace datadist {
 
-void bind_lanes(nb::module_& m);  // lanes_python.cpp
+void bind_lanes(nb::module_& m);  // lane_engine_python.cpp
 
 namespace {
 

@@ -31,7 +31,7 @@ import numpy as np
 from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
-from llm_datadist._native.lanes import CHANGED, LOST, TORN
+from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict

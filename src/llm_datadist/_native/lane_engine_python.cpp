@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "gil.hpp"
-#include "lanes.hpp"
+#include "lane_engine.hpp"
 #include "plan_python.hpp"
 #include "stop_python.hpp"
 
