@@ -83,10 +83,10 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
     }
 
     void worker() {
-        // on_meta (lane.hpp): `if (auto grant = standing_grant(write, meta))`
+        // on_meta (lane.hpp): `if (auto reply = cached_reply(write, meta))`
         turn.lock($);
         const bool found = find();
-        // on_meta (lane.hpp): `return write ? accept(std::move(*grant)) : serve(std::move(*grant));`
+        // on_meta (lane.hpp): `return write ? accept(std::move(*reply)) : serve(std::move(*reply));`
         if (kept(5) && found) job[0]($) = queued;
         if (kept(5)) pump(job[0]);
         turn.unlock($);

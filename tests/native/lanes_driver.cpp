@@ -103,14 +103,14 @@ private:
         const bool write = event.what == Event::What::write;
         if (refuse_every != 0 && ++asked_ % refuse_every == 0)
             return engine_.refuse_request(event.lane, event.id, 77, "not now");
-        Grant grant{event.id,
+        Reply reply{event.id,
                     std::make_shared<Payload>(write ? sink.spans(decode(event.text), &Run::dst)
                                                     : memory.spans(decode(event.text), &Run::src),
                                               event.id % 2 != 0),  // small blocks by a copy, or by the kernel
                     {},
                     static_cast<std::int64_t>(event.lane % 2)};
-        grant.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
-        write ? engine_.accept(event.lane, std::move(grant)) : engine_.serve(event.lane, std::move(grant));
+        reply.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
+        write ? engine_.accept(event.lane, std::move(reply)) : engine_.serve(event.lane, std::move(reply));
     }
 
     LaneEngine& engine_;
@@ -237,7 +237,7 @@ void quiesces() {
         advance_generation(reinterpret_cast<std::uint64_t>(&target.generation));
         far.quiesce(0);
         far.quiesce(1);
-        // Grants made meanwhile carry the new generation: this one is for those before it only.
+        // Replies made meanwhile carry the new generation: this one is for those before it only.
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
     }
     stop = true;

@@ -458,7 +458,7 @@ class LaneEngine:
         """Start a job with the meta of :func:`encode_request`; wait for its end."""
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
     def give_up(self, job: int) -> tuple[int, int, int, str]: ...
-    def grant(
+    def reply(
         self,
         lane: int,
         id: int,

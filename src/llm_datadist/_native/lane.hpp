@@ -37,7 +37,7 @@ struct Job {
 };
 
 // Reply of the memory's owner to a request of the peer.
-struct Grant {
+struct Reply {
     std::uint64_t id;
     std::shared_ptr<Payload> payload;
     Guards guards;
@@ -118,28 +118,28 @@ public:
     }
 
 
-    void serve(Grant grant) {
-        Request* request = asked(Kind::read, grant.id);
+    void serve(Reply reply) {
+        Request* request = asked(Kind::read, reply.id);
         if (request == nullptr) return;
         request->answered = true;
-        Frame frame{Kind::data, grant.id, encode_header({Kind::data, grant.id, 0, grant.payload->total()})};
-        frame.payload = std::move(grant.payload);
-        frame.guards = std::move(grant.guards);
-        frame.tag = grant.tag;
+        Frame frame{Kind::data, reply.id, encode_header({Kind::data, reply.id, 0, reply.payload->total()})};
+        frame.payload = std::move(reply.payload);
+        frame.guards = std::move(reply.guards);
+        frame.tag = reply.tag;
         sender_.push(std::move(frame));
     }
 
-    void accept(Grant grant) {
-        Request* request = asked(Kind::write, grant.id);
+    void accept(Reply reply) {
+        Request* request = asked(Kind::write, reply.id);
         if (request == nullptr) return;
         request->answered = true;
-        const bool fits = request->payload_bytes == grant.payload->total();
-        if (!fits || !grant.guards.current()) {
-            push_status(grant.id, fits ? changed : misfit);
+        const bool fits = request->payload_bytes == reply.payload->total();
+        if (!fits || !reply.guards.current()) {
+            push_status(reply.id, fits ? changed : misfit);
             return drop_payload(request->payload_bytes);
         }
-        receive_payload(grant.payload, false);
-        accepted_ = Accepted{std::move(grant), good};
+        receive_payload(reply.payload, false);
+        accepted_ = Accepted{std::move(reply), good};
         enter_next_stages();  // a payload of 0 bytes is complete
     }
 
@@ -154,8 +154,8 @@ public:
     void quiesce(std::int64_t tag) {
         if (grants_) grants_->drop(tag);
         sender_.quiesce(tag);
-        if (!accepted_ || accepted_->grant.tag != tag) return;
-        detach(*accepted_->grant.payload);
+        if (!accepted_ || accepted_->reply.tag != tag) return;
+        detach(*accepted_->reply.payload);
         accepted_->status = torn;
     }
 
@@ -179,7 +179,7 @@ private:
 
     // WRITE whose payload is being received.
     struct Accepted {
-        Grant grant;
+        Reply reply;
         Status status;
     };
 
@@ -237,21 +237,21 @@ private:
             receiver_.pause();
         else
             receiver_.expect_header();
-        if (auto grant = standing_grant(write, meta))
-            return write ? accept(std::move(*grant)) : serve(std::move(*grant));
+        if (auto reply = cached_reply(write, meta))
+            return write ? accept(std::move(*reply)) : serve(std::move(*reply));
         events_.push({write ? Event::What::write : Event::What::read, number_, incoming_.id, std::move(meta),
                       incoming_.payload_bytes});
     }
 
     // Nothing if Python must answer.
-    std::optional<Grant> standing_grant(bool write, const std::string& meta) const {
+    std::optional<Reply> cached_reply(bool write, const std::string& meta) const {
         if (!grants_) return std::nullopt;
         try {
             const LaneRequest request = LaneRequest::parse(meta);
             const auto memory = grants_->find(write, request.handle);
             auto payload = memory ? memory->payload(request) : nullptr;
             if (!payload) return std::nullopt;
-            return Grant{incoming_.id, std::move(payload), memory->guards, memory->tag};
+            return Reply{incoming_.id, std::move(payload), memory->guards, memory->tag};
         } catch (const RuleError&) {
             return std::nullopt;
         }
@@ -262,8 +262,8 @@ private:
         if (accepted_) {
             Accepted accepted = std::move(*accepted_);
             accepted_.reset();
-            if (accepted.status == good && !accepted.grant.guards.current()) accepted.status = torn;
-            push_status(accepted.grant.id, accepted.status);
+            if (accepted.status == good && !accepted.reply.guards.current()) accepted.status = torn;
+            push_status(accepted.reply.id, accepted.status);
         }
         receiver_.expect_header();
     }

@@ -164,8 +164,8 @@ public:
 
     // Answers to the peer, dropped if the lane or the request is gone.
 
-    void serve(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::serve); }
-    void accept(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::accept); }
+    void serve(std::uint64_t lane, Reply reply) { give(lane, std::move(reply), &Lane::serve); }
+    void accept(std::uint64_t lane, Reply reply) { give(lane, std::move(reply), &Lane::accept); }
 
     void refuse_request(std::uint64_t lane, std::uint64_t id, std::uint32_t code, std::string why) {
         const auto body = usable_body();
@@ -247,10 +247,10 @@ private:
         ticket.finish({Ending::lost, 0, 0, text("lane ", lane, " is not there any more")});
     }
 
-    void give(std::uint64_t lane, Grant grant, void (Lane::*verb)(Grant)) {
+    void give(std::uint64_t lane, Reply reply, void (Lane::*verb)(Reply)) {
         const auto body = usable_body();
         if (!body) return;
-        auto shared = std::make_shared<Grant>(std::move(grant));
+        auto shared = std::make_shared<Reply>(std::move(reply));
         body->worker_of(lane).post([lane, shared, verb](Worker& worker) {
             worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
         });

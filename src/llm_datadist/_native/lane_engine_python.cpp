@@ -100,10 +100,10 @@ inline Guards guards_of(const GuardList& list) {
     return guards;
 }
 
-inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
+inline void py_reply(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
                      const TensorList& tensors, const GuardList& guards, std::int64_t tag, bool mapped) {
-    Grant grant{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), guards_of(guards), tag};
-    write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
+    Reply reply{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), guards_of(guards), tag};
+    write ? engine.accept(lane, std::move(reply)) : engine.serve(lane, std::move(reply));
 }
 
 inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const TensorList& tensors,
@@ -209,7 +209,7 @@ void bind_lanes(nb::module_& m) {
         .def("give_up",
              [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
              "job"_a)
-        .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
+        .def("reply", &py_reply, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
         .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a);
 }
