@@ -388,7 +388,7 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
     """
 
 @final
-class StandingGrants:
+class ReplyCache:
     """Replies to one link's lane requests, by verb and handle; at most 4096. Any thread."""
 
     def __init__(self) -> None: ...
@@ -427,9 +427,9 @@ class LaneEngine:
     def reserve_lane(self) -> int:
         """Return a lane number for :meth:`attach_lane`."""
     def attach_lane(
-        self, lane: int, fd: int, grants: StandingGrants | None = None, keys: tuple[bytes, bytes] | None = None
+        self, lane: int, fd: int, replies: ReplyCache | None = None, keys: tuple[bytes, bytes] | None = None
     ) -> None:
-        """Add a lane under a reserved number, as add_lane(); ``grants`` answers requests natively."""
+        """Add a lane under a reserved number, as add_lane(); ``replies`` answers requests natively."""
     def drop_lane(self, lane: int) -> None:
         """Close a lane, if it exists; its jobs are lost and touch no memory."""
     def event_fd(self) -> int:

@@ -14,9 +14,9 @@
 #include "events.hpp"
 #include "fd.hpp"
 #include "receiver.hpp"
+#include "reply_cache.hpp"
 #include "sealed.hpp"
 #include "sender.hpp"
-#include "standing_grants.hpp"
 #include "ticket.hpp"
 
 namespace datadist {
@@ -46,15 +46,15 @@ struct Reply {
 
 class Lane {
 public:
-    // `max_drain_ns`: time limit for discarding a payload. `grants`: cached replies, or null.
+    // `max_drain_ns`: time limit for discarding a payload. `replies`: cached replies, or null.
     Lane(std::uint64_t number, Stream stream, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns,
-         std::shared_ptr<StandingGrants> grants)
+         std::shared_ptr<ReplyCache> replies)
         : number_(number),
           stream_(std::move(stream)),
           events_(events),
           scrap_(scrap),
           max_drain_ns_(max_drain_ns),
-          grants_(std::move(grants)) {}
+          replies_(std::move(replies)) {}
 
     int fd() const { return stream_.fd(); }
 
@@ -152,7 +152,7 @@ public:
     }
 
     void quiesce(std::int64_t tag) {
-        if (grants_) grants_->drop(tag);
+        if (replies_) replies_->drop(tag);
         sender_.quiesce(tag);
         if (!accepted_ || accepted_->reply.tag != tag) return;
         detach(*accepted_->reply.payload);
@@ -245,10 +245,10 @@ private:
 
     // Nothing if Python must answer.
     std::optional<Reply> cached_reply(bool write, const std::string& meta) const {
-        if (!grants_) return std::nullopt;
+        if (!replies_) return std::nullopt;
         try {
             const LaneRequest request = LaneRequest::parse(meta);
-            const auto memory = grants_->find(write, request.handle);
+            const auto memory = replies_->find(write, request.handle);
             auto payload = memory ? memory->payload(request) : nullptr;
             if (!payload) return std::nullopt;
             return Reply{incoming_.id, std::move(payload), memory->guards, memory->tag};
@@ -402,7 +402,7 @@ private:
     EventQueue& events_;
     Scrap scrap_;
     std::int64_t max_drain_ns_;
-    std::shared_ptr<StandingGrants> grants_;
+    std::shared_ptr<ReplyCache> replies_;
     Sender sender_;
     Receiver receiver_;
     int low_water_ = 1;

@@ -83,7 +83,7 @@ public:
     }
 
     // Takes over the socket, also if it throws or the engine is closed. Keys encrypt the lane.
-    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants = nullptr,
+    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<ReplyCache> replies = nullptr,
                      const LaneKeys* keys = nullptr) {
         Fd fd(raw);
         const auto body = usable_body();
@@ -95,8 +95,8 @@ public:
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
         // std::function copies its command; a descriptor cannot be copied.
         auto shared = std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
-        const bool posted = body->worker_of(lane).post([lane, shared, grants](Worker& worker) {
-            worker.add(lane, std::move(shared->first), std::move(shared->second), grants);
+        const bool posted = body->worker_of(lane).post([lane, shared, replies](Worker& worker) {
+            worker.add(lane, std::move(shared->first), std::move(shared->second), replies);
         });
         if (!posted) body->fds.remove(raw);
     }

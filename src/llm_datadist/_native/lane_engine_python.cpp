@@ -75,11 +75,11 @@ inline std::optional<LaneKeys> keys_of(nb::handle keys) {
     return out;
 }
 
-inline void py_attach_lane(LaneEngine& engine, std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants,
+inline void py_attach_lane(LaneEngine& engine, std::uint64_t lane, int raw, std::shared_ptr<ReplyCache> replies,
                            nb::handle keys) {
     Fd fd(raw);
     const std::optional<LaneKeys> both = keys_of(keys);
-    engine.attach_lane(lane, fd.release(), std::move(grants), both ? &*both : nullptr);
+    engine.attach_lane(lane, fd.release(), std::move(replies), both ? &*both : nullptr);
 }
 
 inline std::uint64_t py_add_lane(LaneEngine& engine, int raw, nb::handle keys) {
@@ -106,10 +106,10 @@ inline void py_reply(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, b
     write ? engine.accept(lane, std::move(reply)) : engine.serve(lane, std::move(reply));
 }
 
-inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const TensorList& tensors,
+inline void py_keep(ReplyCache& replies, const nb::bytes& handle, bool write, const TensorList& tensors,
                     const GuardList& guards, std::int64_t tag, bool mapped) {
     const CopySide all = tensors.side(0, "granted");
-    grants.keep(write, std::string(handle.c_str(), handle.size()),
+    replies.keep(write, std::string(handle.c_str(), handle.size()),
                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
 }
 
@@ -186,10 +186,10 @@ void bind_lanes(nb::module_& m) {
     m.def("decode_request", &py_decode_request, "meta"_a);
     m.attr("MAX_REQUEST_RUNS") = LaneRequest::max_runs;
 
-    nb::class_<StandingGrants>(m, "StandingGrants", nb::is_final())
+    nb::class_<ReplyCache>(m, "ReplyCache", nb::is_final())
         .def(nb::init<>())
         .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
-        .def("__len__", &StandingGrants::size);
+        .def("__len__", &ReplyCache::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())
         .def(nb::init<int, int>(), "threads"_a, "drain_ms"_a = LaneEngine::default_drain_ms)
@@ -198,7 +198,7 @@ void bind_lanes(nb::module_& m) {
         .def("close", &LaneEngine::close, Released())
         .def("add_lane", &py_add_lane, "fd"_a, "keys"_a.none() = nb::none())
         .def("reserve_lane", &LaneEngine::reserve_lane)
-        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(), "keys"_a.none() = nb::none())
+        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "replies"_a = nb::none(), "keys"_a.none() = nb::none())
         .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a)
         .def("event_fd", &LaneEngine::event_fd)
         .def("poll_events", &py_poll_events)

@@ -131,11 +131,11 @@ public:
 
     // Encrypted if `ciphers` is set.
     void add(std::uint64_t number, Fd fd, std::unique_ptr<LaneCiphers> ciphers,
-             std::shared_ptr<StandingGrants> grants) {
+             std::shared_ptr<ReplyCache> replies) {
         const int raw = fd.get();
         Stream stream(std::move(fd), std::move(ciphers), sealing_);
         auto lane =
-            std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(grants));
+            std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(replies));
         lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
         if (watch(EPOLL_CTL_ADD, raw, number, EPOLLIN)) return;
         drop(number, "the kernel does not watch its descriptor", true);

@@ -83,7 +83,7 @@ struct LaneRequest {
     std::string_view spans;
 };
 
-struct GrantedMemory {
+struct CachedReply {
     std::vector<std::uint64_t> bases;
     std::int64_t extent;
     Guards guards;
@@ -105,41 +105,42 @@ struct GrantedMemory {
 };
 
 // By verb and handle. Threads: any.
-class StandingGrants {
+class ReplyCache {
 public:
     // Peers choose handles. A full table is emptied.
     static constexpr std::size_t most = 4096;
 
-    void keep(bool write, std::string handle, GrantedMemory memory) {
+    void keep(bool write, std::string handle, CachedReply memory) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (grants_.size() >= most) grants_.clear();
-        grants_.insert_or_assign({write, std::move(handle)},
-                                 std::make_shared<const GrantedMemory>(std::move(memory)));
+        if (replies_.size() >= most) replies_.clear();
+        replies_.insert_or_assign({write, std::move(handle)},
+                                  std::make_shared<const CachedReply>(std::move(memory)));
     }
 
     // Null unless a reply's guards hold.
-    std::shared_ptr<const GrantedMemory> find(bool write, std::string_view handle) {
+    std::shared_ptr<const CachedReply> find(bool write, std::string_view handle) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = grants_.find({write, std::string(handle)});
-        if (found == grants_.end()) return nullptr;
+        const auto found = replies_.find({write, std::string(handle)});
+        if (found == replies_.end()) return nullptr;
         if (found->second->guards.current()) return found->second;
-        grants_.erase(found);
+        replies_.erase(found);
         return nullptr;
     }
 
     void drop(std::int64_t tag) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (auto at = grants_.begin(); at != grants_.end();) at = at->second->tag == tag ? grants_.erase(at) : std::next(at);
+        for (auto at = replies_.begin(); at != replies_.end();)
+            at = at->second->tag == tag ? replies_.erase(at) : std::next(at);
     }
 
     std::size_t size() const {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return grants_.size();
+        return replies_.size();
     }
 
 private:
     mutable std::mutex mutex_;
-    std::map<std::pair<bool, std::string>, std::shared_ptr<const GrantedMemory>> grants_;
+    std::map<std::pair<bool, std::string>, std::shared_ptr<const CachedReply>> replies_;
 };
 
 }  // namespace datadist
