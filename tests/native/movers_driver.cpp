@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "guard.hpp"
+#include "generation.hpp"
 #include "stream.hpp"
 
 using namespace datadist;

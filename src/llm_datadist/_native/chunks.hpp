@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "sides.hpp"
-#include "guard.hpp"
+#include "generation.hpp"
 #include "pool.hpp"
 
 namespace datadist {

@@ -8,7 +8,7 @@
 
 #include "chunks.hpp"
 #include "sides.hpp"
-#include "guard.hpp"
+#include "generation.hpp"
 #include "pool.hpp"
 #include "stream.hpp"
 

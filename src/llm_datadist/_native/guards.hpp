@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "guard.hpp"
+#include "generation.hpp"
 
 namespace datadist {
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "sides.hpp"
-#include "guard.hpp"
+#include "generation.hpp"
 #include "stream.hpp"
 
 namespace datadist {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "error.hpp"
-#include "guard.hpp"
+#include "generation.hpp"
 
 namespace datadist {
 
