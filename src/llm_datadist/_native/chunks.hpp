@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "sides.hpp"
 #include "generation.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 

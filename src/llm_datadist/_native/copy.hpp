@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "chunks.hpp"
-#include "sides.hpp"
 #include "generation.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 #include "stream.hpp"
 
 namespace datadist {

@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "chunks.hpp"
-#include "sides.hpp"
 #include "error.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 

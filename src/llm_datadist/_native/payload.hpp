@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "sides.hpp"
 #include "generation.hpp"
+#include "sides.hpp"
 #include "stream.hpp"
 
 namespace datadist {

@@ -16,10 +16,10 @@
 #include <utility>
 #include <vector>
 
-#include "sides.hpp"
 #include "gil.hpp"
 #include "parse.hpp"
 #include "plan.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 

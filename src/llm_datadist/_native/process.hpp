@@ -18,10 +18,10 @@
 #include <system_error>
 
 #include "chunks.hpp"
-#include "sides.hpp"
 #include "error.hpp"
 #include "fd.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 
