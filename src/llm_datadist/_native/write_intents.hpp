@@ -37,9 +37,9 @@ struct alignas(64) WriterSlot {
 static_assert(sizeof(WriterHeader) == 64 && sizeof(WriterSlot) == 64);
 
 // Page mapped here. Owns nothing.
-class WriterPage {
+class IntentPage {
 public:
-    explicit WriterPage(std::uint64_t address) : address_(address) {
+    explicit IntentPage(std::uint64_t address) : address_(address) {
         if (address == 0 || address % alignof(WriterHeader) != 0)
             refuse("address is ", address, ": a page of writers needs a non-null address divisible by 64");
     }
@@ -61,7 +61,7 @@ private:
     std::uint64_t address_;
 };
 
-inline void retract(const WriterPage& page, std::uint64_t number) {
+inline void retract(const IntentPage& page, std::uint64_t number) {
     WriterSlot& slot = page.slot(number);
     store_fence();  // written bytes are visible before the sequence
     const std::uint64_t sequence = __atomic_load_n(&slot.sequence, __ATOMIC_RELAXED);
@@ -69,7 +69,7 @@ inline void retract(const WriterPage& page, std::uint64_t number) {
 }
 
 // The caller owns the slot until retract(). False, and retracted, if the page is closed.
-inline bool announce(const WriterPage& page, std::uint64_t number, std::uint64_t what) {
+inline bool announce(const IntentPage& page, std::uint64_t number, std::uint64_t what) {
     WriterSlot& slot = page.slot(number);
     WriterHeader& header = page.header();
     std::uint64_t used = __atomic_load_n(&header.used, __ATOMIC_RELAXED);
@@ -86,9 +86,9 @@ inline bool announce(const WriterPage& page, std::uint64_t number, std::uint64_t
     return false;
 }
 
-inline void close_page(const WriterPage& page) { __atomic_exchange_n(&page.header().closed, 1, __ATOMIC_SEQ_CST); }
+inline void close_page(const IntentPage& page) { __atomic_exchange_n(&page.header().closed, 1, __ATOMIC_SEQ_CST); }
 
-inline std::uint64_t sequence_of(const WriterPage& page, std::uint64_t number) {
+inline std::uint64_t sequence_of(const IntentPage& page, std::uint64_t number) {
     return __atomic_load_n(&page.slot(number).sequence, __ATOMIC_SEQ_CST);
 }
 
@@ -106,7 +106,7 @@ public:
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
     }
 
-    void look(const WriterPage& page, std::size_t index, std::vector<Writing>& found) const {
+    void look(const IntentPage& page, std::size_t index, std::vector<Writing>& found) const {
         const std::uint64_t used = page.used();
         for (std::uint64_t number = 1; number <= used; ++number) {
             const WriterSlot& slot = page.slot(number);
