@@ -11,11 +11,11 @@
 #include <unordered_map>
 #include <utility>
 
+#include "encrypted.hpp"
 #include "events.hpp"
 #include "fd.hpp"
 #include "receiver.hpp"
 #include "reply_cache.hpp"
-#include "sealed.hpp"
 #include "sender.hpp"
 #include "ticket.hpp"
 

@@ -44,7 +44,7 @@ public:
     void* (*new_context)() = nullptr;
     void (*free_context)(void* context) = nullptr;  // wipes the key
     const void* (*aes_256_gcm)() = nullptr;
-    int (*init)(void* context, const void* cipher, void* engine, Bytes key, Bytes iv, int seals) = nullptr;
+    int (*init)(void* context, const void* cipher, void* engine, Bytes key, Bytes iv, int encrypts) = nullptr;
     int (*update)(void* context, unsigned char* out, int* out_bytes, Bytes in, int in_bytes) = nullptr;
     int (*final)(void* context, unsigned char* out, int* out_bytes) = nullptr;
     int (*control)(void* context, int what, int bytes, void* value) = nullptr;

@@ -9,8 +9,8 @@
 #include <memory>
 #include <string>
 
+#include "encrypted.hpp"
 #include "payload.hpp"
-#include "sealed.hpp"
 #include "wire.hpp"
 
 namespace datadist {

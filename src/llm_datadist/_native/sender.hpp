@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
+#include "encrypted.hpp"
 #include "guards.hpp"
 #include "payload.hpp"
-#include "sealed.hpp"
 #include "wire.hpp"
 
 namespace datadist {
@@ -184,8 +184,8 @@ private:
         const std::uint64_t body = std::min(sent, frame.payload->left());
         frame.payload->advance(body);
         tail_sent_ += static_cast<std::size_t>(sent - body);
-        const bool sealed = frame.kind != Kind::data || !frame.tail.empty();
-        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !sealed)
+        const bool ended = frame.kind != Kind::data || !frame.tail.empty();
+        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !ended)
             append_trailer(frame, frame.tail);
     }
 

@@ -124,7 +124,7 @@ public:
     void close_in_child() {
         ::close(epoll_.get());
         ::close(bell_.fd());
-        sealing_.close_in_child();
+        buffers_.close_in_child();
     }
 
     // For commands, which have the turn.
@@ -133,7 +133,7 @@ public:
     void add(std::uint64_t number, Fd fd, std::unique_ptr<LaneCiphers> ciphers,
              std::shared_ptr<ReplyCache> replies) {
         const int raw = fd.get();
-        Stream stream(std::move(fd), std::move(ciphers), sealing_);
+        Stream stream(std::move(fd), std::move(ciphers), buffers_);
         auto lane =
             std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(replies));
         lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
@@ -174,7 +174,7 @@ public:
         draining_.erase(number);
         in_hand_.erase(number);
         lanes_.erase(found);  // closes the descriptor, which also leaves the epoll
-        if (lanes_.empty()) sealing_.clear();
+        if (lanes_.empty()) buffers_.clear();
     }
 
 private:
@@ -351,7 +351,7 @@ private:
     std::thread thread_;
 
     std::mutex turn_;  // protects the five below; the lane thread releases it only to sleep
-    SealingSpace sealing_;  // outlives the lanes
+    CipherBuffers buffers_;  // outlives the lanes
     std::unordered_map<std::uint64_t, Entry> lanes_;
     std::unordered_set<std::uint64_t> draining_;
     std::unordered_set<std::uint64_t> in_hand_;  // lanes with buffered input

@@ -39,7 +39,7 @@ constexpr std::size_t max_record_bytes = 64u << 10;  // of plaintext
 constexpr std::size_t record_overhead = length_bytes + tag_bytes;
 constexpr std::uint64_t max_records = std::uint64_t{1} << 32;  // under one key
 // Eight whole records for one system call. Measured: with four, wake-ups cost over a tenth of the ciphers' time.
-constexpr std::size_t sealed_buffer_bytes = 8 * (max_record_bytes + record_overhead);
+constexpr std::size_t records_buffer_bytes = 8 * (max_record_bytes + record_overhead);
 // Smaller pieces, on average, are copied and encrypted together: a call of OpenSSL costs as much as the copy.
 constexpr std::size_t cipher_piece_bytes = 1024;
 
@@ -58,10 +58,10 @@ struct LaneKeys {
 class RecordCipher {
 public:
     // `first`: number of the first record, for tests of the limit.
-    RecordCipher(const std::array<char, key_bytes>& key, bool seals, std::uint64_t first = 0)
+    RecordCipher(const std::array<char, key_bytes>& key, bool encrypts, std::uint64_t first = 0)
         : crypto_(Libcrypto::get()), context_(crypto_.new_context()), number_(first) {
         if (context_ == nullptr) throw std::bad_alloc();
-        if (crypto_.init(context_, crypto_.aes_256_gcm(), nullptr, bytes(key.data()), nullptr, seals ? 1 : 0) != 1) {
+        if (crypto_.init(context_, crypto_.aes_256_gcm(), nullptr, bytes(key.data()), nullptr, encrypts ? 1 : 0) != 1) {
             crypto_.free_context(context_);
             crypto_.clear_errors();
             refuse("keys: ", libcrypto_name, " has no AES-256-GCM");
@@ -214,14 +214,14 @@ private:
 };
 
 // Buffers of one thread's encrypted lanes; a lane holds one only while it has content.
-class SealingSpace {
+class CipherBuffers {
 public:
     using Buffer = std::unique_ptr<char[]>;
 
-    SealingSpace() { free_.reserve(most_free); }  // so that give() cannot fail
+    CipherBuffers() { free_.reserve(most_free); }  // so that give() cannot fail
 
     Buffer take() {
-        if (free_.empty()) return Buffer(new char[sealed_buffer_bytes]);
+        if (free_.empty()) return Buffer(new char[records_buffer_bytes]);
         Buffer buffer = std::move(free_.back());
         free_.pop_back();
         return buffer;
@@ -254,10 +254,10 @@ private:
 };
 
 // Sending direction.
-class SealedOutput {
+class EncryptedOutput {
 public:
-    SealedOutput(RecordCipher& cipher, SealingSpace& space) : cipher_(cipher), space_(space) {}
-    ~SealedOutput() { space_.give(std::move(buffer_)); }
+    EncryptedOutput(RecordCipher& cipher, CipherBuffers& buffers) : cipher_(cipher), buffers_(buffers) {}
+    ~EncryptedOutput() { buffers_.give(std::move(buffer_)); }
 
     bool empty() const { return begin_ == end_; }
 
@@ -276,7 +276,7 @@ public:
         }
         if (!empty()) return false;
         begin_ = end_ = 0;
-        space_.give(std::move(buffer_));
+        buffers_.give(std::move(buffer_));
         return true;
     }
 
@@ -287,7 +287,7 @@ public:
         while (from.left() > 0 && has_room()) {
             const std::size_t whole = taken < head ? head - taken : from.left();
             const std::size_t bytes = std::min({from.left(), max_record_bytes, whole});
-            if (!seal(from, bytes, mapped)) return failed(EFAULT);
+            if (!encrypt(from, bytes, mapped)) return failed(EFAULT);
             taken += bytes;
         }
         if (!has_room()) flush(fd);
@@ -300,18 +300,18 @@ private:
         return -1;
     }
 
-    bool has_room() const { return sealed_buffer_bytes - end_ >= max_record_bytes + record_overhead; }
+    bool has_room() const { return records_buffer_bytes - end_ >= max_record_bytes + record_overhead; }
 
     // Appends one record; false if its memory is unreadable.
-    bool seal(Pieces& from, std::size_t bytes, bool mapped) {
-        if (!buffer_) buffer_ = space_.take();
+    bool encrypt(Pieces& from, std::size_t bytes, bool mapped) {
+        if (!buffer_) buffer_ = buffers_.take();
         char* const length = buffer_.get() + end_;
         char* const body = length + length_bytes;
         for (std::size_t i = 0; i < length_bytes; ++i) length[i] = static_cast<char>(bytes >> (8 * i));
-        if (!mapped && !space_.transit().fetch(from, bytes)) return false;
+        if (!mapped && !buffers_.transit().fetch(from, bytes)) return false;
         cipher_.begin(length);
         if (!mapped) {
-            cipher_.update(body, space_.transit().data(), bytes);
+            cipher_.update(body, buffers_.transit().data(), bytes);
         } else if (char* to = body; from.coarse(bytes)) {
             from.take(bytes, [&](const char* piece, std::size_t count) {
                 cipher_.update(to, piece, count);
@@ -327,17 +327,17 @@ private:
     }
 
     RecordCipher& cipher_;
-    SealingSpace& space_;
-    SealingSpace::Buffer buffer_;
+    CipherBuffers& buffers_;
+    CipherBuffers::Buffer buffer_;
     std::size_t begin_ = 0, end_ = 0;  // not taken by the kernel
     bool blocked_ = false;
 };
 
 // Receiving direction; delivers plaintext in order.
-class SealedInput {
+class EncryptedInput {
 public:
-    SealedInput(RecordCipher& cipher, SealingSpace& space) : cipher_(cipher), space_(space) {}
-    ~SealedInput() { space_.give(std::move(buffer_)); }
+    EncryptedInput(RecordCipher& cipher, CipherBuffers& buffers) : cipher_(cipher), buffers_(buffers) {}
+    ~EncryptedInput() { buffers_.give(std::move(buffer_)); }
 
     // True if bytes are here, which no epoll reports.
     bool has_bytes() const { return plain_begin_ != plain_end_ || has_record(); }
@@ -382,18 +382,18 @@ private:
     void give_back() {
         if (begin_ != end_ || plain_begin_ != plain_end_) return;
         begin_ = end_ = plain_begin_ = plain_end_ = 0;
-        space_.give(std::move(buffer_));
+        buffers_.give(std::move(buffer_));
     }
 
     // Returns the room. Requires that no plaintext is left.
     std::size_t make_room() {
-        if (!buffer_) buffer_ = space_.take();
+        if (!buffer_) buffer_ = buffers_.take();
         if (begin_ > 0) {
             std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
             end_ -= std::exchange(begin_, 0);
         }
         plain_begin_ = plain_end_ = 0;
-        return sealed_buffer_bytes - end_;
+        return records_buffer_bytes - end_;
     }
 
     std::size_t record_length() const { return load<std::uint32_t>(buffer_.get() + begin_); }
@@ -440,10 +440,10 @@ private:
             cipher_.check_tag(body + bytes);
             return true;
         }
-        char* const opened = fits && !mapped ? space_.transit().data() : body;
+        char* const opened = fits && !mapped ? buffers_.transit().data() : body;
         cipher_.update(opened, body, bytes);
         cipher_.check_tag(body + bytes);
-        if (opened != body) return space_.transit().deliver(to, bytes);
+        if (opened != body) return buffers_.transit().deliver(to, bytes);
         plain_begin_ = static_cast<std::size_t>(body - buffer_.get());
         plain_end_ = plain_begin_ + bytes;
         return true;
@@ -454,8 +454,8 @@ private:
         const char* from = buffer_.get() + plain_begin_;
         plain_begin_ += bytes;
         if (!mapped) {
-            std::memcpy(space_.transit().data(), from, bytes);
-            return space_.transit().deliver(to, bytes);
+            std::memcpy(buffers_.transit().data(), from, bytes);
+            return buffers_.transit().deliver(to, bytes);
         }
         to.take(bytes, [&](char* piece, std::size_t count) {
             std::memcpy(piece, from, count);
@@ -465,8 +465,8 @@ private:
     }
 
     RecordCipher& cipher_;
-    SealingSpace& space_;
-    SealingSpace::Buffer buffer_;
+    CipherBuffers& buffers_;
+    CipherBuffers::Buffer buffer_;
     std::size_t plain_begin_ = 0, plain_end_ = 0;  // plaintext in the buffer, before:
     std::size_t begin_ = 0, end_ = 0;              // received, not decrypted
     bool unreadable_ = false;
@@ -475,8 +475,8 @@ private:
 // Byte stream of a lane. `mapped`: as in Payload.
 class Stream {
 public:
-    Stream(Fd fd, std::unique_ptr<LaneCiphers> ciphers, SealingSpace& space) : fd_(std::move(fd)) {
-        if (ciphers) sealed_ = std::make_unique<Sealed>(std::move(ciphers), space);
+    Stream(Fd fd, std::unique_ptr<LaneCiphers> ciphers, CipherBuffers& buffers) : fd_(std::move(fd)) {
+        if (ciphers) encrypted_ = std::make_unique<Encrypted>(std::move(ciphers), buffers);
     }
 
     int fd() const { return fd_.get(); }
@@ -484,48 +484,48 @@ public:
     // As sendmsg(). Buffered encrypted bytes count as sent. The first `head` bytes get their own record, so the peer
     // can decrypt later ones in place.
     ssize_t send(const msghdr& message, int flags, std::size_t head, bool mapped) {
-        if (!sealed_) return ::sendmsg(fd_.get(), &message, flags);
-        return sealed_->output.send(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), head, mapped);
+        if (!encrypted_) return ::sendmsg(fd_.get(), &message, flags);
+        return encrypted_->output.send(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), head, mapped);
     }
 
     // Sends buffered bytes; false if some are left. Throws LaneError.
-    bool flush() { return !sealed_ || sealed_->output.flush(fd_.get()); }
+    bool flush() { return !encrypted_ || encrypted_->output.flush(fd_.get()); }
 
-    bool has_output() const { return sealed_ && !sealed_->output.empty(); }
+    bool has_output() const { return encrypted_ && !encrypted_->output.empty(); }
 
     void unblock() {
-        if (sealed_) sealed_->output.unblock();
+        if (encrypted_) encrypted_->output.unblock();
     }
 
     // As recvmsg() with MSG_DONTWAIT.
     ssize_t receive(msghdr& message, bool mapped) {
-        if (!sealed_) return ::recvmsg(fd_.get(), &message, MSG_DONTWAIT);
-        return sealed_->input.receive(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), mapped);
+        if (!encrypted_) return ::recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+        return encrypted_->input.receive(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), mapped);
     }
 
-    bool has_input() const { return sealed_ && sealed_->input.has_bytes(); }
+    bool has_input() const { return encrypted_ && encrypted_->input.has_bytes(); }
 
     // Least bytes to ask for, so that a record fits at its destination.
-    std::uint64_t least_asked() const { return sealed_ ? max_record_bytes : 0; }
+    std::uint64_t least_asked() const { return encrypted_ ? max_record_bytes : 0; }
 
     // Bytes the kernel will surely get while `bytes` bytes of plaintext are missing; part of their record may be here.
     std::uint64_t to_come(std::uint64_t bytes) const {
-        const std::uint64_t begun = sealed_ ? sealed_->input.begun() : 0;
+        const std::uint64_t begun = encrypted_ ? encrypted_->input.begun() : 0;
         return bytes > begun ? bytes - begun : 1;
     }
 
 private:
-    struct Sealed {
-        Sealed(std::unique_ptr<LaneCiphers> both, SealingSpace& space)
-            : ciphers(std::move(both)), output(ciphers->send, space), input(ciphers->receive, space) {}
+    struct Encrypted {
+        Encrypted(std::unique_ptr<LaneCiphers> both, CipherBuffers& buffers)
+            : ciphers(std::move(both)), output(ciphers->send, buffers), input(ciphers->receive, buffers) {}
 
         std::unique_ptr<LaneCiphers> ciphers;
-        SealedOutput output;
-        SealedInput input;
+        EncryptedOutput output;
+        EncryptedInput input;
     };
 
     Fd fd_;
-    std::unique_ptr<Sealed> sealed_;
+    std::unique_ptr<Encrypted> encrypted_;
 };
 
 }  // namespace datadist
