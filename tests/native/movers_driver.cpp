@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "generation.hpp"
-#include "stream.hpp"
+#include "streaming_stores.hpp"
 
 using namespace datadist;
 

@@ -10,7 +10,7 @@
 #include "generation.hpp"
 #include "pool.hpp"
 #include "sides.hpp"
-#include "stream.hpp"
+#include "streaming_stores.hpp"
 
 namespace datadist {
 

@@ -12,7 +12,7 @@
 
 #include "generation.hpp"
 #include "sides.hpp"
-#include "stream.hpp"
+#include "streaming_stores.hpp"
 
 namespace datadist {
 
