@@ -38,9 +38,9 @@ inline void watch_forks() {
 
 // Keeps a sleeping copy thread off the CPU of the caller that will wake it. Else, if the other CPUs have other work,
 // both may take turns on one CPU. The kernel balances groups of threads (cgroups, sessions) by weight.
-class Placement {
+class CpuAffinity {
 public:
-    explicit Placement(pthread_t thread) : thread_(thread) {
+    explicit CpuAffinity(pthread_t thread) : thread_(thread) {
         if (pthread_getaffinity_np(thread_, sizeof allowed_, &allowed_) == 0) given_ = allowed_;
     }
 
@@ -133,7 +133,7 @@ public:
         }
         state_->wake.notify_all();
         for (std::thread& worker : state_->workers) worker.join();
-        state_->placements.clear();
+        state_->affinities.clear();
         state_->workers.clear();
     }
 
@@ -154,7 +154,7 @@ private:
         std::atomic<unsigned> news{0};  // tasks so far; changed under the mutex
         bool stopping = false;
         int avoided = -1;                   // by placed threads; under the mutex
-        std::vector<Placement> placements;  // of the first threads; under the mutex
+        std::vector<CpuAffinity> affinities;  // of the first threads; under the mutex
         std::mutex join_mutex;
         std::vector<std::thread> workers;
     };
@@ -171,8 +171,8 @@ private:
                 state_->workers.emplace_back(&CopyPool::serve, state_.get());
                 const std::string name = text("lldd-copy-", n);
                 pthread_setname_np(state_->workers.back().native_handle(), name.c_str());
-                if (state_->placements.size() < most_placed)
-                    state_->placements.emplace_back(state_->workers.back().native_handle());
+                if (state_->affinities.size() < most_placed)
+                    state_->affinities.emplace_back(state_->workers.back().native_handle());
             }
         } catch (...) {
             pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -197,7 +197,7 @@ private:
     void place() noexcept {
         const int cpu = sched_getcpu();
         if (cpu == state_->avoided || cpu < 0 || cpu >= CPU_SETSIZE) return;
-        for (Placement& each : state_->placements) each.keep_off(cpu);
+        for (CpuAffinity& each : state_->affinities) each.keep_off(cpu);
         state_->avoided = cpu;
     }
 
