@@ -115,11 +115,11 @@ public:
     // tasks. If the pool is closed, or in a forked child, the caller works alone.
     void share(Task& task) {
         if (forked() || threads_ == 1) return task.run();
-        Offer offer{&task};
-        if (!post(offer)) return task.run();
+        SharedTask shared{&task};
+        if (!post(shared)) return task.run();
         task.run();
-        spin_until([&] { return offer.helpers.load(std::memory_order_relaxed) == 0; });
-        withdraw(offer);
+        spin_until([&] { return shared.helpers.load(std::memory_order_relaxed) == 0; });
+        withdraw(shared);
     }
 
     // Joins the threads after their current tasks. Idempotent.
@@ -138,19 +138,19 @@ public:
     }
 
 private:
-    struct Offer {
+    struct SharedTask {
         Task* task;
         std::atomic<int> helpers{0};   // inside task->run(); changed under the mutex
         std::condition_variable idle;
 
-        explicit Offer(Task* offered) : task(offered) {}
+        explicit SharedTask(Task* task) : task(task) {}
     };
 
     // On the heap: a forked child leaves it alone.
     struct State {
         std::mutex mutex;
         std::condition_variable wake;
-        std::vector<Offer*> offers;
+        std::vector<SharedTask*> tasks;
         std::atomic<unsigned> news{0};  // tasks so far; changed under the mutex
         bool stopping = false;
         int avoided = -1;                   // by placed threads; under the mutex
@@ -181,12 +181,12 @@ private:
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    bool post(Offer& offer) {
+    bool post(SharedTask& shared) {
         {
             std::lock_guard<std::mutex> lock(state_->mutex);
             if (state_->stopping) return false;
-            if (state_->offers.empty()) place();
-            state_->offers.push_back(&offer);
+            if (state_->tasks.empty()) place();
+            state_->tasks.push_back(&shared);
             state_->news.fetch_add(1, std::memory_order_relaxed);
         }
         state_->wake.notify_all();
@@ -201,18 +201,18 @@ private:
         state_->avoided = cpu;
     }
 
-    void withdraw(Offer& offer) {
+    void withdraw(SharedTask& shared) {
         std::unique_lock<std::mutex> lock(state_->mutex);
-        auto& offers = state_->offers;
-        offers.erase(std::find(offers.begin(), offers.end(), &offer));
-        offer.idle.wait(lock, [&] { return offer.helpers == 0; });
+        auto& tasks = state_->tasks;
+        tasks.erase(std::find(tasks.begin(), tasks.end(), &shared));
+        shared.idle.wait(lock, [&] { return shared.helpers == 0; });
     }
 
     // Task with work left and the fewest helpers, or null.
-    static Offer* pick(const State& state) {
-        Offer* best = nullptr;
-        for (Offer* offer : state.offers)
-            if (!offer->task->exhausted() && (best == nullptr || offer->helpers < best->helpers)) best = offer;
+    static SharedTask* pick(const State& state) {
+        SharedTask* best = nullptr;
+        for (SharedTask* shared : state.tasks)
+            if (!shared->task->exhausted() && (best == nullptr || shared->helpers < best->helpers)) best = shared;
         return best;
     }
 
@@ -227,8 +227,8 @@ private:
         std::unique_lock<std::mutex> lock(state->mutex);
         bool awaited = true;  // polled since the last work, which more may follow
         while (!state->stopping) {
-            Offer* offer = pick(*state);
-            if (offer == nullptr) {
+            SharedTask* shared = pick(*state);
+            if (shared == nullptr) {
                 if (awaited)
                     state->wake.wait(lock);
                 else
@@ -237,12 +237,12 @@ private:
                 continue;
             }
             awaited = false;
-            ++offer->helpers;
+            ++shared->helpers;
             lock.unlock();
-            offer->task->run();
+            shared->task->run();
             lock.lock();
             // Notified under the lock: the caller, whose stack has the task, continues once the lock is free.
-            if (--offer->helpers == 0) offer->idle.notify_all();
+            if (--shared->helpers == 0) shared->idle.notify_all();
         }
     }
 
