@@ -21,7 +21,7 @@ constexpr std::size_t max_iovecs = 1024;
 // Owned side of a plan: `bases` times `spans`, in the plan's order, without empty spans.
 class Spans {
 public:
-    struct Span {
+    struct ByteRange {
         std::uint64_t offset;
         std::uint64_t bytes;
     };
@@ -105,7 +105,7 @@ private:
     }
 
     std::vector<std::uint64_t> bases_;
-    std::vector<Span> spans_;
+    std::vector<ByteRange> spans_;
     std::uint64_t total_ = 0;
 };
 
