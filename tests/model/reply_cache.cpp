@@ -72,17 +72,17 @@ struct ReplyCache : rl::test_suite<ReplyCache, 3> {
     }
 
     void take_turn(rl::var<int>& mine, bool asked) {
-        // run (worker.hpp): `turn.lock();`
+        // run (lane_thread.hpp): `turn.lock();`
         turn.lock($);
-        // with (worker.hpp): `work(lane);`
+        // with (lane_thread.hpp): `work(lane);`
         // serve (lane.hpp): `sender_.push(std::move(frame));`
         if (asked) mine($) = queued;
-        // with (worker.hpp): `lane.send(budget_);`
+        // with (lane_thread.hpp): `lane.send(budget_);`
         pump(mine);
         turn.unlock($);
     }
 
-    void worker() {
+    void lane_thread() {
         // on_meta (lane.hpp): `if (auto reply = cached_reply(write, meta))`
         turn.lock($);
         const bool found = find();
@@ -98,7 +98,7 @@ struct ReplyCache : rl::test_suite<ReplyCache, 3> {
         // _answer (_transport/lanes.py): `group.grants.keep(`
         keep();
         // _answer (_transport/lanes.py): `give(event.lane, event.id, plan, tensors, guards, tag)`
-        // run_here (worker.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
+        // run_here (lane_thread.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
         if (kept(5)) take_turn(job[1], true);
         take_turn(job[1], false);
     }
@@ -132,7 +132,7 @@ struct ReplyCache : rl::test_suite<ReplyCache, 3> {
         if (!kept(2)) advance();
     }
 
-    void thread(unsigned number) { number == 0 ? owner() : number == 1 ? worker() : control(); }
+    void thread(unsigned number) { number == 0 ? owner() : number == 1 ? lane_thread() : control(); }
 };
 
 int main() { return check_model<ReplyCache>("reply_cache", steps, 5); }

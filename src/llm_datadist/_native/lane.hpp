@@ -1,4 +1,4 @@
-// One lane: a stream socket that carries jobs of both sides at once. Used by one thread at a time (worker.hpp).
+// One lane: a stream socket that carries jobs of both sides at once. Used by one thread at a time (lane_thread.hpp).
 //
 // Our job:        waiting (for the window) -> queued -> sent -> [receiving] -> its ticket is finished
 // Peer's request: asked (by an event, unless the reply is cached) -> answering -> answered

@@ -19,8 +19,8 @@
 
 #include "busy_wait.hpp"
 #include "error.hpp"
+#include "lane_thread.hpp"
 #include "pool.hpp"
-#include "worker.hpp"
 
 namespace datadist {
 
@@ -37,9 +37,9 @@ public:
         if (drain_ms < 0) refuse("drain_ms is ", drain_ms, ": must not be negative");
         const std::int64_t max_drain_ns = std::int64_t{1'000'000} * drain_ms;
         for (int n = 0; n < threads; ++n)
-            body_->workers.push_back(std::make_unique<Worker>(body_->events, body_->fds, max_drain_ns));
+            body_->threads.push_back(std::make_unique<LaneThread>(body_->events, body_->fds, max_drain_ns));
         try {
-            for (int n = 0; n < threads; ++n) body_->workers[static_cast<std::size_t>(n)]->start(text("lldd-data-", n));
+            for (int n = 0; n < threads; ++n) body_->threads[static_cast<std::size_t>(n)]->start(text("lldd-data-", n));
         } catch (...) {
             close();
             throw;
@@ -67,7 +67,7 @@ public:
         }
         const std::lock_guard<std::mutex> closing(close_mutex_);
         if (const std::shared_ptr<Body> body = this->body())
-            for (auto& worker : body->workers) worker->stop();
+            for (auto& thread : body->threads) thread->stop();
         const std::lock_guard<std::mutex> lock(mutex_);
         body_.reset();
     }
@@ -95,8 +95,8 @@ public:
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
         // std::function copies its command; a descriptor cannot be copied.
         auto shared = std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
-        const bool posted = body->worker_of(lane).post([lane, shared, replies](Worker& worker) {
-            worker.add(lane, std::move(shared->first), std::move(shared->second), replies);
+        const bool posted = body->thread_of(lane).post([lane, shared, replies](LaneThread& thread) {
+            thread.add(lane, std::move(shared->first), std::move(shared->second), replies);
         });
         if (!posted) body->fds.remove(raw);
     }
@@ -104,8 +104,8 @@ public:
     // Fails everything on the lane; then no memory is touched for it. Ignores unknown lanes.
     void drop_lane(std::uint64_t lane) {
         if (const auto body = usable_body())
-            body->worker_of(lane).post_and_wait(
-                [lane](Worker& worker) { worker.drop(lane, "dropped at this end", false); });
+            body->thread_of(lane).post_and_wait(
+                [lane](LaneThread& thread) { thread.drop(lane, "dropped at this end", false); });
     }
 
     int event_fd() const {
@@ -130,8 +130,8 @@ public:
         remember(id, {lane, ticket, spans.total() <= spin_max_bytes});
         auto job = std::make_shared<Job>(
             Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans), mapped), ticket});
-        const bool posted = body && body->worker_of(lane).post([lane, job](Worker& worker) {
-            const bool found = worker.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
+        const bool posted = body && body->thread_of(lane).post([lane, job](LaneThread& thread) {
+            const bool found = thread.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
             if (!found) fail_unknown(*job->ticket, lane);
         });
         if (!posted) fail_unknown(*ticket, lane);
@@ -154,8 +154,8 @@ public:
         const auto body = usable_body();
         const Started started = find(id);
         if (body)
-            body->worker_of(started.lane).post_and_wait([lane = started.lane, id](Worker& worker) {
-                worker.with(lane, [&](Lane& found) { found.give_up(id); });
+            body->thread_of(started.lane).post_and_wait([lane = started.lane, id](LaneThread& thread) {
+                thread.with(lane, [&](Lane& found) { found.give_up(id); });
             });
         const std::optional<Outcome> outcome = started.ticket->wait_until(0);
         forget(id);
@@ -171,8 +171,8 @@ public:
         const auto body = usable_body();
         if (code == good) refuse("code is 0: that says success");
         if (!body) return;
-        body->worker_of(lane).post([lane, id, code, why = std::move(why)](Worker& worker) {
-            worker.with(lane, [&](Lane& found) { found.refuse(id, code, why); });
+        body->thread_of(lane).post([lane, id, code, why = std::move(why)](LaneThread& thread) {
+            thread.with(lane, [&](Lane& found) { found.refuse(id, code, why); });
         });
     }
 
@@ -180,8 +180,8 @@ public:
     void quiesce(std::int64_t tag) {
         const auto body = usable_body();
         if (!body) return;
-        for (auto& worker : body->workers)
-            worker->post_and_wait([tag](Worker& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
+        for (auto& thread : body->threads)
+            thread->post_and_wait([tag](LaneThread& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
     }
 
 private:
@@ -195,9 +195,9 @@ private:
     struct Body {
         EventQueue events;
         FdTable fds;
-        std::vector<std::unique_ptr<Worker>> workers;
+        std::vector<std::unique_ptr<LaneThread>> threads;
 
-        Worker& worker_of(std::uint64_t lane) { return *workers[static_cast<std::size_t>(lane % workers.size())]; }
+        LaneThread& thread_of(std::uint64_t lane) { return *threads[static_cast<std::size_t>(lane % threads.size())]; }
     };
 
     bool forked() const { return epoch_ != fork_epoch.load(std::memory_order_relaxed); }
@@ -219,7 +219,7 @@ private:
 
     // A lane open here stays registered in the parent's epoll, even after the parent closes it.
     void close_in_child() {
-        for (auto& worker : body_->workers) worker->close_in_child();
+        for (auto& thread : body_->threads) thread->close_in_child();
         body_->fds.close_in_child();
         ::close(body_->events.fd());
     }
@@ -235,7 +235,7 @@ private:
         const auto body = usable_body();
         if (!body) return std::nullopt;
         std::optional<Outcome> outcome;
-        body->worker_of(started.lane)
+        body->thread_of(started.lane)
             .receive_here(started.lane, std::min(until_ns, monotonic_ns() + BusyWait::most_ns),
                           [&] { return (outcome = started.ticket->wait_until(0)).has_value(); });
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -251,8 +251,8 @@ private:
         const auto body = usable_body();
         if (!body) return;
         auto shared = std::make_shared<Reply>(std::move(reply));
-        body->worker_of(lane).post([lane, shared, verb](Worker& worker) {
-            worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
+        body->thread_of(lane).post([lane, shared, verb](LaneThread& thread) {
+            thread.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
         });
     }
 

@@ -58,11 +58,11 @@ private:
     std::atomic<int> slots_[capacity];
 };
 
-class Worker {
+class LaneThread {
 public:
-    using Command = std::function<void(Worker&)>;
+    using Command = std::function<void(LaneThread&)>;
 
-    Worker(EventQueue& events, FdTable& fds, std::int64_t max_drain_ns)
+    LaneThread(EventQueue& events, FdTable& fds, std::int64_t max_drain_ns)
         : events_(events), fds_(fds), max_drain_ns_(max_drain_ns), scrap_(scrap_bytes) {
         watch(EPOLL_CTL_ADD, bell_.fd(), bell_token, EPOLLIN);
     }
@@ -97,8 +97,8 @@ public:
     // As post(), but waits until the command has run.
     void post_and_wait(Command command) {
         auto latch = std::make_shared<Latch>();
-        if (post([command = std::move(command), latch](Worker& worker) {
-                command(worker);
+        if (post([command = std::move(command), latch](LaneThread& thread) {
+                command(thread);
                 latch->open();
             }))
             latch->wait();
