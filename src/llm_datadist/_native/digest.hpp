@@ -270,8 +270,8 @@ private:
 };
 
 // Digests a checked side of `total` bytes; false if it stopped early.
-inline bool digest_side(const DigestSide& side, std::uint64_t total, const DigestKey& key, bool each_run, CopyPool* pool,
-                        const Stop& stop, std::vector<Digest>& out) {
+inline bool digest_side(const DigestSide& side, std::uint64_t total, const DigestKey& key, bool each_run,
+                        CopyPool* pool, const Stop& stop, std::vector<Digest>& out) {
     CopyPool* helpers = total <= share_above_bytes ? nullptr : pool;
     DigestTask task(side, key, each_run, chunk_bytes_for(total, helpers), stop);
     if (helpers == nullptr)

@@ -136,8 +136,9 @@ public:
 
     void raise_if_told(const FarSide& side) const {
         if (!told_.load(std::memory_order_relaxed)) return;
-        throw ProcessError(code_, text(side.call(), " of pid ", side.pid, ", ", far_.iov_len, " bytes at its address 0x",
-                                       std::hex, reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ",
+        throw ProcessError(code_, text(side.call(), " of pid ", side.pid, ", ", far_.iov_len,
+                                       " bytes at its address 0x", std::hex,
+                                       reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ",
                                        std::system_category().message(code_)));
     }
 

@@ -34,8 +34,8 @@ struct Copy {
 inline void check_tensors(const CopySide& side, std::int64_t pairs) {
     const auto tensors = static_cast<std::int64_t>(side.tensors);
     if (side.first < 0 || pairs < 0 || side.first > tensors || pairs > tensors - side.first)
-        refuse("plan.", side.name, "_first is ", side.first, " and plan.count ", pairs, ": the ", side.name, " side has ",
-               tensors, " tensors");
+        refuse("plan.", side.name, "_first is ", side.first, " and plan.count ", pairs, ": the ", side.name,
+               " side has ", tensors, " tensors");
     if (side.extent < 0) refuse(side.name, ".extent is ", side.extent, ": must not be negative");
     for (std::int64_t i = side.first; i < side.first + pairs; ++i) {
         const std::uint64_t base = side.bases[i];
