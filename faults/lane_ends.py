@@ -163,7 +163,7 @@ class Wire:
     _codec, _here = Plain(), b""
 
     def __init__(
-        self, engine: native.LaneEngine, *, buffer: int | None = None, grants: native.StandingGrants | None = None
+        self, engine: native.LaneEngine, *, buffer: int | None = None, grants: native.ReplyCache | None = None
     ) -> None:
         near, self.sock = socket.socketpair()
         self.sock.settimeout(BUDGET_S)

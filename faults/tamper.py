@@ -143,7 +143,7 @@ class Lanes:
         """Add the lane at both ends; the far one may have to ask its owner for each request."""
         grants = None
         if self._rng.random() < 0.6:
-            grants = native.StandingGrants()
+            grants = native.ReplyCache()
             for write in (False, True):
                 grants.keep(_HANDLE, write, far.native, [], 0, far.mapped)
         far_lane = self._far.reserve_lane()

@@ -29,7 +29,7 @@ from llm_datadist._links.messages import (
     Verify,
 )
 from llm_datadist._native import NO_DEADLINE, Plan
-from llm_datadist._native.plan import PlanEnd, digest
+from llm_datadist._native.plan import PlanSide, digest
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumTarget
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, ProtocolError, TransferFailed
@@ -442,7 +442,7 @@ def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> byt
     tensors = engine(pair.prompt).store.registry.lookup(1).storage.tensors
     runs = np.array([(0, *each) for each in pairs], np.uint64)
     plan = Plan(0, 0, 1 if each_run else TENSORS, runs, ordered=False, nbytes=0)
-    found = digest(PlanEnd(plan, tensors, is_dst=False), None, NO_DEADLINE, question(pair).nonce, each_run=each_run)
+    found = digest(PlanSide(plan, tensors, is_dst=False), None, NO_DEADLINE, question(pair).nonce, each_run=each_run)
     assert found is not None
     return found.tobytes()
 

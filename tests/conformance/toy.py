@@ -23,7 +23,7 @@ from llm_datadist._native import (
     execute,
     load_generation,
 )
-from llm_datadist._native.lanes import CHANGED, TORN
+from llm_datadist._native.lane_engine import CHANGED, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer

@@ -17,13 +17,13 @@ from tests.native.drivers import NATIVE, ROOT, Unsupported, compiler
 from tests.support import debian
 
 HERE: Final = Path(__file__).parent
-MODELS: Final = ("guards", "write_intents", "standing_grants")
+MODELS: Final = ("guards", "write_intents", "reply_cache")
 BUILD: Final = ROOT / "build" / "model"
 
 #: A step of the source: function, file, what its body says.
 _STEP: Final = re.compile(r"^ *// (\w+) \(([\w/]+\.(?:hpp|py))\): `(.+)`$", re.MULTILINE)
 #: Everything in these files that orders memory has to be in a model.
-_MODELLED: Final = ("guard.hpp", "write_intents.hpp")
+_MODELLED: Final = ("generation.hpp", "write_intents.hpp")
 _ORDERS: Final = re.compile(r"^.*(?:__atomic_|_fence\(\);).*$", re.MULTILINE)
 #: What only x86 has.
 _X86: Final = re.compile(r"#if defined\(__x86_64__\)\n.*?#endif\n", re.DOTALL)

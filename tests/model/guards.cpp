@@ -27,16 +27,16 @@ struct Guards : rl::test_suite<Guards, 3> {
     }
 
     void advance_generation() {
-        // advance_generation (guard.hpp): `__atomic_add_fetch(generation_at(address), 1, __ATOMIC_SEQ_CST)`
+        // advance_generation (generation.hpp): `__atomic_add_fetch(generation_at(address), 1, __ATOMIC_SEQ_CST)`
         generation.fetch_add(1, rl::memory_order_seq_cst);
-        // advance_generation (guard.hpp): `__atomic_thread_fence(__ATOMIC_RELEASE)`
+        // advance_generation (generation.hpp): `__atomic_thread_fence(__ATOMIC_RELEASE)`
         if (kept(1)) rl::atomic_thread_fence(rl::memory_order_release);
     }
 
     int load_generation() {
-        // load_generation (guard.hpp): `__atomic_thread_fence(__ATOMIC_ACQUIRE)`
+        // load_generation (generation.hpp): `__atomic_thread_fence(__ATOMIC_ACQUIRE)`
         if (kept(3)) rl::atomic_thread_fence(rl::memory_order_acquire);
-        // load_generation (guard.hpp): `__atomic_load_n(generation, __ATOMIC_ACQUIRE)`
+        // load_generation (generation.hpp): `__atomic_load_n(generation, __ATOMIC_ACQUIRE)`
         return generation.load(rl::memory_order_acquire);
     }
 
@@ -52,7 +52,7 @@ struct Guards : rl::test_suite<Guards, 3> {
         // run (chunks.hpp): `!move_chunk(chunk, carrier)`
         helpers_byte($) = bytes[1].load(rl::memory_order_relaxed);
         // run (chunks.hpp): `store_fence();`
-        // store_fence (guard.hpp): `__atomic_thread_fence(__ATOMIC_SEQ_CST)`
+        // store_fence (generation.hpp): `__atomic_thread_fence(__ATOMIC_SEQ_CST)`
         if (kept(4)) rl::atomic_thread_fence(rl::memory_order_seq_cst);
         // run (chunks.hpp): `done_.fetch_add(carrier.done(), std::memory_order_release)`
         done.fetch_add(1, rl::memory_order_release);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "lanes.hpp"
+#include "lane_engine.hpp"
 
 using namespace datadist;
 
@@ -22,14 +22,14 @@ constexpr std::int64_t second_ns = 1'000'000'000;
 
 bool sealed = false;  // all lanes from now on
 
-LaneKeys keys_of(int end) {
+LaneKeys keys_of(int side) {
     LaneKeys keys;
-    keys.send.fill(static_cast<char>(1 + end));
-    keys.receive.fill(static_cast<char>(2 - end));
+    keys.send.fill(static_cast<char>(1 + side));
+    keys.receive.fill(static_cast<char>(2 - side));
     return keys;
 }
 
-// Joins two engines by a lane; returns its number at either end.
+// Joins two engines by a lane; returns its number at either side.
 std::pair<std::uint64_t, std::uint64_t> join(LaneEngine& near, LaneEngine& far) {
     int fds[2];
     CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
@@ -38,7 +38,7 @@ std::pair<std::uint64_t, std::uint64_t> join(LaneEngine& near, LaneEngine& far) 
     return {lane, far.add_lane(fds[1], sealed ? &theirs : nullptr)};
 }
 
-// A tensor and the arrays an End points to.
+// A tensor and the arrays a CopySide points to.
 struct Memory {
     std::vector<char> bytes = std::vector<char>(block * blocks);
     std::uint64_t base = reinterpret_cast<std::uint64_t>(bytes.data());
@@ -46,8 +46,8 @@ struct Memory {
     Spans spans(const std::vector<Run>& runs, std::uint64_t Run::*offset) const {
         std::uint64_t total = 0;
         for (const Run& run : runs) total += run.bytes;
-        const End end{&base, 1, static_cast<std::int64_t>(bytes.size()), 0, "end"};
-        return Spans(end, 1, runs.data(), runs.size(), offset, static_cast<std::int64_t>(total));
+        const CopySide side{&base, 1, static_cast<std::int64_t>(bytes.size()), 0, "side"};
+        return Spans(side, 1, runs.data(), runs.size(), offset, static_cast<std::int64_t>(total));
     }
 };
 
@@ -103,14 +103,14 @@ private:
         const bool write = event.what == Event::What::write;
         if (refuse_every != 0 && ++asked_ % refuse_every == 0)
             return engine_.refuse_request(event.lane, event.id, 77, "not now");
-        Grant grant{event.id,
+        Reply reply{event.id,
                     std::make_shared<Payload>(write ? sink.spans(decode(event.text), &Run::dst)
                                                     : memory.spans(decode(event.text), &Run::src),
                                               event.id % 2 != 0),  // small blocks by a copy, or by the kernel
                     {},
                     static_cast<std::int64_t>(event.lane % 2)};
-        grant.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
-        write ? engine_.accept(event.lane, std::move(grant)) : engine_.serve(event.lane, std::move(grant));
+        reply.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
+        write ? engine_.accept(event.lane, std::move(reply)) : engine_.serve(event.lane, std::move(reply));
     }
 
     LaneEngine& engine_;
@@ -237,7 +237,7 @@ void quiesces() {
         advance_generation(reinterpret_cast<std::uint64_t>(&target.generation));
         far.quiesce(0);
         far.quiesce(1);
-        // Grants made meanwhile carry the new generation: this one is for those before it only.
+        // Replies made meanwhile carry the new generation: this one is for those before it only.
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
     }
     stop = true;
@@ -245,7 +245,7 @@ void quiesces() {
     std::printf("quiesces: good %d others %d\n", goods.load(), others.load());
 }
 
-// Lanes dropped under their jobs, at either end; then the engines closed under the rest.
+// Lanes dropped under their jobs, at either side; then the engines closed under the rest.
 void drops() {
     auto near = std::make_unique<LaneEngine>(2);
     auto far = std::make_unique<LaneEngine>(1);  // one: all lanes write the same memory

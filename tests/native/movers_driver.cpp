@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "guard.hpp"
-#include "stream.hpp"
+#include "generation.hpp"
+#include "streaming_stores.hpp"
 
 using namespace datadist;
 

@@ -35,7 +35,7 @@ constexpr std::int64_t extent = block * blocks;
 using Random = std::mt19937_64;
 using Tensors = std::vector<std::vector<char>>;
 
-// The tensors of one end, each with a margin before and behind it that no plan addresses.
+// The tensors of one side, each with a margin before and behind it that no plan addresses.
 struct Memory {
     static constexpr std::size_t margin = 64;
 
@@ -53,7 +53,7 @@ struct Memory {
             }
     }
 
-    End end(const char* name) const { return {bases.data(), bases.size(), extent, 0, name}; }
+    CopySide side(const char* name) const { return {bases.data(), bases.size(), extent, 0, name}; }
 
     Memory(const Memory&) = delete;  // the bases are of these very bytes
     Memory& operator=(const Memory&) = delete;
@@ -94,7 +94,7 @@ void move_slowly(const Pairs& pairs, Tensors& dst, const Tensors& src) {
 }
 
 Copy copy_of(const RunList& plan, const Memory& dst, const Memory& src) {
-    return {dst.end("dst"), src.end("src"), dst.bytes.size(), plan.runs.data(), plan.runs.size(), plan.ordered};
+    return {dst.side("dst"), src.side("src"), dst.bytes.size(), plan.runs.data(), plan.runs.size(), plan.ordered};
 }
 
 std::int64_t bytes_of(const RunList& plan, const Memory& memory) {
@@ -302,7 +302,7 @@ void between_processes(int rounds) {
             CHECK(execute_process(copy, each, {getpid(), i % 2 == 0}, &pool, {never}) == each * 2);
             CHECK(dst.bytes == expected);
             const std::uint64_t nowhere[] = {4096, 4096};
-            const Copy broken{dst.end("dst"), {nowhere, 2, extent, 0, "src"}, 2, plan.runs.data(), plan.runs.size(), false};
+            const Copy broken{dst.side("dst"), {nowhere, 2, extent, 0, "src"}, 2, plan.runs.data(), plan.runs.size(), false};
             bool failed = each == 0;
             try {
                 execute_process(broken, each, {getpid(), false}, &pool, {never});

@@ -40,7 +40,7 @@ bool current(Shared& shared, std::uint64_t generation) {
 
 // A slot of its own: several writers write the memory at once, which is theirs to order. Here a lock does.
 void write_on(Shared& shared, std::uint64_t slot, std::atomic_flag& turn) {
-    const WriterPage page(address_of(shared.page));
+    const IntentPage page(address_of(shared.page));
     while (!shared.stop.load()) {
         const std::uint64_t told = shared.told.load();
         CHECK(announce(page, slot, guard));
@@ -59,7 +59,7 @@ void write_on(Shared& shared, std::uint64_t slot, std::atomic_flag& turn) {
 
 // A steady stream of writers elsewhere: nobody waits for them.
 void write_elsewhere(Shared& shared, std::uint64_t slot) {
-    const WriterPage page(address_of(shared.page));
+    const IntentPage page(address_of(shared.page));
     while (!shared.stop.load()) {
         CHECK(announce(page, slot, other_guard));
         std::this_thread::yield();
@@ -68,7 +68,7 @@ void write_elsewhere(Shared& shared, std::uint64_t slot) {
 }
 
 void take_back(Shared& shared) {
-    const WriterPage page(address_of(shared.page));
+    const IntentPage page(address_of(shared.page));
     advance_generation(address_of(&shared.generation));
     std::vector<Writing> found;
     WriterScan({guard}, false).look(page, 0, found);
@@ -101,7 +101,7 @@ void many_rounds(int rounds) {
 // Both at once, again and again: never may the owner miss the writer while the writer misses the owner.
 void one_of_both_sees_the_other(int rounds) {
     auto shared = std::make_unique<Shared>();
-    const WriterPage page(address_of(shared->page));
+    const IntentPage page(address_of(shared->page));
     std::atomic<int> round{0};
     std::atomic<int> ready{0};
     std::atomic<bool> began{false};

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, surviving
 from llm_datadist.errors import ParamError
 from tests.support import twin
 
@@ -90,7 +90,7 @@ def found(
     dst: bool = False,
     each_run: bool = False,
 ) -> NDArray[np.uint64]:
-    end = PlanEnd(plan, twin.tensors_of(list(tensors)), dst)
+    end = PlanSide(plan, twin.tensors_of(list(tensors)), dst)
     digests = digest(end, pool, NO_DEADLINE, nonce, each_run=each_run)
     assert digests is not None
     return digests
@@ -190,13 +190,13 @@ def test_bytes_outside_the_tensors_are_not_touched(change: dict[str, Any], nonce
 def test_more_bytes_than_can_be_counted_are_refused() -> None:
     huge = Tensors(np.array([4096], np.uint64), 2**62)  # nothing is there, and nothing is read
     with pytest.raises(ParamError, match="more than"):
-        digest(PlanEnd(plan_of([(0, 0, 2**62)] * 5), huge, is_dst=False), None, NO_DEADLINE, NONCE)
+        digest(PlanSide(plan_of([(0, 0, 2**62)] * 5), huge, is_dst=False), None, NO_DEADLINE, NONCE)
 
 
 def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
     """Nor what is too late."""
     tensors = twin.noise(15, 1, 8 * MIB)
-    end = PlanEnd(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
+    end = PlanSide(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
     for helpers in (None, pool):
         assert digest(end, helpers, 0, NONCE) is None
         assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(b"\1")) is None
@@ -216,7 +216,7 @@ def pairs_of(plan: Plan) -> set[tuple[int, int]]:
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 9)), max_size=14), st.booleans())
 def test_what_stands_after_ordered_runs_is_as_in_the_twin(runs: list[Run], alias: bool) -> None:
-    stands = standing(plan_of(runs, 2, ordered=True), alias=alias)
+    stands = surviving(plan_of(runs, 2, ordered=True), alias=alias)
     expected = stands_of(runs, alias=alias)
     assert pairs_of(stands) == expected
     assert stands.nbytes == 2 * len(expected) == 2 * int(stands.runs[:, 2].sum())
@@ -225,4 +225,4 @@ def test_what_stands_after_ordered_runs_is_as_in_the_twin(runs: list[Run], alias
 
 def test_a_plan_without_order_stands_as_it_is() -> None:
     plan = plan_of([(0, 0, 5), (0, 5, 5)])
-    assert standing(plan, alias=True) is plan
+    assert surviving(plan, alias=True) is plan

@@ -18,7 +18,7 @@ from faults import lane_ends
 from faults.lane_ends import DATA, READ, WRITE, Ends, Target, Wire, deadline, events_of, joined, next_event, one_row
 from llm_datadist import _native as native
 from llm_datadist._native import NO_DEADLINE, Ending, LaneEngine, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
-from llm_datadist._native.lanes import LOST, TORN
+from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import descriptors, kernel_threads
 from llm_datadist.testing.scene import tensors_over as tensors

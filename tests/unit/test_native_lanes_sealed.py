@@ -21,7 +21,7 @@ import pytest
 from faults import lane_ends
 from faults.lane_ends import BIG, DATA, READ, WRITE, Target, Wire, deadline, frame_of, joined, next_event, one_row
 from faults.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
-from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, Tensors, WriteAsked
+from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, Tensors, WriteAsked
 from llm_datadist._native import encode_request as encode
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import descriptors
@@ -276,10 +276,10 @@ def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: in
 
 
 def test_a_silent_peer_with_more_than_a_slice_in_hand(engine: LaneEngine) -> None:
-    """Large writes, standing grants, and over TCP, where the low-water mark counts."""
+    """Large writes, cached replies, and over TCP, where the low-water mark counts."""
     nbytes, count = 2 * MIB + 777, 6
     memory, payload = np.zeros(nbytes, np.uint8), twin.noise(6, 1, nbytes)[0]
-    grants = StandingGrants()
+    grants = ReplyCache()
     grants.keep(b"m", True, tensors(memory).native, [], 0, True)
     near, far = lane_ends.tcp_pair()
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:

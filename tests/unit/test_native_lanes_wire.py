@@ -1,5 +1,5 @@
 """The lanes against a peer that speaks the wire by hand: a breach costs that lane and nothing else; guards, refusals,
-memory that is taken back. Standing grants, against a model: a lane answers by itself exactly what was granted."""
+memory that is taken back. Cached replies, against a model: a lane answers by itself exactly what was granted."""
 
 import random
 import struct
@@ -14,8 +14,8 @@ import pytest
 from faults import lane_ends
 from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire, deadline, joined, next_event, one_row
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneEngine, LaneLost, ReadAsked, StandingGrants, WriteAsked
-from llm_datadist._native.lanes import ABORTED, CHANGED, MISFIT, TORN
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, WriteAsked
+from llm_datadist._native.lane_engine import ABORTED, CHANGED, MISFIT, TORN
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
 from tests.support.moves import wait_until as wait_for
@@ -277,7 +277,7 @@ def test_a_lane_that_is_lost_with_grants_on_it_is_told_of_once(engine: LaneEngin
     assert lane_ends.events_of(engine, 0) == []
 
 
-# Standing grants
+# Cached replies
 
 TENSORS: Final = 3
 EXTENT: Final = 24_000
@@ -303,7 +303,7 @@ def put(payload: bytes, places: list[twin.Bytes]) -> None:
 class Scene:
     """One lane with its grants. The model: the memory of each handle, and the guard that it was granted under."""
 
-    def __init__(self, seed: int, engine: LaneEngine, wire: Wire, grants: StandingGrants, table: GuardTable) -> None:
+    def __init__(self, seed: int, engine: LaneEngine, wire: Wire, grants: ReplyCache, table: GuardTable) -> None:
         self.random, self.engine, self.wire, self.grants, self.table = random.Random(seed), engine, wire, grants, table
         filled = [twin.noise(10 * seed + tag, TENSORS, EXTENT) for tag in range(3)]
         self.memories = [Memory(t, [x.copy() for x in t], table.allocate(), tag) for tag, t in enumerate(filled)]
@@ -392,7 +392,7 @@ class Scene:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_granted_is_answered_and_nothing_else(seed: int) -> None:
-    grants = StandingGrants()
+    grants = ReplyCache()
     with closing(GuardTable(16)) as table, closing(LaneEngine(1)) as engine, Wire(engine, grants=grants) as wire:
         scene = Scene(seed, engine, wire, grants, table)
         steps = [scene.request] * 60 + [scene.keep] * 30 + [scene.advance] * 4 + [scene.quiesce] * 4

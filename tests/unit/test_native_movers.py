@@ -236,8 +236,8 @@ def second_run(dst: int, src: int, length: int) -> Plan:
 TWO = twin.make_plan(plan_row(0, 0, 64), count=2)
 TOP = 2**64 - 1
 BAD_PLANS = [
-    (TWO.replace(dst_first=3), "plan.dst_first is 3 and plan.count 2: the dst end has 4 tensors"),
-    (TWO.replace(src_first=3), "plan.src_first is 3 and plan.count 2: the src end has 4 tensors"),
+    (TWO.replace(dst_first=3), "plan.dst_first is 3 and plan.count 2: the dst side has 4 tensors"),
+    (TWO.replace(src_first=3), "plan.src_first is 3 and plan.count 2: the src side has 4 tensors"),
     (TWO.replace(dst_first=-1), "plan.dst_first is -1 and plan.count 2"),
     (TWO.replace(src_first=-1), "plan.src_first is -1 and plan.count 2"),
     (TWO.replace(count=-1), "plan.dst_first is 0 and plan.count -1"),

@@ -23,7 +23,7 @@ from faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._native import Plan, plan_row
-from llm_datadist._native.lanes import CHANGED, LOST, TORN
+from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.signals import hold_signals, put_off
 from llm_datadist._transport import nixl
 from llm_datadist._transport.moves import MoveReply

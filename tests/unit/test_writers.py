@@ -19,7 +19,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.pool import MemoryPool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import IntentWriter, WriteIntent, WriteIntents, WriterPage
+from llm_datadist._memory.write_intents import IntentPage, IntentWriter, WriteIntent, WriteIntents
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, StateError
 from tests.unit.holder import in_a_forked_child
@@ -40,7 +40,7 @@ def writers(nothing_left: None) -> Iterator[WriteIntents]:
 
 
 @pytest.fixture
-def page(writers: WriteIntents) -> Iterator[WriterPage]:
+def page(writers: WriteIntents) -> Iterator[IntentPage]:
     """A page for a peer of this process, which parts at the end."""
     page = writers.open_here()
     yield page
@@ -51,7 +51,7 @@ def announce(intent_writer: IntentWriter, guard: int = GUARD) -> WriteIntent:
     return intent_writer.announce(guard, Deadline(SOON))
 
 
-def mapped(page: WriterPage) -> IntentWriter:
+def mapped(page: IntentPage) -> IntentWriter:
     """Return what a peer process makes of the page."""
     assert page.segment is not None
     with SharedSegment.attach(os.dup(page.segment.fd), WRITER_PAGE_BYTES, writable=True) as theirs:
@@ -65,7 +65,7 @@ class Sleeper:
     child: subprocess.Popen[bytes]
     pidfd: int
 
-    def page(self, writers: WriteIntents) -> WriterPage:
+    def page(self, writers: WriteIntents) -> IntentPage:
         page = writers.open()
         page.belongs_to(self.child.pid, self.pidfd)
         return page
@@ -81,7 +81,7 @@ def sleeper() -> Iterator[Sleeper]:
         child.kill()
 
 
-def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntents, page: WriterPage) -> None:
+def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntents, page: IntentPage) -> None:
     intent_writer = page.intent_writer()
     assert writers.busy(GUARD) == ()
     with announce(intent_writer):
@@ -107,7 +107,7 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
     assert repr(intent_writer) == NONE_AT_WORK
 
 
-def test_impossible_guards_and_what_is_closed_announce_nothing(writers: WriteIntents, page: WriterPage) -> None:
+def test_impossible_guards_and_what_is_closed_announce_nothing(writers: WriteIntents, page: IntentPage) -> None:
     intent_writer = page.intent_writer()
     announced = announce(intent_writer)
     for guard in (0, -1, 1 << 62, 2**64):
@@ -118,10 +118,10 @@ def test_impossible_guards_and_what_is_closed_announce_nothing(writers: WriteInt
     with pytest.raises(LinkError, match="the owner of the memory has closed the link") as caught:
         announce(intent_writer)
     assert caught.value.phase == "copy"
-    (hazard,) = writers.busy(GUARD)
+    (write,) = writers.busy(GUARD)
     announced.end()
     announced.end()
-    assert writers.pending([hazard]) == ()
+    assert writers.pending([write]) == ()
     assert repr(intent_writer) == NONE_AT_WORK
     for make in (writers.open_here, writers.open):
         with pytest.raises(LinkError, match="being finalized"):
@@ -132,7 +132,7 @@ def test_impossible_guards_and_what_is_closed_announce_nothing(writers: WriteInt
     assert repr(intent_writer) == "<IntentWriter closed: 0 at work>"
 
 
-def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page: WriterPage) -> None:
+def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page: IntentPage) -> None:
     intent_writer = page.intent_writer()
     taken = [announce(intent_writer) for _ in range(WRITER_SLOTS)]
     assert sorted(each.slot for each in writers.busy(GUARD)) == list(range(1, WRITER_SLOTS + 1))
@@ -154,23 +154,23 @@ def test_a_page_of_a_lost_peer_stays_until_its_write_or_process_ends(writers: Wr
     assert writers.lost == 0
     page.retire()
     assert writers.lost == 1
-    (hazard,) = writers.busy(GUARD)
-    assert writers_named([hazard]) == f"pid {sleeper.child.pid}"
+    (write,) = writers.busy(GUARD)
+    assert writers_named([write]) == f"pid {sleeper.child.pid}"
     page.introduce("cluster 2", 2)
-    assert (writers_named([hazard, hazard]), page.cluster_id) == ("cluster 2", 2)
+    assert (writers_named([write, write]), page.cluster_id) == ("cluster 2", 2)
     assert (page.who, page.retired) == ("cluster 2", True)
     with pytest.raises(LinkError):
         announce(intent_writer, OTHER)
     announced.end()
-    assert writers.pending([hazard]) == ()
+    assert writers.pending([write]) == ()
     assert writers.lost == 0
     assert sleeper.pidfd_is_closed()
     sleeper.pidfd = os.pidfd_open(sleeper.child.pid)
     announced = announce(mapped(page := sleeper.page(writers)))
-    (hazard,) = writers.busy(GUARD)
+    (write,) = writers.busy(GUARD)
     sleeper.child.kill()
     sleeper.child.wait()
-    assert writers.pending([hazard]) == ()
+    assert writers.pending([write]) == ()
     page.retire()
     assert writers.lost == 0
     announced.end()
@@ -220,7 +220,7 @@ def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_link
     announced.end()
 
 
-def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: WriterPage) -> None:
+def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: IntentPage) -> None:
     shared = writers.open()
     intent_writer = mapped(shared)
     announced = announce(intent_writer)
@@ -258,7 +258,7 @@ def test_what_is_no_page_or_slot_is_refused() -> None:
             IntentWriter(wrong)
 
 
-def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept(writers: WriteIntents, page: WriterPage) -> None:
+def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept(writers: WriteIntents, page: IntentPage) -> None:
     pool = MemoryPool("device", SharedSegment.create("pool", 64 << 12, peers_may_write=False), 12)
     quarantine, intent_writer, start = Quarantine(writers), page.intent_writer(), threading.Barrier(4)
     quarantine.free(pool.allocate_many(2, 5000), ())  # without writers it is free at once

@@ -45,7 +45,7 @@ def _slot_word(guard: int, *, reading: bool) -> int:
     return guard * 2 + reading
 
 
-class WriterPage:
+class IntentPage:
     """Owner's side of a page in which one peer announces writes; :class:`WriteIntents` makes it.
 
     Owns: the memory and, from :meth:`retire` on, the pidfd, until the last writer has ended.
@@ -112,7 +112,7 @@ class WriterPage:
 class ActiveWrite:
     """Write, or local read, that the owner found: over once the slot's sequence differs or the process has ended."""
 
-    page: WriterPage
+    page: IntentPage
     slot: int
     sequence: int
 
@@ -126,23 +126,23 @@ class WriteIntents:
     def __init__(self) -> None:
         self._owner = HERE["pid"]
         self._lock = threading.Lock()  # protects the three below and pages
-        self._pages: list[WriterPage] = []
+        self._pages: list[IntentPage] = []
         self._addresses: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._closed = False
-        self._retiring: deque[WriterPage] = deque()
+        self._retiring: deque[IntentPage] = deque()
 
-    def open(self) -> WriterPage:
+    def open(self) -> IntentPage:
         """Return a page for a peer process. LinkError during finalize."""
         segment = SharedSegment.create("writers", WRITER_PAGE_BYTES, peers_may_write=True)
         try:
-            return self._add(WriterPage(self, segment, "a peer"))
+            return self._add(IntentPage(self, segment, "a peer"))
         except BaseException:
             segment.close()
             raise
 
-    def open_here(self) -> WriterPage:
+    def open_here(self) -> IntentPage:
         """Return a page for a peer in this process. LinkError during finalize."""
-        return self._add(WriterPage(self, None, f"a thread of this process (pid {os.getpid()})"))
+        return self._add(IntentPage(self, None, f"a thread of this process (pid {os.getpid()})"))
 
     def busy(self, guard: int, *, readers: bool = False) -> tuple[ActiveWrite, ...]:
         """Return the writes, with ``readers`` also local reads, under a just advanced guard."""
@@ -205,7 +205,7 @@ class WriteIntents:
             same = [page.address for page in self._pages] == self._addresses.tolist()
             require_intact(same, "pages of writers: the scanned addresses are not those of the pages")
 
-    def _add(self, page: WriterPage) -> WriterPage:
+    def _add(self, page: IntentPage) -> IntentPage:
         with self._lock:
             self._tidy()
             if self._closed:
@@ -214,7 +214,7 @@ class WriteIntents:
             self._index()
         return page
 
-    def _retire(self, page: WriterPage) -> None:
+    def _retire(self, page: IntentPage) -> None:
         self._retiring.append(page)
         # A __del__ may interrupt the holder; then the next call tidies.
         if self._lock.acquire(blocking=False):

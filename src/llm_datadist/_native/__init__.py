@@ -25,8 +25,8 @@ from llm_datadist._native._native import (
     OperationMeter,
     Plan,
     ProcessMemory,
+    ReplyCache,
     SocketInput,
-    StandingGrants,
     Timer,
     UseGate,
     advance_generation,
@@ -53,7 +53,7 @@ from llm_datadist._native._native import (
     writer_sequence,
 )
 from llm_datadist._native.cpus import usable_cpus
-from llm_datadist._native.lanes import (
+from llm_datadist._native.lane_engine import (
     Ending,
     LaneEngine,
     LaneEvent,

@@ -1,5 +1,4 @@
-// The Python face of the native part. Each function checks, works, and knows nothing of caches or peers. _native.pyi
-// describes them all.
+// Python bindings. Functions check, then work; they know no caches or peers. _native.pyi declares them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -34,14 +33,14 @@ using namespace nb::literals;
 
 namespace datadist {
 
-void bind_lanes(nb::module_& m);  // lanes_python.cpp
+void bind_lanes(nb::module_& m);  // lane_engine_python.cpp
 
 namespace {
 
-// Below this letting other Python threads run costs more than it gives them.
+// Up to this, releasing the GIL costs more than other threads gain.
 constexpr std::int64_t release_gil_above_bytes = 256 << 10;
 
-// Checks a plan, moves its bytes by move(copy, per_pair, stop), and returns how many that were.
+// Moves a checked plan by move(per_pair, stop); returns the bytes moved.
 template <typename Move>
 std::uint64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t deadline_ns,
                            const std::optional<Flag>& cancelled, Move&& move) {
@@ -83,9 +82,9 @@ public:
 private:
     std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
                        const std::optional<Flag>& cancelled, bool writing) const {
-        const FarEnd end{pid_, writing, proof_};
+        const FarSide side{pid_, writing, proof_};
         return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
-            return execute_process(copy, per_pair, end, pool, stop);
+            return execute_process(copy, per_pair, side, pool, stop);
         });
     }
 
@@ -102,10 +101,10 @@ std::string py_repr(const CopyPool& pool) {
     return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">");
 }
 
-// RuleError becomes ParamError, ProcessError the subclass of OSError that Python picks by the errno.
+// RuleError becomes ParamError, ProcessError the subclass of OSError for its errno.
 void translate_errors() {
     const nb::object found = nb::module_::import_("llm_datadist.errors").attr("ParamError");
-    static PyObject* param_error = found.inc_ref().ptr();  // kept for ever: errors may come until the interpreter ends
+    static PyObject* param_error = found.inc_ref().ptr();  // never freed: errors may come until the end
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -122,7 +121,7 @@ void translate_errors() {
 
 NB_MODULE(_native, m) {
     using namespace datadist;
-    nb::set_leak_warnings(false);  // a pool that lives until the interpreter ends is no leak
+    nb::set_leak_warnings(false);  // a pool alive at the end is no leak
     translate_errors();
     watch_forks();
 

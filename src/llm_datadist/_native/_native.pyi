@@ -388,7 +388,7 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
     """
 
 @final
-class StandingGrants:
+class ReplyCache:
     """Replies to one link's lane requests, by verb and handle; at most 4096. Any thread."""
 
     def __init__(self) -> None: ...
@@ -427,9 +427,9 @@ class LaneEngine:
     def reserve_lane(self) -> int:
         """Return a lane number for :meth:`attach_lane`."""
     def attach_lane(
-        self, lane: int, fd: int, grants: StandingGrants | None = None, keys: tuple[bytes, bytes] | None = None
+        self, lane: int, fd: int, replies: ReplyCache | None = None, keys: tuple[bytes, bytes] | None = None
     ) -> None:
-        """Add a lane under a reserved number, as add_lane(); ``grants`` answers requests natively."""
+        """Add a lane under a reserved number, as add_lane(); ``replies`` answers requests natively."""
     def drop_lane(self, lane: int) -> None:
         """Close a lane, if it exists; its jobs are lost and touch no memory."""
     def event_fd(self) -> int:
@@ -458,7 +458,7 @@ class LaneEngine:
         """Start a job with the meta of :func:`encode_request`; wait for its end."""
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
     def give_up(self, job: int) -> tuple[int, int, int, str]: ...
-    def grant(
+    def reply(
         self,
         lane: int,
         id: int,
@@ -487,7 +487,7 @@ def digest(
     deadline_ns: int,
     cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None: ...
-def standing_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...
+def surviving_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...
 def streaming_bits() -> int:
     """Return the width in bits of ``limit_memcpy``'s streaming stores, 0 without any."""
 

@@ -1,4 +1,4 @@
-// Whether a thread polls for a moment before it sleeps: waking it costs more than many an answer takes.
+// Polling before sleeping: a wake-up often costs more than the wait for an answer.
 #pragma once
 
 #include <sched.h>
@@ -8,14 +8,14 @@
 
 namespace datadist {
 
-// Polling that did not succeed is paused for a number of waits that doubles each time: answers that take long, or other
-// threads that want the CPU, make it cost nothing. Never on one CPU. The caller keeps two threads from one of these.
+// A failed poll makes the next waits skip polling: about twice as many each time, up to 1023. So slow answers and a
+// busy CPU make polling free. Never polls on one CPU. The caller serializes calls.
 class BusyWait {
 public:
-    // Measured: what an idle peer takes to answer.
+    // Measured: an idle peer's time to answer.
     static constexpr std::int64_t most_ns = 250'000;
 
-    // True when this wait begins by polling; tell() must follow.
+    // If true, tell() must follow.
     bool begin() noexcept {
         if (!useful_) return false;
         if (left_out_ == 0) return true;

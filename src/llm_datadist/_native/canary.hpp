@@ -1,4 +1,4 @@
-// A page at a random address, by which a process that writes into this one knows the address space.
+// Page at a random address, which a writing process must hit first.
 #pragma once
 
 #include <sys/mman.h>
@@ -11,10 +11,10 @@
 
 namespace datadist {
 
-// A private page of zeros. A forked child does not have it, nor what runs after exec or gets the pid again.
+// Private page of zeros. A forked child, a program after exec or a later process with this pid lacks it.
 class Canary {
 public:
-    // Addresses of 46 bits, which x86-64 and most of arm64 have for a process; later of 38, which all have.
+    // Addresses of 46 bits, usual on x86-64 and arm64; in later tries 38 bits, available everywhere.
     Canary() {
         for (int tries = 0; page_ == MAP_FAILED; ++tries) {
             std::uint64_t drawn = 0;
@@ -35,7 +35,7 @@ public:
         return page_ == MAP_FAILED ? 0 : static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(page_));
     }
 
-    // From now on writers find nothing here. Idempotent. In a forked child the address may be another's.
+    // Makes later writers fail. Idempotent. A forked child unmaps nothing: there the address may be in use.
     void close() noexcept {
         if (page_ != MAP_FAILED && ::getpid() == owner_) ::munmap(page_, page_bytes_);
         page_ = MAP_FAILED;

@@ -1,5 +1,4 @@
-// The walk through a large plan: in chunks of about equal bytes, by as many threads as come. How the bytes of a piece
-// get from one end to the other is the business of a carrier.
+// Execution of a large plan in similar chunks, by several threads; a carrier moves the bytes.
 #pragma once
 
 #include <time.h>
@@ -10,16 +9,16 @@
 #include <cstdint>
 #include <vector>
 
-#include "ends.hpp"
-#include "guard.hpp"
+#include "generation.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 
-// Measured choices.
-constexpr std::uint64_t max_chunk_bytes = 4u << 20;    // between two looks whether to stop
-constexpr std::uint64_t min_chunk_bytes = 256u << 10;  // what one thread takes at a time, at least
-constexpr std::uint64_t share_above_bytes = 1u << 20;  // below this waking a thread costs more than it brings
+// Measured.
+constexpr std::uint64_t max_chunk_bytes = 4u << 20;    // between two checks of Stop
+constexpr std::uint64_t min_chunk_bytes = 256u << 10;  // least work of a thread at a time
+constexpr std::uint64_t share_above_bytes = 1u << 20;  // up to this, waking a thread costs more than it saves
 
 inline bool passed(std::int64_t deadline_ns) {
     timespec now{};
@@ -27,7 +26,7 @@ inline bool passed(std::int64_t deadline_ns) {
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec >= deadline_ns;
 }
 
-// What may interrupt work besides its deadline. Asked by every thread that takes part, between two chunks.
+// Reason to stop besides the deadline, asked by each participating thread between two chunks.
 class Interrupt {
 public:
     virtual bool now() noexcept = 0;
@@ -36,10 +35,10 @@ protected:
     ~Interrupt() = default;
 };
 
-// When work ends before it is done: at a time, once another thread sets the flag, or by an interrupt.
+// Reasons to end work early.
 struct Stop {
     std::int64_t deadline_ns;
-    const std::uint8_t* cancelled = nullptr;  // written by another thread of this process; null: no flag
+    const std::uint8_t* cancelled = nullptr;  // set by another thread of this process, or null
     Interrupt* interrupt = nullptr;
 
     bool now() const {
@@ -48,13 +47,13 @@ struct Stop {
     }
 };
 
-// Carriers is a value whose carrier() makes each thread its own carrier:
+// carriers.carrier() returns a carrier for one thread:
 //
-//     bool add(char* dst, char* src, std::uint64_t bytes) noexcept;   moves a piece, at once or by the next flush
-//     bool flush() noexcept;           moves what was added; false, as from add: it failed, and all threads stop
+//     bool add(char* dst, char* src, std::uint64_t bytes) noexcept;   moves a piece, now or by the next flush
+//     bool flush() noexcept;                                          moves the added pieces
 //     std::uint64_t done() const noexcept;                            bytes moved so far
 //
-// Run by one thread alone the pieces are added in the order of the plan. Not for plans that are empty.
+// False stops all threads. A single thread adds pieces in the plan's order. The plan must not be empty.
 template <typename Carriers>
 class ChunkedCopy final : public Task {
 public:
@@ -81,13 +80,11 @@ public:
     std::uint64_t done() const { return done_.load(std::memory_order_acquire); }
 
 private:
-    // A place in the bytes of one tensor: inside which run, how far in.
     struct Mark {
         std::size_t run;
         std::uint64_t offset;
     };
 
-    // Marks every chunk_bytes, the beginning and the end included.
     void cut(std::uint64_t chunk_bytes) {
         marks_.push_back({0, 0});
         std::uint64_t room = chunk_bytes;
@@ -133,22 +130,22 @@ private:
     const Copy& copy_;
     const Stop& stop_;
     Carriers carriers_;
-    std::size_t group_;  // tensors in one chunk, where tensors are small
+    std::size_t group_;  // tensors in one chunk
     std::vector<Mark> marks_;
     std::size_t chunks_ = 0;
     std::atomic<std::size_t> next_{0};
     std::atomic<std::uint64_t> done_{0};
 };
 
-// Some chunks for each thread, so that all end together; alone, only the clock counts.
+// Eight chunks for each thread, within bounds, so that threads end together.
 inline std::uint64_t chunk_bytes_for(std::uint64_t total, const CopyPool* pool) {
     if (pool == nullptr) return max_chunk_bytes;
     const auto threads = static_cast<std::uint64_t>(pool->threads());
     return std::clamp(total / (threads * 8), min_chunk_bytes, max_chunk_bytes);
 }
 
-// Returns the bytes done: all, unless it had to stop between two chunks or a carrier failed. Without a pool the
-// caller's thread does everything, in the order of the plan.
+// Returns the bytes done: fewer than all if it stopped between two chunks or a carrier failed. Without a pool the
+// caller works alone, in the plan's order.
 template <typename Carriers>
 std::uint64_t copy_in_chunks(const Copy& copy, std::uint64_t per_pair, CopyPool* pool, const Stop& stop,
                              const Carriers& carriers) {

@@ -1,9 +1,9 @@
-// Digests of memory: two ends that hold the same bytes in the same order get the same 128 bits. Not cryptographic.
+// Digests of memory: 128 bits, equal for equal bytes in equal order. Not cryptographic.
 //
-// A stream of bytes is cut into stripes of 1 KiB. A stripe is hashed by NH, the universal hash of UMAC and VMAC: with
-// keys drawn at random two different stripes agree in 1 of 2^64 cases, whatever they are. Its 128 bits are mixed with
-// the number of the stripe and added up, so that stripes may be taken in any order by any thread, and none can trade
-// places. Where runs begin and end inside the stream does not matter. The same bits come out on every machine.
+// A stream is cut into stripes of 1 KiB. NH, the universal hash of UMAC and VMAC, hashes each: with random keys,
+// different stripes agree with probability 2^-64. Its 128 bits are mixed with the stripe's number, then added up. So
+// threads take stripes in any order, and swapped stripes change the digest. Boundaries of runs inside a stream do not
+// matter. All machines compute the same bits.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "chunks.hpp"
-#include "ends.hpp"
 #include "error.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 
@@ -28,7 +28,7 @@ constexpr std::size_t stripe_bytes = 1024;
 constexpr std::size_t stripe_words = stripe_bytes / sizeof(std::uint64_t);
 constexpr std::uint64_t golden = 0x9E3779B97F4A7C15u;
 
-// The finalizer of splitmix64: a bijection in which every bit of the input reaches every bit of the output.
+// Finalizer of splitmix64: a bijection in which each input bit affects each output bit.
 inline std::uint64_t scramble(std::uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
@@ -49,7 +49,7 @@ struct Digest {
     std::uint64_t high = 0;
 };
 
-// What a nonce becomes: a key for each word of a stripe, one for its place and one for the length of the stream.
+// Keys from a nonce: for each word of a stripe, its number, and the stream's length.
 struct DigestKey {
     std::array<std::uint64_t, stripe_words> words;
     std::uint64_t place;
@@ -68,9 +68,9 @@ inline Wide nh_pair(const char* at, const std::uint64_t* key) {
     return static_cast<Wide>(load_word(at) + key[0]) * (load_word(at + 8) + key[1]);
 }
 
-// `pairs` times 16 bytes. The prefetch reaches one stripe ahead: measured, it brings the speed of plain reading.
+// Hashes `pairs` times 16 bytes. Measured: the prefetch one stripe ahead gives the speed of plain reading.
 inline Wide nh(const char* at, std::size_t pairs, const std::uint64_t* key) {
-    Wide even = 0, odd = 0;  // two sums, so that neither waits for the other's carry
+    Wide even = 0, odd = 0;  // two sums: neither waits for the other's carry
     for (; pairs >= 4; pairs -= 4, at += 64, key += 8) {
         __builtin_prefetch(at + stripe_bytes);
         even += nh_pair(at, key);
@@ -82,7 +82,7 @@ inline Wide nh(const char* at, std::size_t pairs, const std::uint64_t* key) {
     return even + odd;
 }
 
-// One thread's part of a stream, from a stripe boundary on.
+// Part of a stream for one thread, from a stripe boundary on.
 class StripeSum {
 public:
     StripeSum(const DigestKey& key, std::uint64_t stripe) : key_(key), stripe_(stripe) {}
@@ -101,7 +101,7 @@ public:
         keep(from, bytes);
     }
 
-    // Padding with zeros is safe because the length of the stream goes into its digest.
+    // Zero padding is safe: the digest includes the stream's length.
     Digest take() {
         if (filled_ > 0) {
             const std::size_t padded = (filled_ + 15) / 16 * 16;
@@ -118,7 +118,7 @@ private:
         filled_ += bytes;
     }
 
-    // For one place this is a bijection of the 128 bits: nothing is lost after NH but in the final sum.
+    // For a fixed stripe number a bijection of NH's 128 bits: only the sum loses information.
     void absorb(const char* from, std::size_t bytes) {
         const Wide value = nh(from, bytes / 16, key_.words.data());
         const std::uint64_t place = scramble(key_.place + stripe_++ * golden);
@@ -140,29 +140,29 @@ inline Digest finished(const DigestKey& key, const Digest& sum, std::uint64_t by
     return {low, scramble(sum.high + low)};
 }
 
-// One end of a plan: `count` tensors times the offsets of one column of the runs.
-struct Side {
-    End end;
+// Side of a plan: `count` tensors times one column of the runs.
+struct DigestSide {
+    CopySide tensors;
     std::size_t count;
     const Run* runs;
     std::size_t run_count;
     std::uint64_t Run::*offset;
 
     const char* address(std::size_t tensor, std::size_t run, std::uint64_t at) const {
-        return end.address(tensor, runs[run].*offset + at);
+        return tensors.address(tensor, runs[run].*offset + at);
     }
 };
 
-// Throws RuleError unless every byte of the side lies in its tensor; returns the bytes of all of them.
-inline std::uint64_t check_side(const Side& side, std::int64_t count) {
-    check_tensors(side.end, count);
-    const auto extent = static_cast<std::uint64_t>(side.end.extent);
+// Returns the side's bytes. Throws RuleError unless all of them lie in their tensors.
+inline std::uint64_t check_side(const DigestSide& side, std::int64_t count) {
+    check_tensors(side.tensors, count);
+    const auto extent = static_cast<std::uint64_t>(side.tensors.extent);
     std::uint64_t total = 0;
     for (std::size_t i = 0; i < side.run_count; ++i) {
         const Run& run = side.runs[i];
         if (run_ends_outside(run.*side.offset, run.bytes, extent))
             refuse("runs[", i, "] is ", run.bytes, " bytes at offset ", run.*side.offset,
-                   ": ends outside the tensor of ", side.end.extent, " bytes");
+                   ": ends outside the tensor of ", side.tensors.extent, " bytes");
         if (__builtin_add_overflow(total, run.bytes, &total)) refuse("runs hold more than 2**64 - 1 bytes");
     }
     if (__builtin_mul_overflow(total, static_cast<std::uint64_t>(count), &total))
@@ -170,10 +170,10 @@ inline std::uint64_t check_side(const Side& side, std::int64_t count) {
     return total;
 }
 
-// Digests of the streams of a side: one for all runs of a tensor together, or one for each run of it.
+// Digests a side's streams: one for each tensor, or one for each run of each tensor.
 class DigestTask final : public Task {
 public:
-    DigestTask(const Side& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes,
+    DigestTask(const DigestSide& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes,
                const Stop& stop)
         : side_(side), key_(key), stop_(stop) {
         cut(each_run, chunk_bytes / stripe_bytes * stripe_bytes);
@@ -194,7 +194,7 @@ public:
 
     bool exhausted() const noexcept override { return next_.load(std::memory_order_relaxed) >= total_; }
 
-    // After the last thread has left. False: it was stopped, and there are no digests.
+    // True if it stopped early. Valid once every thread has left.
     bool late() const { return late_.load(std::memory_order_relaxed); }
 
     std::vector<Digest> digests() const {
@@ -210,7 +210,7 @@ private:
         std::atomic<std::uint64_t> high{0};
     };
 
-    // Consecutive bytes of one stream: from a place inside a run, on through the next runs, beginning at a stripe.
+    // Consecutive bytes of one stream, from a stripe boundary on; several runs may be in it.
     struct Chunk {
         std::size_t run;
         std::uint64_t offset;
@@ -221,7 +221,7 @@ private:
 
     void cut(bool each_run, std::uint64_t chunk_bytes) {
         if (!each_run) lengths_.push_back(0);
-        std::uint64_t room = 0;  // left in the chunk that is open
+        std::uint64_t room = 0;
         for (std::size_t i = 0; i < side_.run_count; ++i) {
             if (each_run) {
                 lengths_.push_back(0);
@@ -258,20 +258,20 @@ private:
         whole.high.fetch_add(part.high, std::memory_order_relaxed);
     }
 
-    const Side& side_;
+    const DigestSide& side_;
     const DigestKey& key_;
     Stop stop_;
     std::vector<std::uint64_t> lengths_;  // of each stream of a tensor
-    std::vector<Chunk> chunks_;           // of one tensor; all tensors are cut alike
+    std::vector<Chunk> chunks_;           // of each tensor
     std::size_t total_ = 0;
     std::unique_ptr<Sum[]> sums_;
     std::atomic<std::size_t> next_{0};
     std::atomic<bool> late_{false};
 };
 
-// Digests a checked side of `total` bytes into `out`; false when it was stopped first.
-inline bool digest_side(const Side& side, std::uint64_t total, const DigestKey& key, bool each_run, CopyPool* pool,
-                        const Stop& stop, std::vector<Digest>& out) {
+// Digests a checked side of `total` bytes; false if it stopped early.
+inline bool digest_side(const DigestSide& side, std::uint64_t total, const DigestKey& key, bool each_run,
+                        CopyPool* pool, const Stop& stop, std::vector<Digest>& out) {
     CopyPool* helpers = total <= share_above_bytes ? nullptr : pool;
     DigestTask task(side, key, each_run, chunk_bytes_for(total, helpers), stop);
     if (helpers == nullptr)

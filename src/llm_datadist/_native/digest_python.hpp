@@ -1,4 +1,4 @@
-// The Python face of the digests.
+// Python bindings of digests.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "digest.hpp"
-#include "standing.hpp"
 #include "stop_python.hpp"
+#include "surviving.hpp"
 
 namespace datadist {
 
@@ -22,11 +22,11 @@ namespace nb = nanobind;
 using DigestBases = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using DigestRuns = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using Digests = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 2>>;
-using StandingRuns = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 3>>;
+using SurvivingRuns = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 3>>;
 
 constexpr std::uint64_t digest_without_gil_above = 256 << 10;  // as for copies
 
-// Hands a vector of structs of uint64 to NumPy as rows, without copying it.
+// Gives NumPy a vector of structs of uint64 as rows, uncopied.
 template <typename Array, typename T>
 Array give_rows(std::vector<T>&& vector) {
     constexpr std::size_t columns = sizeof(T) / sizeof(std::uint64_t);
@@ -44,7 +44,7 @@ inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t e
                                         std::int64_t count, const DigestRuns& runs, bool dst, bool each_run,
                                         const nb::bytes& nonce, CopyPool* pool, std::int64_t deadline_ns,
                                         const std::optional<Flag>& cancelled) {
-    const Side side{{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"},
+    const DigestSide side{{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"},
                     static_cast<std::size_t>(count),
                     reinterpret_cast<const Run*>(runs.data()),
                     runs.shape(0),
@@ -61,8 +61,8 @@ inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t e
     return give_rows<Digests>(std::move(out));
 }
 
-inline StandingRuns py_standing_runs(const DigestRuns& runs, bool alias) {
-    return give_rows<StandingRuns>(standing_runs(reinterpret_cast<const Run*>(runs.data()), runs.shape(0), alias));
+inline SurvivingRuns py_surviving_runs(const DigestRuns& runs, bool alias) {
+    return give_rows<SurvivingRuns>(surviving_runs(reinterpret_cast<const Run*>(runs.data()), runs.shape(0), alias));
 }
 
 inline void bind_digest(nb::module_& m) {
@@ -70,7 +70,7 @@ inline void bind_digest(nb::module_& m) {
 
     m.def("digest", &py_digest, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a, "runs"_a.noconvert(), "dst"_a,
           "each_run"_a, "nonce"_a, "pool"_a.none(), "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none());
-    m.def("standing_runs", &py_standing_runs, "runs"_a.noconvert(), "alias"_a);
+    m.def("surviving_runs", &py_surviving_runs, "runs"_a.noconvert(), "alias"_a);
 }
 
 }  // namespace datadist

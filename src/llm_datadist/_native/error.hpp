@@ -1,4 +1,4 @@
-// The one exception the native part raises about its arguments, and the text it carries.
+// Exception for arguments that break a rule, and its text.
 #pragma once
 
 #include <sstream>
@@ -7,7 +7,7 @@
 
 namespace datadist {
 
-// An argument breaks a rule; nothing has happened. Becomes llm_datadist.errors.ParamError.
+// An argument or a state breaks a rule. Becomes llm_datadist.errors.ParamError.
 struct RuleError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };

@@ -1,4 +1,4 @@
-// What the engine tells the thread that owns the lanes: a queue with a bell that an event loop can watch.
+// Queue of the engine's events, with a descriptor that an event loop can watch.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ struct Event {
     What what;
     std::uint64_t lane;
     std::uint64_t id = 0;
-    std::string text;         // read, write: meta; lost: the reason
-    std::uint64_t bytes = 0;  // write: of the payload
+    std::string text;         // read, write: meta; lost: reason
+    std::uint64_t bytes = 0;  // write: payload bytes
 };
 
-// Bounded by its producers: a lane has a window of unanswered requests.
+// Bounded: each lane has a window of unanswered requests.
 class EventQueue {
 public:
     int fd() const { return bell_.fd(); }
@@ -36,7 +36,7 @@ public:
         if (first) bell_.ring();
     }
 
-    // Cleared before it is taken: an event that comes in between rings again, and is at worst rung for in vain.
+    // Clears first: an event in between rings again, at worst in vain.
     std::vector<Event> take() {
         bell_.clear();
         std::lock_guard<std::mutex> lock(mutex_);

@@ -1,4 +1,4 @@
-// A file descriptor that its last holder closes, and the eventfd that threads wake each other with.
+// Owned file descriptors, and an eventfd to wake threads.
 #pragma once
 
 #include <poll.h>
@@ -35,13 +35,13 @@ private:
     int fd_ = -1;
 };
 
-// Returns what a system call gave, or throws its errno.
+// Returns a system call's result; throws std::system_error with errno if negative.
 inline int checked(int result, const char* call) {
     if (result < 0) throw std::system_error(errno, std::generic_category(), call);
     return result;
 }
 
-// Whether there is something to read right now, or the descriptor is none: what poll says of a pidfd whose process ended.
+// True if input is ready or `fd` is closed, false for -1. A pidfd is ready once its process has ended.
 inline bool readable(int fd) {
     pollfd asked{fd, POLLIN, 0};
     int ready = 0;
@@ -50,19 +50,19 @@ inline bool readable(int fd) {
     return checked(ready, "poll") > 0;
 }
 
-// Readable from the first ring() on, until clear().
+// Readable from ring() until clear().
 class Bell {
 public:
     int fd() const { return fd_.get(); }
 
     void ring() {
         const std::uint64_t one = 1;
-        [[maybe_unused]] const auto written = ::write(fd_.get(), &one, sizeof one);  // full means: rung already
+        [[maybe_unused]] const auto written = ::write(fd_.get(), &one, sizeof one);  // full: rings already
     }
 
     void clear() {
         std::uint64_t count;
-        [[maybe_unused]] const auto got = ::read(fd_.get(), &count, sizeof count);  // empty means: clear already
+        [[maybe_unused]] const auto got = ::read(fd_.get(), &count, sizeof count);  // empty: clear already
     }
 
 private:

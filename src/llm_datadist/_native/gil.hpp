@@ -1,14 +1,14 @@
-// The interpreter's lock, given away while native code works.
+// Release of the GIL around native code.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-// A thread that the interpreter ends at its exit does not come back (gil.c).
+// Never returns if the interpreter ends this thread at exit (gil.c).
 extern "C" void datadist_take_gil_back(PyThreadState* state) noexcept;
 
 namespace datadist {
 
-// Without the lock for as long as it lives.
+// Releases the GIL during its lifetime.
 class GilReleased {
 public:
     GilReleased() = default;

@@ -1,11 +1,11 @@
-// The guards of one job: generations that must still show what they showed when the job was granted.
+// Guards with the generations they must still have.
 #pragma once
 
 #include <cstdint>
 #include <utility>
 #include <vector>
 
-#include "guard.hpp"
+#include "generation.hpp"
 
 namespace datadist {
 
@@ -13,13 +13,13 @@ class Guards {
 public:
     Guards() = default;
 
-    // Throws RuleError for an address that can be no generation's.
+    // Throws RuleError for an impossible address of a generation.
     void add(std::uint64_t address, std::uint64_t generation) {
         generation_at(address);
         guards_.push_back({address, generation});
     }
 
-    // Judges every byte read before: the loads come after them.
+    // Valid for all bytes read before: its loads follow theirs.
     bool current() const {
         for (const Guard& guard : guards_)
             if (load_generation(guard.address) != guard.generation) return false;
@@ -35,7 +35,7 @@ private:
     std::vector<Guard> guards_;
 };
 
-// GuardSet of a peer: slots of its guard table, which is mapped here, and the generations they must still show.
+// Slots of a peer's guard table, which is mapped here, with their promised generations.
 class GuardSet {
 public:
     GuardSet(std::vector<std::pair<std::uint64_t, std::uint64_t>> promised, std::uint64_t slot_bytes)
@@ -43,7 +43,7 @@ public:
         if (slot_bytes == 0) refuse("slot_bytes is 0: must be positive");
     }
 
-    // `base`: where the table of `nbytes` bytes is mapped. Judges every byte read before. Slot 0 is the table's header.
+    // `base`, `nbytes`: the mapped table, whose slot 0 is its header. Valid for all bytes read before.
     bool unchanged(std::uint64_t base, std::uint64_t nbytes) const {
         const std::uint64_t slots = nbytes / slot_bytes_;
         for (const auto& [slot, generation] : promised_) {

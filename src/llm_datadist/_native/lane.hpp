@@ -1,7 +1,7 @@
-// One lane: a stream socket that carries our jobs and the peer's at once. Touched by one thread at a time, see worker.hpp.
+// One lane: a stream socket that carries jobs of both sides at once. Used by one thread at a time (lane_thread.hpp).
 //
-// A job of ours:       waiting (for the window) -> queued -> sent -> [receiving] -> its ticket is finished
-// A request of theirs: asked (an event tells) -> answering -> answered
+// Our job:        waiting (for the window) -> queued -> sent -> [receiving] -> its ticket is finished
+// Peer's request: asked (by an event, unless the reply is cached) -> answering -> answered
 #pragma once
 
 #include <deque>
@@ -11,33 +11,33 @@
 #include <unordered_map>
 #include <utility>
 
+#include "encrypted.hpp"
 #include "events.hpp"
 #include "fd.hpp"
 #include "receiver.hpp"
-#include "sealed.hpp"
+#include "reply_cache.hpp"
 #include "sender.hpp"
-#include "standing_grants.hpp"
 #include "ticket.hpp"
 
 namespace datadist {
 
-// What one end may have unanswered at the other, per lane. Ours wait for it; a peer that exceeds it loses the lane.
+// Limits of one side's unanswered requests on a lane. Ours wait; a peer that exceeds them loses the lane.
 constexpr std::size_t window_jobs = 32;
 constexpr std::uint64_t window_meta_bytes = 4u << 20;
 
-// A job of this end, as its starter hands it over.
+// Job of this side.
 struct Job {
-    Kind kind;  // read or write
+    Kind kind;
     std::uint64_t id;
     std::string meta;
     std::shared_ptr<Payload> payload;
     std::shared_ptr<Ticket> ticket;
-    bool sent = false;      // all of its frame
+    bool sent = false;      // its whole frame
     bool given_up = false;  // its answer will be dropped
 };
 
-// What the owner of the memory says to a request of the peer.
-struct Grant {
+// Reply of the memory's owner to a request of the peer.
+struct Reply {
     std::uint64_t id;
     std::shared_ptr<Payload> payload;
     Guards guards;
@@ -46,35 +46,32 @@ struct Grant {
 
 class Lane {
 public:
-    // `max_drain_ns`: how long a payload may take that is only dropped. `grants`: what its link may use without a
-    // question to Python, or null.
+    // `max_drain_ns`: time limit for discarding a payload. `replies`: cached replies, or null.
     Lane(std::uint64_t number, Stream stream, EventQueue& events, Scrap scrap, std::int64_t max_drain_ns,
-         std::shared_ptr<StandingGrants> grants)
+         std::shared_ptr<ReplyCache> replies)
         : number_(number),
           stream_(std::move(stream)),
           events_(events),
           scrap_(scrap),
           max_drain_ns_(max_drain_ns),
-          grants_(std::move(grants)) {}
+          replies_(std::move(replies)) {}
 
     int fd() const { return stream_.fd(); }
 
     bool wants_to_read() const { return !receiver_.paused(); }
     bool wants_to_write() const { return !sender_.idle() || stream_.has_output(); }
 
-    // True when it can receive although the socket may have nothing.
     bool has_input() const { return wants_to_read() && stream_.has_input(); }
 
-    // When what is only dropped must have ended, or nothing.
+    // Deadline of the payload being discarded.
     std::optional<std::int64_t> drains_until() const {
         return receiver_.discarding() ? std::optional(drain_until_) : std::nullopt;
     }
 
-    // What the socket is ready for. Any of these throws LaneError when the lane is broken.
+    // Events of the socket. All throw LaneError if the lane breaks.
 
-    // Receives until the socket has no more, or a frame has ended: rarely another frame is there already, and then the
-    // next epoll_wait says so, which costs less than a recv in vain after each frame. Of what the stream has already it
-    // says nothing: see has_input().
+    // Receives until the socket is empty or a frame has ended. Another frame is rarely there: an epoll_wait costs less
+    // than a futile recv after each. For bytes that the stream holds see has_input().
     void receive() {
         std::uint64_t budget = slice_bytes;
         bool moved = false, drained = false;
@@ -101,14 +98,13 @@ public:
         stream_.flush();
     }
 
-    // Our jobs.
 
     void start(Job job) {
         waiting_.push_back(std::move(job));
         admit();
     }
 
-    // Finishes the job as timed out, unless it has an end already: its memory is not touched any more.
+    // Ends the job as timed out unless it has ended; its memory is no longer touched.
     void give_up(std::uint64_t id) {
         const auto found = jobs_.find(id);
         if (found == jobs_.end()) return give_up_waiting(id);
@@ -121,31 +117,30 @@ public:
         detach(*job.payload);
     }
 
-    // The peer's requests.
 
-    void serve(Grant grant) {
-        Request* request = asked(Kind::read, grant.id);
+    void serve(Reply reply) {
+        Request* request = asked(Kind::read, reply.id);
         if (request == nullptr) return;
         request->answered = true;
-        Frame frame{Kind::data, grant.id, encode_header({Kind::data, grant.id, 0, grant.payload->total()})};
-        frame.payload = std::move(grant.payload);
-        frame.guards = std::move(grant.guards);
-        frame.tag = grant.tag;
+        Frame frame{Kind::data, reply.id, encode_header({Kind::data, reply.id, 0, reply.payload->total()})};
+        frame.payload = std::move(reply.payload);
+        frame.guards = std::move(reply.guards);
+        frame.tag = reply.tag;
         sender_.push(std::move(frame));
     }
 
-    void accept(Grant grant) {
-        Request* request = asked(Kind::write, grant.id);
+    void accept(Reply reply) {
+        Request* request = asked(Kind::write, reply.id);
         if (request == nullptr) return;
         request->answered = true;
-        const bool fits = request->payload_bytes == grant.payload->total();
-        if (!fits || !grant.guards.current()) {
-            push_status(grant.id, fits ? changed : misfit);
+        const bool fits = request->payload_bytes == reply.payload->total();
+        if (!fits || !reply.guards.current()) {
+            push_status(reply.id, fits ? changed : misfit);
             return drop_payload(request->payload_bytes);
         }
-        receive_payload(grant.payload, false);
-        accepted_ = Accepted{std::move(grant), good};
-        enter_next_stages();  // a payload of no bytes is complete
+        receive_payload(reply.payload, false);
+        accepted_ = Accepted{std::move(reply), good};
+        enter_next_stages();  // a payload of 0 bytes is complete
     }
 
     void refuse(std::uint64_t id, std::uint32_t code, const std::string& why) {
@@ -157,14 +152,13 @@ public:
     }
 
     void quiesce(std::int64_t tag) {
-        if (grants_) grants_->drop(tag);
+        if (replies_) replies_->drop(tag);
         sender_.quiesce(tag);
-        if (!accepted_ || accepted_->grant.tag != tag) return;
-        detach(*accepted_->grant.payload);
+        if (!accepted_ || accepted_->reply.tag != tag) return;
+        detach(*accepted_->reply.payload);
         accepted_->status = torn;
     }
 
-    // Fails everything that is on the lane.
     void lose(const std::string& why) {
         sender_.clear();
         accepted_.reset();
@@ -183,15 +177,15 @@ private:
         bool answered = false;
     };
 
-    // A WRITE whose payload is on its way into granted memory.
+    // WRITE whose payload is being received.
     struct Accepted {
-        Grant grant;
+        Reply reply;
         Status status;
     };
 
     using Jobs = std::unordered_map<std::uint64_t, Job>;
 
-    // The end of the stream and an error wake the thread whatever the mark is.
+    // The stream's end and errors wake the thread at any mark.
     void set_low_water() {
         const auto wanted = static_cast<int>(stream_.to_come(receiver_.low_water()));
         if (wanted == low_water_) return;
@@ -199,7 +193,6 @@ private:
         ::setsockopt(fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
     }
 
-    // The stages of what comes in.
 
     void enter_next_stages() {
         while (receiver_.complete()) enter_next_stage();
@@ -244,21 +237,21 @@ private:
             receiver_.pause();
         else
             receiver_.expect_header();
-        if (auto grant = standing_grant(write, meta))
-            return write ? accept(std::move(*grant)) : serve(std::move(*grant));
+        if (auto reply = cached_reply(write, meta))
+            return write ? accept(std::move(*reply)) : serve(std::move(*reply));
         events_.push({write ? Event::What::write : Event::What::read, number_, incoming_.id, std::move(meta),
                       incoming_.payload_bytes});
     }
 
-    // Nothing where the owner's Python has to be asked.
-    std::optional<Grant> standing_grant(bool write, const std::string& meta) const {
-        if (!grants_) return std::nullopt;
+    // Nothing if Python must answer.
+    std::optional<Reply> cached_reply(bool write, const std::string& meta) const {
+        if (!replies_) return std::nullopt;
         try {
             const LaneRequest request = LaneRequest::parse(meta);
-            const auto memory = grants_->find(write, request.handle);
+            const auto memory = replies_->find(write, request.handle);
             auto payload = memory ? memory->payload(request) : nullptr;
             if (!payload) return std::nullopt;
-            return Grant{incoming_.id, std::move(payload), memory->guards, memory->tag};
+            return Reply{incoming_.id, std::move(payload), memory->guards, memory->tag};
         } catch (const RuleError&) {
             return std::nullopt;
         }
@@ -269,8 +262,8 @@ private:
         if (accepted_) {
             Accepted accepted = std::move(*accepted_);
             accepted_.reset();
-            if (accepted.status == good && !accepted.grant.guards.current()) accepted.status = torn;
-            push_status(accepted.grant.id, accepted.status);
+            if (accepted.status == good && !accepted.reply.guards.current()) accepted.status = torn;
+            push_status(accepted.reply.id, accepted.status);
         }
         receiver_.expect_header();
     }
@@ -297,7 +290,7 @@ private:
         Job& job = found->second;
         const bool whole = job.kind == Kind::write && job.sent;
         if (code == good && !whole) break_lane("RESULT says that a job is done whose bytes have not moved");
-        if (!job.sent) job.payload->detach();  // the frame is completed with zeros that the peer drops
+        if (!job.sent) job.payload->detach();  // zeros complete the frame; the peer drops them
         const std::uint64_t bytes = code == good ? job.payload->total() : 0;
         job.ticket->finish({code == good ? Ending::good : Ending::refused, code, bytes, std::move(why)});
         forget(found);
@@ -313,7 +306,6 @@ private:
         if (receiver_.discarding()) drain_until_ = monotonic_ns() + max_drain_ns_;
     }
 
-    // Our jobs.
 
     bool window_open(const Job& job) const {
         return jobs_.size() < window_jobs && job.meta.size() <= window_meta_bytes - our_meta_bytes_;
@@ -347,7 +339,6 @@ private:
         admit();
     }
 
-    // The job that the incoming answer is for.
     Job& sent_job() {
         const auto found = jobs_.find(incoming_.id);
         if (found == jobs_.end()) break_lane("an answer to the unknown id ", incoming_.id);
@@ -358,7 +349,6 @@ private:
         return job;
     }
 
-    // The peer's requests.
 
     void note_request() {
         if (requests_.size() >= window_jobs || incoming_.meta_bytes > window_meta_bytes - their_meta_bytes_)
@@ -370,7 +360,7 @@ private:
         their_meta_bytes_ += incoming_.meta_bytes;
     }
 
-    // The request if it has no answer yet; a WRITE is then the one the lane is paused for.
+    // Request without an answer. If it is a WRITE, the lane is paused for it.
     Request* asked(std::uint64_t id) {
         const auto found = requests_.find(id);
         if (found == requests_.end() || found->second.answered) return nullptr;
@@ -412,11 +402,11 @@ private:
     EventQueue& events_;
     Scrap scrap_;
     std::int64_t max_drain_ns_;
-    std::shared_ptr<StandingGrants> grants_;
+    std::shared_ptr<ReplyCache> replies_;
     Sender sender_;
     Receiver receiver_;
     int low_water_ = 1;
-    Header incoming_;               // of the frame being received
+    Header incoming_;
     std::optional<Accepted> accepted_;
     std::int64_t drain_until_ = 0;
     Jobs jobs_;

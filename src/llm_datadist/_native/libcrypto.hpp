@@ -1,4 +1,4 @@
-// OpenSSL's libcrypto, found at run time: nothing of it is needed to build, and only sealed lanes need it at all.
+// OpenSSL's libcrypto, loaded at run time: builds do not need it, only encrypted lanes do.
 #pragma once
 
 #include <dlfcn.h>
@@ -11,10 +11,10 @@ namespace datadist {
 
 constexpr const char* libcrypto_name = "libcrypto.so.3";
 
-// The functions that are used, with the signatures of OpenSSL 3. Loaded by the first caller, and never unloaded.
+// Functions of OpenSSL 3. The first caller loads them; they are never unloaded.
 class Libcrypto {
 public:
-    // Throws RuleError where there is none; the next call tries again.
+    // Throws RuleError if it cannot be loaded; the next call tries again.
     static const Libcrypto& get() {
         static const Libcrypto loaded(libcrypto_name);
         return loaded;
@@ -42,9 +42,9 @@ public:
     static constexpr int set_tag = 0x11;
 
     void* (*new_context)() = nullptr;
-    void (*free_context)(void* context) = nullptr;  // which wipes the key
+    void (*free_context)(void* context) = nullptr;  // wipes the key
     const void* (*aes_256_gcm)() = nullptr;
-    int (*init)(void* context, const void* cipher, void* engine, Bytes key, Bytes iv, int seals) = nullptr;
+    int (*init)(void* context, const void* cipher, void* engine, Bytes key, Bytes iv, int encrypts) = nullptr;
     int (*update)(void* context, unsigned char* out, int* out_bytes, Bytes in, int in_bytes) = nullptr;
     int (*final)(void* context, unsigned char* out, int* out_bytes) = nullptr;
     int (*control)(void* context, int what, int bytes, void* value) = nullptr;

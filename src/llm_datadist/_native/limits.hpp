@@ -1,5 +1,5 @@
-// What this machine can do, for the benchmark: plain loops over blocks in threads of their own. They share nothing with
-// the engine that is compared with them, so that a fault there cannot hide in its own yardstick.
+// Limits of this machine for the benchmark: plain loops over blocks on own threads. They share no copying code with the
+// engine, so a fault there cannot hide in its own yardstick.
 #pragma once
 
 #include <errno.h>
@@ -31,7 +31,7 @@
 
 namespace datadist {
 
-// Blocks of one size at any addresses, of this process or, for process_vm_readv and writev, of another one.
+// Blocks of one size, in this process or, for process_vm_readv and writev, in another one.
 struct LimitBlocks {
     const std::uint64_t* addresses;
     std::size_t count;
@@ -58,8 +58,8 @@ inline void check_limit_pair(const LimitBlocks& dst, const LimitBlocks& src, std
     check_limit_blocks(src, block_bytes, max_limit_block);
 }
 
-// A limit is what all its threads reach at once: the kernel may leave a new one on the CPU of the thread that made it.
-// Called by the new thread itself: for an ended thread the system would change the mask of the calling thread.
+// All threads must work at once, but the kernel may leave a new one on its maker's CPU. The new thread calls this
+// itself: for an ended thread the system would change the caller's mask.
 inline void keep_off(int cpu) {
     cpu_set_t allowed;
     if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -67,7 +67,7 @@ inline void keep_off(int cpu) {
     if (CPU_COUNT(&allowed) > 0) sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
-// Calls work(first, end) on equal shares of the blocks, in the caller and threads - 1 others.
+// Calls work(first, end) on equal shares of the blocks, on the caller's and threads - 1 other threads.
 template <typename Work>
 void share_blocks(std::size_t count, int threads, const Work& work) {
     const auto shares = static_cast<std::size_t>(threads);
@@ -80,7 +80,7 @@ void share_blocks(std::size_t count, int threads, const Work& work) {
                 keep_off(caller);
                 work(count * given / shares, count * (given + 1) / shares);
             }));
-    } catch (const std::system_error&) {  // no more threads: the caller does what is left
+    } catch (const std::system_error&) {  // no more threads: the caller does the rest
     }
     work(0, count / shares);
     work(count * given / shares, count);
@@ -93,7 +93,7 @@ inline void plain_blocks(const LimitBlocks& dst, const LimitBlocks& src, std::si
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// Moves what comes before the first aligned byte of dst; returns how many bytes that were.
+// Copies up to dst's first aligned byte; returns the bytes copied.
 inline std::size_t move_head(char* dst, const char* src, std::size_t bytes, std::size_t alignment) {
     const std::size_t past = reinterpret_cast<std::uintptr_t>(dst) % alignment;
     const std::size_t head = std::min(bytes, past == 0 ? 0 : alignment - past);
@@ -139,7 +139,7 @@ __attribute__((target("avx"))) inline void stream_block_256(char* dst, const cha
 
 #elif defined(__aarch64__)
 
-// 64 bytes a turn, by two instructions of 32: assembler, because gcc has no intrinsic for them.
+// 64 bytes a turn. Assembler: gcc has no intrinsic.
 inline void stream_block_pairs(char* dst, const char* src, std::size_t bytes) {
     std::size_t i = move_head(dst, src, bytes, 64);
     for (; i + 64 <= bytes; i += 64) {
@@ -157,7 +157,7 @@ inline void stream_block_pairs(char* dst, const char* src, std::size_t bytes) {
 
 using BlockStreamer = void (*)(char*, const char*, std::size_t);
 
-// Bits of the widest streaming stores here, and what does them; 0 and null where there are none.
+// Width in bits of the widest streaming stores, and their function; 0 and null without any.
 inline std::pair<int, BlockStreamer> widest_streamer() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) return {512, stream_block_512};
@@ -178,7 +178,7 @@ inline void streamed_blocks(BlockStreamer move, const LimitBlocks& dst, const Li
 #endif
 }
 
-// Copies block i of src to block i of dst. Both checked, of this process.
+// Copies block i of src to block i of dst. Both checked, in this process.
 inline void limit_memcpy(const LimitBlocks& dst, const LimitBlocks& src, int threads, bool streaming) {
     const BlockStreamer move = widest_streamer().second;
     if (streaming && move == nullptr) refuse("streaming is true: this processor has no streaming stores");
@@ -188,7 +188,7 @@ inline void limit_memcpy(const LimitBlocks& dst, const LimitBlocks& src, int thr
     });
 }
 
-// process_vm_readv or writev of some consecutive blocks; returns the errno, or 0.
+// Moves some consecutive blocks; returns the errno, or 0.
 inline int process_blocks(pid_t pid, bool write, const LimitBlocks& near, const LimitBlocks& far, std::size_t first,
                           std::size_t end) {
     constexpr std::size_t most_ranges = 512;
@@ -208,7 +208,7 @@ inline int process_blocks(pid_t pid, bool write, const LimitBlocks& near, const 
     return 0;
 }
 
-// Copies block i of the other process to block i of this one, or the other way. Throws std::system_error.
+// Copies block i of the other process to block i of this one, or back. Throws std::system_error.
 inline void limit_process(pid_t pid, bool write, const LimitBlocks& near, const LimitBlocks& far, int threads) {
     std::atomic<int> failed{0};
     share_blocks(near.count, threads, [&](std::size_t first, std::size_t end) {
@@ -220,14 +220,13 @@ inline void limit_process(pid_t pid, bool write, const LimitBlocks& near, const 
         throw std::system_error(code, std::generic_category(), write ? "process_vm_writev" : "process_vm_readv");
 }
 
-// How the receiver waits for more of a stream: until something is there, until much is there, or not at all.
+// Receiver's wait for more bytes: for some, for many, or none.
 enum class StreamWait : int { some = 0, much = 1, spin = 2 };
 
 constexpr std::size_t limit_step_bytes = std::size_t{1} << 20;
 constexpr std::size_t limit_much_bytes = std::size_t{256} << 10;
 constexpr std::int64_t limit_spin_ns = 300'000'000'000;
 
-// Wakes the receiver once so many bytes are there.
 inline void set_low_water(int fd, std::size_t bytes) {
     const int wanted = static_cast<int>(bytes);
     if (::setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted) != 0)
@@ -236,8 +235,8 @@ inline void set_low_water(int fd, std::size_t bytes) {
 
 // One step of a stream: at most 1 MiB, as much as the socket takes or has. Throws std::system_error.
 //
-// A receiver that waits until much is there waits in poll(): the kernel wakes a blocking recv() that has some bytes
-// already only when as many as the low-water mark have come after those.
+// A receiver waits for many bytes in poll(). A blocking recv() that has some bytes wakes only once as many as the
+// low-water mark have followed.
 inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes, StreamWait wait) {
     const std::size_t asked = std::min(bytes, limit_step_bytes);
     const bool polls = wait == StreamWait::much && !send, spins = wait == StreamWait::spin && !send;
@@ -255,7 +254,7 @@ inline std::size_t stream_step(int fd, bool send, char* at, std::size_t bytes, S
     }
 }
 
-// Sends the blocks one after the other over a blocking stream socket, or receives into them.
+// Sends blocks in order over a blocking stream socket, or receives into them.
 inline void limit_stream(int fd, bool send, const LimitBlocks& blocks, StreamWait wait) {
     std::size_t left = blocks.count * blocks.bytes, low = 1;
     for (std::size_t i = 0; i < blocks.count; ++i)

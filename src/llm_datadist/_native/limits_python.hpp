@@ -1,4 +1,4 @@
-// The Python face of the raw limits.
+// Python bindings of the limits.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,7 +21,7 @@ inline LimitBlocks limit_blocks(const LimitAddresses& addresses, std::int64_t bl
     return {addresses.data(), addresses.size(), static_cast<std::size_t>(block_bytes)};
 }
 
-// Works without the interpreter lock; what the kernel refuses becomes OSError.
+// Works without the GIL; errors of the kernel become OSError.
 template <typename Work>
 void without_gil(const Work& work) {
     try {

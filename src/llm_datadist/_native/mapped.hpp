@@ -1,4 +1,4 @@
-// Whether memory of the user is there, asked of the kernel: looking would end the process where it is not.
+// Check by the kernel that user memory exists: reading it here could crash.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,8 +16,8 @@
 
 namespace datadist {
 
-// The kernel copies the set before it refuses the verb: EFAULT where it cannot read. Unlike process_vm_readv it needs
-// no permission that a container may lack.
+// The kernel copies the set, with EFAULT if it cannot, before it refuses the verb. Unlike process_vm_readv it needs no
+// permission that a container may lack.
 inline bool kernel_reads(std::uint64_t address) {
     constexpr std::size_t set_bytes = 8;
     constexpr int no_verb = -1;
@@ -25,8 +25,8 @@ inline bool kernel_reads(std::uint64_t address) {
     return errno != EFAULT;
 }
 
-// True if all of it is mapped, and its first and its last page can be read. MS_ASYNC finds holes and does nothing else,
-// in time that depends on the number of mappings, not on their size. Both ends: devices reserve addresses.
+// True if all of it is mapped, and its first and last page are readable (devices reserve unreadable addresses).
+// MS_ASYNC only finds holes; its time depends on the number of mappings, not on their size.
 inline bool is_mapped(std::uint64_t address, std::uint64_t nbytes) {
     static const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
     const std::uint64_t start = address / page * page;
@@ -34,7 +34,7 @@ inline bool is_mapped(std::uint64_t address, std::uint64_t nbytes) {
            kernel_reads(address + nbytes - 1);
 }
 
-// Throws RuleError, which begins with the argument's name, unless `nbytes` (at least one) such bytes are at each address.
+// Throws RuleError, beginning with `name`, unless `nbytes` (at least 1) such bytes are at each address.
 inline void check_mapped(const std::string& name, const std::vector<std::uint64_t>& addresses, std::uint64_t nbytes) {
     for (std::size_t i = 0; i < addresses.size(); ++i)
         if (!is_mapped(addresses[i], nbytes))

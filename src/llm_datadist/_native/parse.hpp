@@ -1,4 +1,4 @@
-// From a Python list or tuple of integers to int64 values, quickly where they are plain ints.
+// Conversion of Python lists and tuples to int64 values, fast for plain ints.
 #pragma once
 
 #include <Python.h>
@@ -11,7 +11,7 @@
 
 namespace datadist {
 
-// A Python exception is set; the caller returns to the interpreter.
+// A Python exception is set.
 struct PythonError {};
 
 inline std::string repr_of(PyObject* object) {
@@ -36,7 +36,7 @@ inline std::string repr_of(PyObject* object) {
     refuse(name, "[", at, "] is ", repr_of(item), ": must be in [0, 2**63)");
 }
 
-// The value of an int or a subclass of it (bool): runs no Python code.
+// Value of an int or a subclass; runs no Python code.
 inline std::int64_t int_value(PyObject* item, const char* name, Py_ssize_t at) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
@@ -44,7 +44,7 @@ inline std::int64_t int_value(PyObject* item, const char* name, Py_ssize_t at) {
     return value;
 }
 
-// The value of anything with __index__, which is Python code and may do as it likes.
+// Value by __index__, which may run any Python code.
 inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at) {
     if (!PyIndex_Check(item)) refuse_type(name, at, item);
     PyObject* number = PyNumber_Index(item);
@@ -60,7 +60,7 @@ inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at)
     return value;
 }
 
-// Borrowed, of a list or a tuple. The stable ABI (CPython 3.12 and newer) has functions only: a third slower.
+// Borrowed. The stable ABI (CPython 3.12 and newer) has only functions, a third slower.
 inline PyObject* item_at(PyObject* sequence, Py_ssize_t at) {
 #if defined(Py_LIMITED_API)
     return PyList_Check(sequence) ? PyList_GetItem(sequence, at) : PyTuple_GetItem(sequence, at);
@@ -69,7 +69,7 @@ inline PyObject* item_at(PyObject* sequence, Py_ssize_t at) {
 #endif
 }
 
-// The items from `values.size()` on. A tuple keeps its items alive whatever their __index__ does.
+// Items from `values.size()` on. The tuple keeps them alive, even if __index__ drops them.
 inline void parse_rest(PyObject* tuple, const char* name, std::vector<std::int64_t>& values) {
     const Py_ssize_t size = PyTuple_Size(tuple);
     for (auto at = static_cast<Py_ssize_t>(values.size()); at < size; ++at) {
@@ -106,13 +106,12 @@ inline std::vector<std::int64_t> parse_indices(PyObject* sequence, const char* n
     return values;
 }
 
-// Pairs in the order of a dict.
 struct Pairs {
     std::vector<std::int64_t> keys;
     std::vector<std::int64_t> values;
 };
 
-// False: not an int from 0 on that fits.
+// False unless an int in [0, 2**63).
 inline bool append_index(PyObject* item, std::vector<std::int64_t>& values) {
     if (!PyLong_Check(item)) return false;
     int overflow = 0;
@@ -129,8 +128,8 @@ inline bool append_all(PyObject* list, std::vector<std::int64_t>& values) {
     return true;
 }
 
-// The pairs of {int: int}, or of {int: [int, ...]} when `lists`, there one for each item of a list. Runs no Python
-// code, so that the dict stays as it is. False: there is something else in it, and the caller has to look closer.
+// Parses {int: int} or, if `lists`, {int: [int, ...]}, a pair for each list item. Runs no Python code: the dict stays
+// unchanged. False if it holds anything else.
 inline bool parse_pairs(PyObject* dict, bool lists, Pairs& pairs) {
     const auto size = static_cast<std::size_t>(PyDict_Size(dict));
     pairs.keys.reserve(size);
@@ -141,7 +140,7 @@ inline bool parse_pairs(PyObject* dict, bool lists, Pairs& pairs) {
         if (!(lists ? append_all(value, pairs.values) : append_index(value, pairs.values))) return false;
         if (!append_index(key, pairs.keys)) return false;
         const std::int64_t number = pairs.keys.back();
-        pairs.keys.resize(pairs.values.size(), number);  // none for an empty list
+        pairs.keys.resize(pairs.values.size(), number);
     }
     return true;
 }

@@ -1,4 +1,4 @@
-// The bytes of one job at this end: where they lie, and a cursor that says how many of them have moved.
+// Bytes of one job at this side: addresses, and a cursor.
 #pragma once
 
 #include <sys/uio.h>
@@ -10,49 +10,49 @@
 #include <utility>
 #include <vector>
 
-#include "ends.hpp"
-#include "guard.hpp"
-#include "stream.hpp"
+#include "generation.hpp"
+#include "sides.hpp"
+#include "streaming_stores.hpp"
 
 namespace datadist {
 
-constexpr std::size_t max_iovecs = 1024;  // IOV_MAX of the kernel
+constexpr std::size_t max_iovecs = 1024;
 
-// One end of a plan, owned: `bases` times `spans`, in the order both ends agree on. Spans of no bytes are left out.
+// Owned side of a plan: `bases` times `spans`, in the plan's order, without empty spans.
 class Spans {
 public:
-    struct Span {
+    struct ByteRange {
         std::uint64_t offset;
         std::uint64_t bytes;
     };
 
     Spans() = default;
 
-    // `offset` says which column of the runs is of this end. Throws RuleError unless every byte lies in its tensor.
-    Spans(const End& end, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::*offset,
+    // `offset`: this side's column of the runs. Throws RuleError unless all bytes lie in their tensors.
+    Spans(const CopySide& side, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::*offset,
           std::int64_t nbytes) {
-        check_tensors(end, pairs);
-        const std::uint64_t per_pair = take_runs(end, runs, run_count, offset);
+        check_tensors(side, pairs);
+        const std::uint64_t per_pair = take_runs(side, runs, run_count, offset);
         const auto count = static_cast<std::uint64_t>(pairs);
         if (nbytes < 0 || __builtin_mul_overflow(per_pair, count, &total_) ||
             total_ != static_cast<std::uint64_t>(nbytes))
             refuse("plan.nbytes is ", nbytes, ": the plan is ", pairs, " tensors of ", per_pair, " bytes");
-        bases_.assign(end.bases + end.first, end.bases + end.first + pairs);
+        bases_.assign(side.bases + side.first, side.bases + side.first + pairs);
     }
 
     std::uint64_t total() const { return total_; }
 
-    // Not when there are none.
+    // Requires a span and a base.
     std::uint64_t mean_bytes() const { return total_ / (spans_.size() * bases_.size()); }
 
-    // Where the next byte is. At the end: pair == number of bases.
+    // Position of the next byte; at the end pair == number of bases.
     struct Cursor {
         std::size_t pair = 0;
         std::size_t span = 0;
         std::uint64_t offset = 0;
     };
 
-    // Describes up to `bytes` bytes from the cursor on; returns the iovecs used, which may describe fewer.
+    // Describes at most `bytes` bytes from the cursor on; returns the iovecs used, which may cover less.
     std::size_t fill(Cursor at, iovec* out, std::size_t room, std::uint64_t bytes) const {
         std::size_t used = 0;
         while (bytes > 0 && !ended(at)) {
@@ -80,15 +80,15 @@ public:
     }
 
 private:
-    std::uint64_t take_runs(const End& end, const Run* runs, std::size_t count, std::uint64_t Run::*offset) {
-        const auto extent = static_cast<std::uint64_t>(end.extent);
+    std::uint64_t take_runs(const CopySide& side, const Run* runs, std::size_t count, std::uint64_t Run::*offset) {
+        const auto extent = static_cast<std::uint64_t>(side.extent);
         std::uint64_t total = 0;
         spans_.reserve(count);
         for (std::size_t i = 0; i < count; ++i) {
             const Run& run = runs[i];
             if (run_ends_outside(run.*offset, run.bytes, extent))
-                refuse("plan.runs[", i, "] is ", run.bytes, " bytes at ", end.name, " offset ", run.*offset,
-                       ": ends outside the tensor of ", end.extent, " bytes");
+                refuse("plan.runs[", i, "] is ", run.bytes, " bytes at ", side.name, " offset ", run.*offset,
+                       ": ends outside the tensor of ", side.extent, " bytes");
             if (__builtin_add_overflow(total, run.bytes, &total)) refuse("plan.runs hold more than 2**64 - 1 bytes");
             if (run.bytes > 0) spans_.push_back({run.*offset, run.bytes});
         }
@@ -105,34 +105,30 @@ private:
     }
 
     std::vector<std::uint64_t> bases_;
-    std::vector<Span> spans_;
+    std::vector<ByteRange> spans_;
     std::uint64_t total_ = 0;
 };
 
-// Measured: what comes in for blocks this small is scattered faster by copies of ours, out of a buffer that stays in the
-// cache, than by the kernel.
+// Measured: copying such small blocks out of a cached buffer is faster than the kernel's scattering.
 constexpr std::uint64_t staged_mean_bytes = 16u << 10;
 constexpr std::uint64_t staged_above_bytes = 64u << 10;
 
-// Memory that stands in for a payload's own: what is received there is dropped or put elsewhere, what is sent from
-// there is zeros.
+// Memory in place of a payload's: discarded or staged bytes go there, zeros come from there.
 struct Scrap {
     char* begin;
     std::size_t bytes;
 };
 
-// The payload of one job. Detached, it moves the bytes that are left without touching the job's memory.
+// Once detached, moves its remaining bytes without the job's memory.
 class Payload {
 public:
-    // `mapped`: the memory cannot be unmapped while this lives, so that we may write it ourselves. The kernel says
-    // EFAULT where we would crash.
+    // `mapped`: nobody can unmap the memory, so this code may write it. Otherwise the kernel does, and reports EFAULT.
     explicit Payload(Spans spans, bool mapped = false)
         : spans_(std::move(spans)),
           total_(spans_.total()),
           mapped_(mapped),
           staged_(mapped && total_ > staged_above_bytes && spans_.mean_bytes() <= staged_mean_bytes) {}
 
-    // A payload that is only dropped.
     static Payload discarding(std::uint64_t bytes) {
         Payload payload{Spans{}};
         payload.total_ = bytes;
@@ -145,10 +141,10 @@ public:
     std::uint64_t left() const { return total_ - done_; }
     bool detached() const { return detached_; }
 
-    // True when what fill() describes cannot be unmapped.
+    // True if nobody can unmap what fill() describes.
     bool mapped() const { return mapped_ || detached_; }
 
-    // True when what comes next had better go through a buffer, and to its place by put().
+    // True if the next bytes should go through a buffer and put().
     bool staged() const { return staged_; }
 
     void detach() {
@@ -157,7 +153,6 @@ public:
         spans_ = Spans{};
     }
 
-    // Describes up to `bytes` of the bytes left; returns the iovecs used.
     std::size_t fill(iovec* out, std::size_t room, std::uint64_t bytes, const Scrap& scrap) const {
         bytes = std::min(bytes, left());
         if (!detached_) return spans_.fill(cursor_, out, room, bytes);
@@ -174,7 +169,6 @@ public:
         if (!detached_) cursor_ = spans_.advanced(cursor_, bytes);
     }
 
-    // Copies the next bytes to their place, and advances.
     void put(const char* from, std::uint64_t bytes) {
         const Mover move = mover_for(total_);
         for (iovec parts[64]; bytes > 0;) {
@@ -189,7 +183,6 @@ public:
         store_fence();
     }
 
-    // Appends all bytes that are left to `out`.
     void gather(std::string& out) {
         out.reserve(out.size() + left() + trailer_room);
         iovec parts[64];

@@ -1,4 +1,4 @@
-// The planner: from lists of block numbers to runs of bytes. Pure arithmetic; the tests hold it against a NumPy twin.
+// Planner: runs of bytes from lists of block numbers. Tests compare it with a NumPy twin.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace datadist {
 
-// One contiguous copy inside a pair of tensors, in bytes. A row of the (R, 3) array that Python sees.
+// Contiguous copy inside a pair of tensors, in bytes; a row of the (R, 3) array in Python.
 struct Run {
     std::uint64_t dst;
     std::uint64_t src;
@@ -19,23 +19,23 @@ struct Run {
 };
 static_assert(sizeof(Run) == 3 * sizeof(std::uint64_t), "a run is a row of three uint64");
 
-// What the planner hands out: `ordered` runs take effect one after the other (interface R26).
+// `ordered` runs take effect one after the other (interface R26).
 struct RunList {
     std::vector<Run> runs;
     bool ordered = false;
 };
 
-// A caller's list of block numbers, with the name and the limit its errors speak of.
+// A caller's block numbers; name and limit are for errors.
 struct Blocks {
     const std::int64_t* values;
     std::size_t size;
-    std::int64_t count;  // blocks of a tensor: every value must be below
+    std::int64_t count;  // of a tensor; each value is below
     std::string_view name;
 
     std::uint64_t operator[](std::size_t i) const { return static_cast<std::uint64_t>(values[i]); }
 };
 
-// A set of block numbers: a bitmap where that is small beside the list itself, otherwise an open-addressing table.
+// Set of block numbers: a bitmap if small compared to the list, else an open-addressing table.
 class BlockSet {
 public:
     BlockSet(std::uint64_t limit, std::size_t members) : limit_(limit), dense_(limit / 64 <= members + 64) {
@@ -48,12 +48,12 @@ public:
         words_.assign(slots, 0);
     }
 
-    // Returns false when the block was already there.
+    // Returns false if the block is there.
     bool insert(std::uint64_t block) {
         std::uint64_t& word = words_[dense_ ? block / 64 : slot(block)];
         const std::uint64_t mark = dense_ ? std::uint64_t{1} << (block % 64) : block + 1;
         if (dense_ ? (word & mark) != 0 : word == mark) return false;
-        word |= mark;  // an empty table slot is 0, so this stores it
+        word |= mark;  // an empty slot is 0, so this stores the mark
         return true;
     }
 
@@ -63,7 +63,7 @@ public:
     }
 
 private:
-    // The slot that holds the block, or the empty one where it would go. At most half of the slots are taken.
+    // Slot of the block, or the empty one for it. At most half are full.
     std::size_t slot(std::uint64_t block) const {
         const std::size_t mask = words_.size() - 1;
         std::size_t at = (block * 0x9E3779B97F4A7C15u >> 32) & mask;
@@ -87,7 +87,7 @@ inline void check_blocks(const Blocks& blocks) {
            "), the blocks of the cache");
 }
 
-// Every offset the runs can hold must be a number: count blocks of block_bytes each fit in 64 bits.
+// Every offset must fit in 63 bits.
 inline void check_geometry(const char* count_name, std::int64_t count, std::int64_t block_bytes) {
     if (block_bytes <= 0) refuse("block_bytes is ", block_bytes, ": must be positive");
     if (count < 0) refuse(count_name, " is ", count, ": must not be negative");
@@ -96,7 +96,7 @@ inline void check_geometry(const char* count_name, std::int64_t count, std::int6
         refuse(count_name, " is ", count, " of ", block_bytes, " bytes each: more than 2**63 - 1 bytes");
 }
 
-// Adds a run, or lengthens the one before it when both ends continue there.
+// Adds a run, or extends the last one if both sides continue.
 inline void append_run(std::vector<Run>& runs, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, bool merge) {
     if (merge && !runs.empty()) {
         Run& last = runs.back();
@@ -105,19 +105,18 @@ inline void append_run(std::vector<Run>& runs, std::uint64_t dst, std::uint64_t 
             return;
         }
     }
-    // Field by field: a temporary copied as a whole stalls store forwarding, which doubled the time of a plan.
+    // By field: copying a temporary stalls store forwarding and doubles a plan's time.
     Run& run = runs.emplace_back();
     run.dst = dst;
     run.src = src;
     run.bytes = bytes;
 }
 
-// Under alias a pair with src == dst moves nothing.
 inline bool moves_nothing(const Blocks& dst, const Blocks& src, std::size_t i, bool alias) {
     return alias && dst[i] == src[i];
 }
 
-// True when doing the pairs in another order could leave other bytes behind (interface R26).
+// True if another order of the pairs could leave other bytes (interface R26).
 inline bool order_shows(const Blocks& dst, const Blocks& src, bool alias) {
     if (dst.size < 2) return false;
     BlockSet written(static_cast<std::uint64_t>(dst.count), dst.size);
@@ -146,7 +145,6 @@ inline RunList plan_blocks(const Blocks& dst, const Blocks& src, std::int64_t bl
     return plan;
 }
 
-// A row of a source tensor, cut into block-sized pieces.
 struct Row {
     std::int64_t offset;
     std::int64_t bytes;
@@ -186,7 +184,7 @@ inline RunList plan_pieces(const Blocks& dst, const Row& row, std::int64_t block
     plan.runs.reserve(dst.size);
     const auto bytes = static_cast<std::uint64_t>(block_bytes);
     for (std::size_t i = 0; i < dst.size; ++i) {
-        const std::uint64_t start = i * bytes;  // below row.bytes, so nothing here wraps
+        const std::uint64_t start = i * bytes;  // below row.bytes
         const std::uint64_t length = std::min(bytes, static_cast<std::uint64_t>(row.bytes) - start);
         append_run(plan.runs, dst[i] * bytes, static_cast<std::uint64_t>(row.offset) + start, length, !plan.ordered);
     }

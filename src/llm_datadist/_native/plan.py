@@ -41,7 +41,7 @@ NO_DEADLINE: Final = 2**63 - 1
 """``deadline_ns`` that never passes."""
 
 
-class PlanEnd(NamedTuple):
+class PlanSide(NamedTuple):
     """One side of ``plan``: the destination if ``is_dst``, else the source."""
 
     plan: Plan
@@ -50,7 +50,7 @@ class PlanEnd(NamedTuple):
 
 
 def digest(
-    side: PlanEnd,
+    side: PlanSide,
     pool: CopyPool | None,
     deadline_ns: int,
     nonce: bytes,
@@ -86,7 +86,7 @@ def digest(
     return None if found is None else found.reshape(plan.count, len(plan.runs) if each_run else 1, 2)
 
 
-def standing(plan: Plan, *, alias: bool) -> Plan:
+def surviving(plan: Plan, *, alias: bool) -> Plan:
     """Return the surviving runs of an executed plan: those whose bytes can still be compared.
 
     In an ordered plan (interface R26) later runs may have overwritten bytes that earlier ones wrote. With ``alias``,
@@ -94,7 +94,7 @@ def standing(plan: Plan, *, alias: bool) -> Plan:
     """
     if not plan.ordered:
         return plan
-    runs = _native.standing_runs(plan.runs, alias)
+    runs = _native.surviving_runs(plan.runs, alias)
     return plan.replace(runs=runs, ordered=False, nbytes=int(runs[:, 2].sum()) * plan.count)
 
 

@@ -1,5 +1,4 @@
-// What Python holds of a copy: block numbers, tensors and plans, as objects that the planner and the executor take as
-// they are. An array made or read again at each of these steps cost more than the copy of a block.
+// Block numbers, tensors and plans as Python objects. NumPy arrays instead would cost more than copying a block.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,23 +16,23 @@
 #include <utility>
 #include <vector>
 
-#include "ends.hpp"
 #include "gil.hpp"
 #include "parse.hpp"
 #include "plan.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
-constexpr std::size_t release_gil_above_blocks = 16 << 10;  // about as long as it takes to copy 256 KiB
+constexpr std::size_t release_gil_above_blocks = 16 << 10;  // as long as copying about 256 KiB
 
 using Indices = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Runs = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
-// Shows a vector to NumPy, read-only, without copying it; the array keeps it alive.
+// Shows NumPy a vector, read-only, uncopied; the array keeps it alive.
 template <typename Array, typename T, typename... Columns>
 nb::object show(const std::shared_ptr<const std::vector<T>>& vector, Columns... columns) {
     auto* kept = new std::shared_ptr<const std::vector<T>>(vector);
@@ -42,7 +41,7 @@ nb::object show(const std::shared_ptr<const std::vector<T>>& vector, Columns... 
     return nb::cast(Array(reinterpret_cast<Item*>(vector->data()), {vector->size(), columns...}, owner));
 }
 
-// A caller's list of block numbers, parsed once.
+// A caller's block numbers, parsed once.
 class BlockList {
 public:
     using Numbers = std::vector<std::int64_t>;
@@ -65,13 +64,15 @@ private:
     std::int64_t largest_ = -1;
 };
 
-// The tensors of one end. A copy of the addresses, so that they cannot change after a check.
+// Tensors of one side. Addresses are copied, so a check stays valid.
 class TensorList {
 public:
     TensorList(const Addresses& bases, std::int64_t extent)
         : bases_(bases.data(), bases.data() + bases.size()), extent_(extent) {}
 
-    End end(std::int64_t first, const char* name) const { return {bases_.data(), bases_.size(), extent_, first, name}; }
+    CopySide side(std::int64_t first, const char* name) const {
+        return {bases_.data(), bases_.size(), extent_, first, name};
+    }
 
     bool same_bases(const TensorList& other) const { return bases_ == other.bases_; }
 
@@ -80,27 +81,26 @@ private:
     std::int64_t extent_;
 };
 
-// Which tensors of the two ends take part.
 struct Pairing {
     std::int64_t dst_first;
     std::int64_t src_first;
     std::int64_t count;
 };
 
-using Tensors = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // a Pairing, as Python gives it
+using Tensors = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // Pairing in Python
 
 inline Pairing pairing_of(const Tensors& tensors) {
     return {std::get<0>(tensors), std::get<1>(tensors), std::get<2>(tensors)};
 }
 
-// A copy in factored form. The runs are the planner's own, or an array from Python, which is kept as it is.
+// Runs are native, or an unchanged Python array.
 class MovePlan {
 public:
     using Shown = nb::ndarray<nb::numpy, const std::uint64_t, nb::shape<-1, 3>>;
 
     MovePlan(Pairing pairing, RunList&& planned)
         : pairing_(pairing), ordered_(planned.ordered), nbytes_(bytes_of(planned.runs, pairing.count)) {
-        planned.runs.shrink_to_fit();  // plans are kept in caches
+        planned.runs.shrink_to_fit();  // caches keep plans
         planned_ = std::make_shared<const std::vector<Run>>(std::move(planned.runs));
         first_ = planned_->data();
         run_count_ = planned_->size();
@@ -115,7 +115,7 @@ public:
           first_(reinterpret_cast<const Run*>(runs.data())),
           run_count_(runs.shape(0)) {}
 
-    // Of what a peer asks for, the same offsets at both ends: nothing is checked yet.
+    // For a peer's request: same offsets at both sides, unchecked.
     MovePlan(std::int64_t first, std::int64_t count, std::vector<Run>&& runs, std::int64_t nbytes)
         : pairing_{first, first, count},
           ordered_(false),
@@ -133,15 +133,15 @@ public:
         return array_;
     }
 
-    // Not checked yet, these neither.
+    // Unchecked.
     std::pair<const Run*, std::size_t> run_list() const { return {first_, run_count_}; }
     Copy copy(const TensorList& dst, const TensorList& src) const {
-        return {dst.end(pairing_.dst_first, "dst"), src.end(pairing_.src_first, "src"),
+        return {dst.side(pairing_.dst_first, "dst"), src.side(pairing_.src_first, "src"),
                 static_cast<std::size_t>(pairing_.count), first_, run_count_, ordered_};
     }
 
 private:
-    // The planner's own offsets fit in 63 bits; their sum over many tensors need not.
+    // Runs of the planner fit in 63 bits; their sum over many tensors may not.
     static std::int64_t bytes_of(const std::vector<Run>& runs, std::int64_t count) {
         std::int64_t total = 0;
         bool overflow = false;
@@ -161,7 +161,7 @@ private:
     std::size_t run_count_;
 };
 
-// None where the values are neither a list nor a tuple nor an array as plain as that.
+// None unless a list, a tuple, or an int64 array without negative values.
 inline std::optional<BlockList> py_parse_blocks(const char* name, nb::handle values) {
     if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) {
         Indices array;
@@ -177,14 +177,14 @@ inline std::optional<BlockList> py_parse_blocks(const char* name, nb::handle val
     }
 }
 
-// None where the pairs are not as plain as that.
+// None if parse_pairs() refuses.
 inline std::optional<std::pair<nb::object, nb::object>> py_parse_pairs(const nb::dict& pairs, bool lists) {
     Pairs parsed;
     if (!parse_pairs(pairs.ptr(), lists, parsed)) return std::nullopt;
     return std::pair{BlockList(std::move(parsed.keys)).array(), BlockList(std::move(parsed.values)).array()};
 }
 
-// Plans blocks between two caches whose geometries have been compared: what does not change from call to call.
+// Values that all plans between two compared caches share.
 class BlockPlanner {
 public:
     BlockPlanner(std::int64_t block_bytes, std::int64_t dst_count, std::int64_t src_count, bool alias,
@@ -250,7 +250,7 @@ inline std::string repr_of_plan(const MovePlan& plan) {
                 plan.ordered() ? ", ordered>" : ">");
 }
 
-// As a slot: len() of a method takes three times as long, and is called five times in a small pull.
+// A slot: len() by a method takes three times as long. A small pull needs five.
 inline Py_ssize_t length_of_blocks(PyObject* blocks) noexcept {
     return static_cast<Py_ssize_t>(nb::inst_ptr<BlockList>(blocks)->size());
 }

@@ -1,4 +1,4 @@
-// A few threads that help callers with large copies. Knows nothing about copying.
+// Threads that help callers with large copies.
 #pragma once
 
 #include <pthread.h>
@@ -19,36 +19,35 @@
 
 namespace datadist {
 
-// Work that several threads can share: each of them calls run() once, which takes pieces until none are left.
+// Work for several threads. Each calls run() once, which takes pieces until none are left.
 class Task {
 public:
     virtual void run() noexcept = 0;
-    virtual bool exhausted() const noexcept = 0;  // no piece is left to take (some may still be worked on)
+    virtual bool exhausted() const noexcept = 0;  // no piece is left to take; some may be in work
 
 protected:
     ~Task() = default;
 };
 
-// Raised by one in each forked child: threads made before are not there.
+// Each forked child adds 1: earlier threads do not exist there.
 inline std::atomic<unsigned> fork_epoch{0};
 
 inline void watch_forks() {
     pthread_atfork(nullptr, nullptr, [] { fork_epoch.fetch_add(1, std::memory_order_relaxed); });
 }
 
-// Keeps a sleeping worker off the CPU of the caller that is about to wake it. Left to itself the kernel may put both on
-// one CPU, where they take turns to the end of the work, if only something else runs on the other CPUs: it balances
-// load, and groups of threads (cgroups, sessions) count by their weight, not by their threads.
-class Placement {
+// Keeps a sleeping copy thread off the CPU of the caller that will wake it. Else, if the other CPUs have other work,
+// both may take turns on one CPU. The kernel balances groups of threads (cgroups, sessions) by weight.
+class CpuAffinity {
 public:
-    explicit Placement(pthread_t thread) : thread_(thread) {
+    explicit CpuAffinity(pthread_t thread) : thread_(thread) {
         if (pthread_getaffinity_np(thread_, sizeof allowed_, &allowed_) == 0) given_ = allowed_;
     }
 
-    // A mask other than the one set here was chosen outside of this library, and counts from then on.
+    // A mask not set here came from outside this library; it becomes the allowed one.
     void keep_off(int cpu) noexcept {
         cpu_set_t mask;
-        if (pthread_getaffinity_np(thread_, sizeof mask, &mask) != 0) return;  // more CPUs than a mask of this size has
+        if (pthread_getaffinity_np(thread_, sizeof mask, &mask) != 0) return;  // more CPUs than fit in this mask
         if (!CPU_EQUAL(&mask, &given_)) allowed_ = mask;
         mask = allowed_;
         CPU_CLR(cpu, &mask);
@@ -62,7 +61,7 @@ private:
     cpu_set_t given_{};
 };
 
-// Lets other threads of the core run, and memory be read less often, while one waits in a loop.
+// In a waiting loop: lets other threads of the core run, and loads memory less often.
 inline void relax() noexcept {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -71,7 +70,7 @@ inline void relax() noexcept {
 #endif
 }
 
-// Looks again and again for a short time, about as long as it takes to wake a thread; returns what it saw last.
+// Polls for 50 us, about the time to wake a thread; returns the last result.
 template <typename Condition>
 bool spin_until(const Condition& condition) noexcept {
     constexpr auto patience = std::chrono::microseconds(50);
@@ -86,9 +85,9 @@ bool spin_until(const Condition& condition) noexcept {
 class CopyPool {
 public:
     static constexpr int max_threads = 1024;
-    static constexpr std::size_t most_placed = 4;  // two system calls for each, whenever a caller's CPU is another one
+    static constexpr std::size_t most_placed = 4;  // two system calls each when a caller's CPU differs
 
-    // `threads` copy at once in one call, the caller's own among them: the pool starts one less.
+    // `threads` includes the caller's: the pool starts one less.
     explicit CopyPool(int threads) : threads_(threads) {
         if (threads < 1 || threads > max_threads)
             refuse("threads is ", threads, ": a CopyPool has 1 to ", max_threads, " threads");
@@ -102,7 +101,7 @@ public:
 
     ~CopyPool() {
         close();
-        if (forked()) static_cast<void>(state_.release());  // its locks and threads are of another process
+        if (forked()) static_cast<void>(state_.release());  // its locks and threads are the parent's
     }
 
     CopyPool(const CopyPool&) = delete;
@@ -112,18 +111,18 @@ public:
 
     bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-    // Runs the task in this thread and in every worker that comes free; returns when none touches it any more.
-    // Callers never wait for each other's tasks. Closed, or in a forked child, the caller works alone.
+    // Runs the task on this and all free copy threads; returns once none uses it. Callers never wait for each other's
+    // tasks. If the pool is closed, or in a forked child, the caller works alone.
     void share(Task& task) {
         if (forked() || threads_ == 1) return task.run();
-        Offer offer{&task};
-        if (!post(offer)) return task.run();
+        SharedTask shared{&task};
+        if (!post(shared)) return task.run();
         task.run();
-        spin_until([&] { return offer.helpers.load(std::memory_order_relaxed) == 0; });
-        withdraw(offer);
+        spin_until([&] { return shared.helpers.load(std::memory_order_relaxed) == 0; });
+        withdraw(shared);
     }
 
-    // Joins the workers, once; each finishes the task it has in hand.
+    // Joins the threads after their current tasks. Idempotent.
     void close() {
         closed_.store(true, std::memory_order_relaxed);
         if (forked()) return;
@@ -134,35 +133,35 @@ public:
         }
         state_->wake.notify_all();
         for (std::thread& worker : state_->workers) worker.join();
-        state_->placements.clear();
+        state_->affinities.clear();
         state_->workers.clear();
     }
 
 private:
-    struct Offer {
+    struct SharedTask {
         Task* task;
-        std::atomic<int> helpers{0};   // workers inside task->run(); changed under the mutex
-        std::condition_variable idle;  // helpers became 0
+        std::atomic<int> helpers{0};   // inside task->run(); changed under the mutex
+        std::condition_variable idle;
 
-        explicit Offer(Task* offered) : task(offered) {}
+        explicit SharedTask(Task* task) : task(task) {}
     };
 
-    // On the heap, so that a forked child can leave it alone.
+    // On the heap: a forked child leaves it alone.
     struct State {
         std::mutex mutex;
         std::condition_variable wake;
-        std::vector<Offer*> offers;
-        std::atomic<unsigned> news{0};  // counts offers; changed under the mutex
+        std::vector<SharedTask*> tasks;
+        std::atomic<unsigned> news{0};  // tasks so far; changed under the mutex
         bool stopping = false;
-        int avoided = -1;                   // the CPU that the placed workers keep off; under the mutex
-        std::vector<Placement> placements;  // of the first workers; under the mutex
+        int avoided = -1;                   // by placed threads; under the mutex
+        std::vector<CpuAffinity> affinities;  // of the first threads; under the mutex
         std::mutex join_mutex;
         std::vector<std::thread> workers;
     };
 
     bool forked() const { return epoch_ != fork_epoch.load(std::memory_order_relaxed); }
 
-    // Workers take no signals: those belong to the interpreter's threads.
+    // Copy threads block signals: the interpreter's threads take them.
     void start() {
         sigset_t all, before;
         sigfillset(&all);
@@ -172,8 +171,8 @@ private:
                 state_->workers.emplace_back(&CopyPool::serve, state_.get());
                 const std::string name = text("lldd-copy-", n);
                 pthread_setname_np(state_->workers.back().native_handle(), name.c_str());
-                if (state_->placements.size() < most_placed)
-                    state_->placements.emplace_back(state_->workers.back().native_handle());
+                if (state_->affinities.size() < most_placed)
+                    state_->affinities.emplace_back(state_->workers.back().native_handle());
             }
         } catch (...) {
             pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -182,38 +181,38 @@ private:
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    bool post(Offer& offer) {
+    bool post(SharedTask& shared) {
         {
             std::lock_guard<std::mutex> lock(state_->mutex);
             if (state_->stopping) return false;
-            if (state_->offers.empty()) place();
-            state_->offers.push_back(&offer);
+            if (state_->tasks.empty()) place();
+            state_->tasks.push_back(&shared);
             state_->news.fetch_add(1, std::memory_order_relaxed);
         }
         state_->wake.notify_all();
         return true;
     }
 
-    // Under the mutex, while all workers sleep or are about to.
+    // Under the mutex, while no task is shared.
     void place() noexcept {
         const int cpu = sched_getcpu();
         if (cpu == state_->avoided || cpu < 0 || cpu >= CPU_SETSIZE) return;
-        for (Placement& each : state_->placements) each.keep_off(cpu);
+        for (CpuAffinity& each : state_->affinities) each.keep_off(cpu);
         state_->avoided = cpu;
     }
 
-    void withdraw(Offer& offer) {
+    void withdraw(SharedTask& shared) {
         std::unique_lock<std::mutex> lock(state_->mutex);
-        auto& offers = state_->offers;
-        offers.erase(std::find(offers.begin(), offers.end(), &offer));
-        offer.idle.wait(lock, [&] { return offer.helpers == 0; });
+        auto& tasks = state_->tasks;
+        tasks.erase(std::find(tasks.begin(), tasks.end(), &shared));
+        shared.idle.wait(lock, [&] { return shared.helpers == 0; });
     }
 
-    // The offer with work left and the fewest helpers, or null.
-    static Offer* pick(const State& state) {
-        Offer* best = nullptr;
-        for (Offer* offer : state.offers)
-            if (!offer->task->exhausted() && (best == nullptr || offer->helpers < best->helpers)) best = offer;
+    // Task with work left and the fewest helpers, or null.
+    static SharedTask* pick(const State& state) {
+        SharedTask* best = nullptr;
+        for (SharedTask* shared : state.tasks)
+            if (!shared->task->exhausted() && (best == nullptr || shared->helpers < best->helpers)) best = shared;
         return best;
     }
 
@@ -226,10 +225,10 @@ private:
 
     static void serve(State* state) {
         std::unique_lock<std::mutex> lock(state->mutex);
-        bool awaited = true;  // by looking, since the last work: the next may come at once
+        bool awaited = true;  // polled since the last work, which more may follow
         while (!state->stopping) {
-            Offer* offer = pick(*state);
-            if (offer == nullptr) {
+            SharedTask* shared = pick(*state);
+            if (shared == nullptr) {
                 if (awaited)
                     state->wake.wait(lock);
                 else
@@ -238,12 +237,12 @@ private:
                 continue;
             }
             awaited = false;
-            ++offer->helpers;
+            ++shared->helpers;
             lock.unlock();
-            offer->task->run();
+            shared->task->run();
             lock.lock();
-            // Notified under the lock: the offer lives on the stack of its caller, which goes on once the lock is free.
-            if (--offer->helpers == 0) offer->idle.notify_all();
+            // Notified under the lock: the caller, whose stack has the task, continues once the lock is free.
+            if (--shared->helpers == 0) shared->idle.notify_all();
         }
     }
 

@@ -1,4 +1,4 @@
-// The executor between this process and another one: process_vm_readv and process_vm_writev, many ranges a call.
+// Execution between two processes by process_vm_readv and process_vm_writev.
 #pragma once
 
 #include <errno.h>
@@ -18,24 +18,24 @@
 #include <system_error>
 
 #include "chunks.hpp"
-#include "ends.hpp"
 #include "error.hpp"
 #include "fd.hpp"
 #include "pool.hpp"
+#include "sides.hpp"
 
 namespace datadist {
 
-// The kernel refused. Becomes OSError with that errno.
+// The kernel refused. Becomes OSError with this errno.
 struct ProcessError : std::runtime_error {
     ProcessError(int code, const std::string& what) : std::runtime_error(what), code(code) {}
 
     int code;
 };
 
-// One end of a call: ranges that are moved from the front on.
+// One side of a call, moved from the front on.
 class Ranges {
 public:
-    static constexpr std::size_t max_ranges = 1024;  // UIO_MAXIOV: the kernel refuses more
+    static constexpr std::size_t max_ranges = 1024;  // UIO_MAXIOV, the kernel's limit
     static constexpr std::size_t max_proofs = 2;
 
     bool full() const noexcept { return end_ == max_ranges; }
@@ -46,15 +46,14 @@ public:
 
     std::size_t size() const noexcept { return end_ - begin_; }
 
-    // The same ranges behind others, at most max_proofs.
+    // The ranges behind at most max_proofs others.
     const iovec* data_behind(std::initializer_list<iovec> proofs) noexcept {
         return std::copy(proofs.begin(), proofs.end(), &ranges_[begin_ - proofs.size()]) - proofs.size();
     }
 
     void clear() noexcept { begin_ = end_ = max_proofs; }
 
-    // Not when full. Lengthens the last range where the bytes follow it: the kernel looks up pages range by range, and
-    // that is most of its work for small ones.
+    // Requires !full(). Extends the last range if possible: small ranges mostly cost the kernel a page lookup each.
     void add(char* at, std::size_t bytes) noexcept {
         if (!empty() && end_of(ranges_[end_ - 1]) == at)
             ranges_[end_ - 1].iov_len += bytes;
@@ -72,13 +71,13 @@ public:
 private:
     static char* end_of(const iovec& range) noexcept { return static_cast<char*>(range.iov_base) + range.iov_len; }
 
-    std::array<iovec, max_ranges> ranges_;  // not initialised: those from begin_ to end_ are in use
-    std::size_t begin_ = max_proofs;        // those before are for data_behind()
+    std::array<iovec, max_ranges> ranges_;  // uninitialized, except [begin_, end_)
+    std::size_t begin_ = max_proofs;        // before it: space for data_behind()
     std::size_t end_ = max_proofs;
 };
 
-// What only one process has: a pidfd that ends with it, bytes in its address space, and two pages, the canaries, that
-// can be written at addresses that no other one has. -1 and an empty cookie: not known.
+// Proof of one process: its pidfd, a cookie in its address space, and two canaries. These are pages writable at
+// addresses that no other process has. -1 and an empty cookie: unknown.
 struct ProcessProof {
     static constexpr std::size_t max_cookie_bytes = 16;
 
@@ -90,23 +89,23 @@ struct ProcessProof {
 
 inline const ProcessProof no_proof;
 
-// The process at the far end, and which end it is: the destination when writing.
-struct FarEnd {
+// Process at the far side: destination when writing, else source.
+struct FarSide {
     pid_t pid;
     bool writing;
     const ProcessProof& proof = no_proof;
 
     const char* call() const { return writing ? "process_vm_writev" : "process_vm_readv"; }
 
-    // Returns the bytes moved, or -1 with errno. The ranges of the two ends need not be cut alike.
+    // Returns the bytes moved, or -1 with errno. The two sides may be cut differently.
     //
-    // The proof comes first: the kernel looks up the address space once a call, takes the ranges in their order and ends
-    // with the first that is not there. A write begins with a byte for each canary, so another address space keeps its
-    // bytes, even if it came after every check. A read begins with the cookie: after exec a pid, and its pidfd, have
-    // another one. ESRCH: this is not the address space of the proof.
+    // The proof comes first. A call looks up the address space once, takes ranges in order, and stops at the first
+    // missing one. A write begins with a byte for each canary. So another address space keeps its bytes, even if it
+    // came after every check. A read begins with the cookie, because exec keeps a pid and its pidfd. ESRCH: not the
+    // proof's address space.
     ssize_t move(Ranges& near, Ranges& far) const {
         const auto at = [](std::uint64_t address) { return reinterpret_cast<void*>(address); };
-        std::array<char, ProcessProof::max_cookie_bytes> found{};  // zeros for the canaries
+        std::array<char, ProcessProof::max_cookie_bytes> found{};  // zeros for canaries
         const std::size_t bytes = proof.cookie.empty() ? 0 : writing ? proof.canaries.size() : proof.cookie.size();
         const iovec* here = near.data_behind({{found.data(), bytes}});
         const iovec* there =
@@ -120,13 +119,13 @@ struct FarEnd {
         return -1;
     }
 
-    // Throws ProcessError once the process has ended: its pid may be another one's.
+    // Throws ProcessError once the process has ended: its pid may be reused.
     void check_alive() const {
         if (readable(proof.pidfd)) throw ProcessError(ESRCH, text("pid ", pid, " has ended"));
     }
 };
 
-// What stopped a transfer: the story of the thread that was the first to fail. Read once all threads have ended.
+// First failure of a transfer; read after all threads.
 class Failure {
 public:
     void tell(int code, const iovec& far) noexcept {
@@ -135,10 +134,11 @@ public:
         far_ = far;
     }
 
-    void raise_if_told(const FarEnd& end) const {
+    void raise_if_told(const FarSide& side) const {
         if (!told_.load(std::memory_order_relaxed)) return;
-        throw ProcessError(code_, text(end.call(), " of pid ", end.pid, ", ", far_.iov_len, " bytes at its address 0x",
-                                       std::hex, reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ",
+        throw ProcessError(code_, text(side.call(), " of pid ", side.pid, ", ", far_.iov_len,
+                                       " bytes at its address 0x", std::hex,
+                                       reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ",
                                        std::system_category().message(code_)));
     }
 
@@ -148,22 +148,22 @@ private:
     iovec far_{};
 };
 
-// Collects the ranges of a chunk and moves them by as few calls as possible. The kernel takes them in their order.
+// Moves a chunk's ranges in order, by as few calls as possible.
 class ProcessCarrier {
 public:
-    ProcessCarrier(const FarEnd& end, Failure& failure) noexcept : end_(end), failure_(failure) {}
+    ProcessCarrier(const FarSide& side, Failure& failure) noexcept : side_(side), failure_(failure) {}
 
     bool add(char* dst, char* src, std::uint64_t bytes) noexcept {
         if (bytes == 0) return true;
-        near_.add(end_.writing ? src : dst, bytes);
-        far_.add(end_.writing ? dst : src, bytes);
+        near_.add(side_.writing ? src : dst, bytes);
+        far_.add(side_.writing ? dst : src, bytes);
         return (!near_.full() && !far_.full()) || flush();
     }
 
-    // A call may move less than asked, always from the front: it is told why only when it cannot move anything.
+    // A call may move less, from the front; its reason shows when it moves nothing.
     bool flush() noexcept {
         while (!far_.empty()) {
-            const ssize_t moved = end_.move(near_, far_);
+            const ssize_t moved = side_.move(near_, far_);
             if (moved <= 0) {
                 failure_.tell(moved < 0 ? errno : EFAULT, *far_.data());
                 return false;
@@ -181,50 +181,50 @@ public:
     std::uint64_t done() const noexcept { return done_; }
 
 private:
-    const FarEnd& end_;
+    const FarSide& side_;
     Failure& failure_;
-    Ranges near_;  // each 16 KiB of the thread's stack
+    Ranges near_;  // each takes 16 KiB of the stack
     Ranges far_;
     std::uint64_t done_ = 0;
 };
 
 struct ProcessCarriers {
-    const FarEnd& end;
+    const FarSide& side;
     Failure& failure;
 
-    ProcessCarrier carrier() const noexcept { return ProcessCarrier(end, failure); }
+    ProcessCarrier carrier() const noexcept { return ProcessCarrier(side, failure); }
 };
 
-// Moves a checked plan whose far end has addresses in another process; the memory of the two ends must not overlap.
-// Returns the bytes done, fewer than all only when it had to stop between two chunks; throws ProcessError.
-inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarEnd& end, CopyPool* pool,
+// Moves a checked plan; far addresses are in another process, and the sides must not overlap. Returns the bytes done,
+// fewer than all only if it stopped between two chunks; throws ProcessError.
+inline std::uint64_t execute_process(const Copy& copy, std::uint64_t per_pair, const FarSide& side, CopyPool* pool,
                                      const Stop& stop) {
     const std::uint64_t total = per_pair * copy.pairs;
     if (total == 0) return 0;
     const bool alone = copy.ordered || total <= share_above_bytes;
     Failure failure;
-    if (end.writing) end.check_alive();
+    if (side.writing) side.check_alive();
     const std::uint64_t done =
-        copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{end, failure});
-    failure.raise_if_told(end);
-    end.check_alive();
+        copy_in_chunks(copy, per_pair, alone ? nullptr : pool, stop, ProcessCarriers{side, failure});
+    failure.raise_if_told(side);
+    side.check_alive();
     return done;
 }
 
 constexpr std::int64_t max_peek_bytes = 1 << 20;
 
-// Returns bytes of another process: a probe, not a transfer. Throws ProcessError.
+// Probe of another process. Throws ProcessError.
 inline std::string peek_process(pid_t pid, std::uint64_t address, std::int64_t nbytes) {
     if (nbytes < 0 || nbytes > max_peek_bytes)
         refuse("nbytes is ", nbytes, ": must be in [0, ", max_peek_bytes, "]");
-    const FarEnd end{pid, false};
+    const FarSide side{pid, false};
     std::string bytes(static_cast<std::size_t>(nbytes), '\0');
     Failure failure;
-    ProcessCarrier carrier(end, failure);
-    // The address is only a number here, whatever it is: the kernel says what is wrong with it.
+    ProcessCarrier carrier(side, failure);
+    // Here a mere number, which the kernel checks.
     carrier.add(bytes.data(), reinterpret_cast<char*>(address), bytes.size());
     carrier.flush();
-    failure.raise_if_told(end);
+    failure.raise_if_told(side);
     return bytes;
 }
 

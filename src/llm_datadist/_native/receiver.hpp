@@ -1,4 +1,4 @@
-// The receiving half of a lane: which bytes come next, and where they go.
+// Receiving half of a lane.
 #pragma once
 
 #include <sys/socket.h>
@@ -9,16 +9,16 @@
 #include <memory>
 #include <string>
 
+#include "encrypted.hpp"
 #include "payload.hpp"
-#include "sealed.hpp"
 #include "wire.hpp"
 
 namespace datadist {
 
-// Measured: of a payload whose every segment wakes the thread a third of the speed is lost.
+// Measured: a wake-up for each segment of a payload costs a third of the speed.
 constexpr std::uint64_t low_water_bytes = 256u << 10;
 
-// header -> meta -> [paused ->] payload -> [trailer ->] header ...: the lane decides, this class only fills.
+// header -> meta -> [paused ->] payload -> [trailer ->] header ...: the lane decides the stage.
 class Receiver {
 public:
     enum class Stage : std::uint8_t { header, meta, payload, trailer, paused };
@@ -31,7 +31,7 @@ public:
         stage_ = Stage::header;
         have_ = 0;
         payload_.reset();
-        meta_ = std::string();  // its capacity too: it may be a stranger's
+        meta_ = std::string();  // frees its capacity: the peer chose it
     }
 
     void expect_meta(std::uint64_t bytes) {
@@ -47,13 +47,12 @@ public:
         trailer_follows_ = trailer;
     }
 
-    // The bytes of it that came with the payload are kept.
+    // Keeps trailer bytes that came with the payload.
     void expect_trailer() { stage_ = Stage::trailer; }
 
-    // Nothing is read until another stage is expected.
     void pause() { stage_ = Stage::paused; }
 
-    // True when the stage has all its bytes; the lane then says what comes next.
+    // True if the stage has all its bytes.
     bool complete() const {
         switch (stage_) {
             case Stage::header: return have_ == header_bytes;
@@ -73,16 +72,16 @@ public:
 
     struct Step {
         std::uint64_t moved;
-        bool drained;  // there was less than was asked for
+        bool drained;  // less came than was asked for
     };
 
-    // How many bytes had better be there before a thread is woken: of a long payload many.
+    // Bytes to wait for before a wake-up: many in a long payload.
     std::uint64_t low_water() const {
         if (stage_ != Stage::payload) return 1;
         return std::min(payload_->left() + (trailer_follows_ ? trailer_bytes : 0), low_water_bytes);
     }
 
-    // Receives at most `budget` bytes of payload. Throws LaneError at the end of the stream.
+    // Receives once, at most `budget` payload bytes. Throws LaneError on errors and at the end of the stream.
     Step step(Stream& stream, std::uint64_t budget, const Scrap& scrap) {
         iovec parts[max_iovecs];
         msghdr message{};
@@ -135,7 +134,7 @@ private:
     }
 
     Stage stage_ = Stage::header;
-    std::size_t have_ = 0;  // bytes of header, meta or trailer that are here
+    std::size_t have_ = 0;  // of header, meta or trailer
     std::array<char, header_bytes> small_{};
     std::string meta_;
     std::shared_ptr<Payload> payload_;

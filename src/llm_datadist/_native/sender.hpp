@@ -1,4 +1,4 @@
-// The sending half of a lane: frames one after the other, each resumed where the kernel stopped taking it.
+// Sending half of a lane.
 #pragma once
 
 #include <sys/socket.h>
@@ -10,28 +10,28 @@
 #include <string>
 #include <utility>
 
+#include "encrypted.hpp"
 #include "guards.hpp"
 #include "payload.hpp"
-#include "sealed.hpp"
 #include "wire.hpp"
 
 namespace datadist {
 
-// Measured choices.
-constexpr std::uint64_t slice_bytes = 1u << 20;      // a lane's turn; with 256 KiB a quarter of the speed is lost
-constexpr std::uint64_t coalesce_bytes = 64u << 10;  // payloads up to this go out in one piece with their header
-constexpr std::uint64_t caller_bytes = 80u << 10;    // what a caller sends by itself: one such payload and its header
-constexpr std::uint64_t least_charge_bytes = 4096;   // what a system call counts in a slice, at least
+// Measured.
+constexpr std::uint64_t slice_bytes = 1u << 20;      // a lane's turn; 256 KiB would cost a quarter of the speed
+constexpr std::uint64_t coalesce_bytes = 64u << 10;  // largest payload sent in one piece with its header
+constexpr std::uint64_t caller_bytes = 80u << 10;    // a caller's own turn: one such payload and its header
+constexpr std::uint64_t least_charge_bytes = 4096;   // least charge for a system call
 
 struct Frame {
     Kind kind;
     std::uint64_t id;
-    std::string head;                           // header, meta, and a payload that was coalesced
-    std::shared_ptr<Payload> payload = nullptr;  // null: all is in the head
-    Guards guards = {};                         // DATA: checked before the first byte and after the last
-    std::int64_t tag = 0;                       // DATA: what quiesce() calls its memory
-    Status status = good;                       // DATA: how it ended; the trailer
-    std::string tail = {};                      // DATA: the trailer, made once the payload is out
+    std::string head;                           // header, meta, coalesced payload
+    std::shared_ptr<Payload> payload = nullptr;  // null: none, or in the head
+    Guards guards = {};                         // DATA: compared before the first byte and after the last
+    std::int64_t tag = 0;                       // DATA: names its memory for quiesce()
+    Status status = good;                       // DATA: its end, the trailer
+    std::string tail = {};                      // DATA: the trailer, set after the payload
 
     bool requests() const { return kind == Kind::read || kind == Kind::write; }
 };
@@ -42,11 +42,10 @@ public:
 
     bool idle() const { return frames_.empty(); }
 
-    // The kernel has room again.
     void unblock() { blocked_ = false; }
     bool blocked() const { return blocked_; }
 
-    // Hands up to about `budget` bytes to the stream, and each frame that is out to `sent`.
+    // Sends about `budget` bytes; passes finished frames to `sent`.
     template <typename Sent>
     void pump(Stream& stream, std::uint64_t budget, Sent&& sent) {
         while (!frames_.empty()) {
@@ -62,7 +61,7 @@ public:
         }
     }
 
-    // Takes a frame of ours back that no byte was sent of; returns whether there was one.
+    // Removes an unbegun frame; false if there is none.
     bool withdraw(Kind kind, std::uint64_t id) {
         for (std::size_t i = begun_ ? 1 : 0; i < frames_.size(); ++i)
             if (frames_[i].kind == kind && frames_[i].id == id) {
@@ -72,17 +71,17 @@ public:
         return false;
     }
 
-    // True while the frame is on its way: the peer may answer it.
+    // True while it is being sent: the peer may answer it.
     bool has_begun(Kind kind, std::uint64_t id) const {
         return begun_ && frames_.front().kind == kind && frames_.front().id == id;
     }
 
-    // True while the frame is on its way and still reads its job's memory.
+    // True while it is being sent and still reads its job's memory.
     bool reading_memory_for(Kind kind, std::uint64_t id) const {
         return has_begun(kind, id) && frames_.front().payload && frames_.front().payload->left() > 0;
     }
 
-    // Takes its memory from every answer with that tag; returns false when there is none.
+    // Detaches the answers with that tag from their memory.
     void quiesce(std::int64_t tag) {
         for (std::size_t i = 0; i < frames_.size(); ++i) {
             Frame& frame = frames_[i];
@@ -96,7 +95,6 @@ public:
         }
     }
 
-    // Gives every frame up.
     void clear() {
         frames_.clear();
         begun_ = false;
@@ -115,12 +113,12 @@ private:
         append<std::uint64_t>(out, frame.status);
     }
 
-    // The first moment the frame's memory may be read.
+    // First use of the frame's memory.
     void begin(Frame& frame) {
         begun_ = true;
         head_sent_ = tail_sent_ = 0;
         if (frame.kind == Kind::data && !frame.guards.current()) return refuse_instead(frame, changed);
-        // What can be unmapped only the kernel may read, which says EFAULT.
+        // If memory can be unmapped, only the kernel reads it, and reports EFAULT.
         if (!frame.payload || frame.payload->total() > coalesce_bytes || !frame.payload->mapped()) return;
         frame.payload->gather(frame.head);
         frame.payload.reset();
@@ -141,7 +139,7 @@ private:
         return frame;
     }
 
-    // Returns the bytes the stream took, 0 when it takes none now.
+    // Returns the bytes that the stream took, 0 if none now.
     std::uint64_t send_some(Stream& stream, Frame& frame, std::uint64_t budget) {
         iovec parts[max_iovecs];
         msghdr message{};
@@ -161,7 +159,7 @@ private:
         break_lane("sending failed: ", std::strerror(errno));
     }
 
-    // The trailer follows what it judges in a call of its own: it is known only then.
+    // The trailer, known after the payload, needs its own call.
     static int more(const Frame& frame) {
         return frame.kind == Kind::data && frame.payload && frame.tail.empty() ? MSG_MORE : 0;
     }
@@ -186,14 +184,14 @@ private:
         const std::uint64_t body = std::min(sent, frame.payload->left());
         frame.payload->advance(body);
         tail_sent_ += static_cast<std::size_t>(sent - body);
-        const bool sealed = frame.kind != Kind::data || !frame.tail.empty();
-        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !sealed)
+        const bool ended = frame.kind != Kind::data || !frame.tail.empty();
+        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !ended)
             append_trailer(frame, frame.tail);
     }
 
     std::deque<Frame> frames_;
     bool blocked_ = false;
-    bool begun_ = false;  // something of the first frame may be out
+    bool begun_ = false;  // some of the first frame may be sent
     std::size_t head_sent_ = 0;
     std::size_t tail_sent_ = 0;
 };

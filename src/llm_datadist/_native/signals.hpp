@@ -1,9 +1,8 @@
-// Signals with a handler in Python, kept while the main thread is inside a call of the library.
+// Signals with Python handlers, kept while the main thread is inside a public call.
 //
-// The interpreter runs such a handler in the main thread between any two of its instructions, and the handler may
-// raise. Code in Python cannot undo its own work safely then: the next instruction, of a `finally` too, may raise as
-// well. So the interpreter's C handler does not see a signal that comes while signals are held: it is kept, and passed
-// on where the call waits, one at a time, or when the call has ended.
+// The interpreter runs handlers in the main thread between any two instructions, and they may raise. Python code cannot
+// clean up then: the next instruction, also of a `finally`, may raise too. So the interpreter's C handler gets signals
+// only at the call's waits, one at a time, and at its end.
 #pragma once
 
 #include <dlfcn.h>
@@ -19,7 +18,7 @@ namespace datadist {
 static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free,
               "used by a signal handler");
 
-// Signals belong to the process, so this is one. Any thread may be the one that a signal interrupts.
+// Static: signals belong to the process. A signal may interrupt any thread.
 class KeptSignals {
 public:
     using Handler = void (*)(int);
@@ -33,15 +32,15 @@ public:
 
     static bool any() noexcept { return kept_.load(std::memory_order_relaxed) != 0; }
 
-    // Passes the lowest signal that is kept to the interpreter; false: there is none.
+    // Passes the lowest kept signal to the interpreter; false if there is none.
     static bool pass_one() noexcept {
         const int signal = take();
         if (signal != 0) handler_.load()(signal);
         return signal != 0;
     }
 
-    // Puts the handler of this class before the one that the interpreter has for a signal. `of_interpreter` is any
-    // address inside of it: handlers that other code has set by itself are left alone.
+    // Puts this class's handler before the interpreter's. `of_interpreter` is any address in its image. Handlers of
+    // other images stay.
     static void take_over(int signal, const void* of_interpreter) noexcept {
         struct sigaction action {};
         if (signal < 1 || signal > 64 || ::sigaction(signal, nullptr, &action) != 0) return;
@@ -54,7 +53,7 @@ public:
         ::sigaction(signal, &action, nullptr);
     }
 
-    // In a forked child: what was kept is the parent's.
+    // For a forked child: kept signals are the parent's.
     static void forget() noexcept { kept_.store(0); }
 
 private:
@@ -62,7 +61,7 @@ private:
         if (!held_.load()) return handler_.load()(signal);
         const int before = errno;
         kept_.fetch_or(bit(signal));
-        // The call may have ended between the two, and have found nothing.
+        // The call may have ended in between without finding this signal.
         if (!held_.load())
             while (const int late = take()) handler_.load()(late);
         errno = before;
@@ -86,7 +85,7 @@ private:
 
     inline static std::atomic<bool> held_{false};
     inline static std::atomic<std::uint64_t> kept_{0};  // bit n: signal n + 1
-    inline static std::atomic<Handler> handler_{nullptr};  // the interpreter's, one for all signals
+    inline static std::atomic<Handler> handler_{nullptr};  // the interpreter's, for all signals
 };
 
 }  // namespace datadist

@@ -1,4 +1,4 @@
-// Calls that hold signals, and the points at which they let handlers run. See signals.hpp. Also what such calls put off.
+// Calls that hold signals, their points of delivery, and deferred cleanup (signals.py).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,28 +13,27 @@ namespace datadist {
 
 namespace nb = nanobind;
 
-// What the main thread is doing. Changed by that thread only, with the interpreter lock.
+// Only the main thread changes it, under the GIL.
 struct MainThread {
-    inline static unsigned long id = 0;  // 0: not asked for yet
+    inline static unsigned long id = 0;  // 0: unknown
     inline static bool took_signals_over = false;
-    inline static int depth = 0;  // calls of the library, one inside the other: handlers may call it
-    inline static bool interrupted = false;  // no handler may run before the end: one has raised, or the call is whole
+    inline static int depth = 0;  // nested public calls, as by handlers
+    inline static bool interrupted = false;  // no handler runs before the end: one raised, or the call is whole
 
     static bool here() { return PyThread_get_thread_ident() == id; }
 };
 
-// The calls of the library that a thread is in, and what it put off. Changed by that thread only.
+// A thread's nested public calls, and its deferred cleanup. Only that thread changes them.
 //
-// The garbage collector runs finalizers of the user wherever the interpreter allocates, so below a lock of the library
-// too. What they give back waits here until their thread is in no other call, and so holds no lock and no half-changed
-// table.
+// User finalizers run at any allocation, also under a lock of the library. Their cleanup waits until the thread is in
+// no other call, so that it holds no lock.
 struct Calls {
-    int depth = 0;  // calls, one inside the other
-    PyObject* put_off = nullptr;  // list of (function, arguments); null: nothing
+    int depth = 0;  // nested calls
+    PyObject* put_off = nullptr;  // list of (function, arguments), or null
 };
 inline thread_local Calls calls;
 
-// Queues a call if the caller's own is inside of another one; false: it is not.
+// Queues a call if the thread is in nested calls, else returns false.
 inline bool put_off(const nb::object& function, const nb::args& args) {
     if (calls.depth < 2) return false;
     const nb::tuple work = nb::make_tuple(function, args);
@@ -43,8 +42,8 @@ inline bool put_off(const nb::object& function, const nb::args& args) {
     return true;
 }
 
-// Does what was put off, unless this thread is inside of a call inside of another one. Errors are reported as those of
-// destructors, and no signal's handler runs: nobody could catch what it raises.
+// Runs the queue unless calls are nested. Exceptions are unraisable. No signal handler runs: nobody could catch its
+// exception.
 inline void do_what_was_put_off() {
     if (calls.put_off == nullptr || calls.depth > 1) return;
     const nb::error_scope kept;
@@ -62,12 +61,12 @@ inline void do_what_was_put_off() {
     if (MainThread::here()) MainThread::interrupted = before;
 }
 
-// Runs the handlers of signals that are kept, if this is the main thread; false: one has raised. Called where the caller
-// waits and holds no lock. After an exception no more handlers run before the call ends: it is being undone.
+// Runs handlers of kept signals on the main thread; false if one raised. Called at waits without a lock. After an
+// exception no handler runs until the call ends.
 inline bool deliver_signals() {
     if (!MainThread::here() || MainThread::depth == 0) return PyErr_CheckSignals() == 0;
     if (MainThread::interrupted) return true;
-    const Calls before = std::exchange(calls, {});  // a handler is no part of the call that waits
+    const Calls before = std::exchange(calls, {});  // handlers are not part of the waiting call
     bool raised = false;
     while (!raised && KeptSignals::pass_one()) raised = PyErr_CheckSignals() != 0;
     calls = before;
@@ -75,15 +74,15 @@ inline bool deliver_signals() {
     return !raised;
 }
 
-// False when deliver_signals() would find nothing. Without the interpreter lock, on the caller's thread.
+// False if deliver_signals() would find nothing. For the main thread; needs no GIL.
 inline bool may_deliver_signals() { return MainThread::depth == 0 || KeptSignals::any(); }
 
 inline nb::object& original_set_handler() {
-    static nb::object* original = new nb::object();  // kept for ever
+    static nb::object* original = new nb::object();  // never freed
     return *original;
 }
 
-// `_signal.signal`, by which every handler in Python is set.
+// Replaces `_signal.signal`, which installs every Python handler.
 inline nb::object set_handler(const nb::args& args) {
     nb::object before = original_set_handler()(*args);
     KeptSignals::take_over(nb::cast<int>(nb::int_(args[0])), reinterpret_cast<const void*>(&PyErr_CheckSignals));
@@ -92,14 +91,14 @@ inline nb::object set_handler(const nb::args& args) {
 
 inline void in_forked_child() {
     KeptSignals::forget();
-    if (MainThread::here()) return;  // a fork inside of a call: that goes on here too
+    if (MainThread::here()) return;  // the main thread forked: its calls continue here
     MainThread::id = PyThread_get_thread_ident();
     MainThread::depth = 0;
     MainThread::interrupted = false;
     KeptSignals::let_go();
 }
 
-// Takes over the signals that have handlers in Python, and those that get one later. In the main thread, once.
+// Takes over present and later Python handlers. Once, on the main thread.
 inline void take_signals_over() {
     const nb::module_ signals = nb::module_::import_("_signal");
     original_set_handler() = signals.attr("signal");
@@ -111,9 +110,8 @@ inline void take_signals_over() {
     MainThread::took_signals_over = true;
 }
 
-// A function in Python during which signals are held, if the main thread calls it. `undo`, if not None, is called with
-// the first argument and the result when the exception of a handler replaces the result. `whole`: no handler runs before
-// the end, wherever the function waits.
+// Python function that holds signals on the main thread. If a handler's exception replaces the result, `undo` (unless
+// None) gets the first argument and the result. `whole`: no handler runs at waits either.
 struct HoldingCall {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -123,7 +121,7 @@ struct HoldingCall {
     bool whole;
 };
 
-// Handlers that raise do so before the result is lost, which is given to `undo`.
+// Runs handlers while `undo` can still revert the result.
 inline PyObject* settle(HoldingCall* call, PyObject* self, PyObject* result) {
     if (deliver_signals()) return result;
     const nb::error_scope kept;
@@ -165,7 +163,7 @@ inline PyObject* call_holding(PyObject* object, PyObject* const* args, std::size
     PyObject* result = nullptr;
     if (!main)
         result = PyObject_Vectorcall(call->function, args, nargs, names);
-    else if (PyErr_CheckSignals() == 0)  // those that came before: between two instructions of the call is too late
+    else if (PyErr_CheckSignals() == 0)  // earlier signals: later is inside the call
         result = call_in_main_thread(call, args, nargs, names);
     do_what_was_put_off();
     --calls.depth;
@@ -228,9 +226,9 @@ inline PyObject* class_of_call(PyObject* object, void*) {
     return PyObject_GetAttrString(function, "__class__");
 }
 
-// What makes a method of a function and an instance: the stable ABI has no PyMethod_New.
+// Type of bound methods: the stable ABI has no PyMethod_New.
 inline nb::object& method_type() {
-    static nb::object* type = new nb::object();  // kept for ever
+    static nb::object* type = new nb::object();  // never freed
     return *type;
 }
 

@@ -1,5 +1,4 @@
-// What Python does with a control socket. Only a long wait gives the interpreter lock up, once: where another thread
-// runs Python, a thread gets it back after a whole switch interval.
+// Python bindings of control sockets. Only waiting releases the GIL, once: getting it back may take a switch interval.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,9 +20,9 @@ namespace datadist {
 
 namespace nb = nanobind;
 
-constexpr std::size_t most_bytes_received = 64 << 10;  // from one peer at once: the others wait that long
+constexpr std::size_t most_bytes_received = 64 << 10;  // from one peer, while others wait
 
-// Returns what the kernel takes at once. That is all where the connection is broken: reading reports it.
+// Returns the bytes the kernel takes now, or all if the connection is broken: reading reports that.
 inline Py_ssize_t send_now(int fd, nb::handle data) {
     Py_buffer bytes;
     if (PyObject_GetBuffer(data.ptr(), &bytes, PyBUF_SIMPLE) != 0) throw nb::python_error();
@@ -33,7 +32,7 @@ inline Py_ssize_t send_now(int fd, nb::handle data) {
     return sent;
 }
 
-// The input of one stream socket, which it borrows. Used with the interpreter lock only, given up to wait.
+// Input of a stream socket that the caller owns. Used under the GIL.
 class SocketInput {
 public:
     explicit SocketInput(int fd) : fd_(fd) {}
@@ -81,7 +80,7 @@ private:
     BusyWait busy_wait_;
 };
 
-// EPOLLET alone: only the end of the connection is reported, which always is, and that once.
+// EPOLLET alone reports only the end of the connection, once.
 inline void listen_for_input(int epoll, int fd, bool listens) {
     epoll_event wanted{};
     wanted.events = listens ? EPOLLIN : EPOLLET;

@@ -1,5 +1,4 @@
-// What Python says about when a long call ends before it is done: a deadline, a byte that a cancellation sets, and
-// exceptions of signal handlers.
+// Python's reasons to stop a long call: a deadline, a cancellation's byte, exceptions of signal handlers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -33,8 +32,8 @@ inline Stop stop_of(std::int64_t deadline_ns, const std::optional<Flag>& cancell
 
 constexpr std::int64_t look_for_signals_every_ns = 20'000'000;
 
-// Releases the interpreter lock for a long call, and runs signal handlers meanwhile. Handlers run in the main thread
-// only, so elsewhere nothing is looked at. Made and ended by the caller's thread, with the lock.
+// Releases the GIL for a long call. On the main thread, runs signal handlers at most every 20 ms. Made and ended by the
+// caller, under the GIL.
 class Interruptible final : public Interrupt {
 public:
     Interruptible() {
@@ -53,7 +52,7 @@ public:
         return raised_.load(std::memory_order_relaxed);
     }
 
-    // Takes the lock back; throws the exception of a handler. Nothing may touch memory of the call any more.
+    // Takes the GIL back; throws a handler's exception. No other thread may be using the call's memory.
     void end() {
         take_back();
         if (raised_.load(std::memory_order_relaxed)) throw nb::python_error();
@@ -64,7 +63,7 @@ private:
         if (PyThreadState* state = std::exchange(released_, nullptr)) datadist_take_gil_back(state);
     }
 
-    // The exception stays set in this thread's state, where nothing runs Python before end().
+    // The exception stays set in this thread's state: no Python runs before end().
     void look() noexcept {
         if (may_deliver_signals()) {
             const nb::gil_scoped_acquire acquired;

@@ -1,4 +1,4 @@
-// A named thread that takes no signals: those belong to the interpreter's threads.
+// Named threads that block signals: the interpreter's threads take them.
 #pragma once
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// How the thread that started a job learns its end from the thread that moves its bytes.
+// Report of a job's end by the thread that moves its bytes.
 #pragma once
 
 #include <time.h>
@@ -20,8 +20,7 @@ inline std::int64_t monotonic_ns() {
 
 enum class Ending : int { good = 0, refused = 1, lost = 2, timeout = 3, trailer = 4 };
 
-// `bytes` moved at this end; `code` and `text` are the peer's where it refused, `code` its trailer's. A job that was
-// given up at the price of its lane has the code `lost`.
+// `bytes` moved at this side. `code`: the peer's, `lost` if giving up cost the lane, else 0. `text`: the reason.
 struct Outcome {
     Ending ending = Ending::lost;
     std::uint32_t code = 0;
@@ -29,7 +28,7 @@ struct Outcome {
     std::string text;
 };
 
-// Once it is finished no thread of the engine touches the job's memory any more.
+// End of one job; afterwards no engine thread touches its memory.
 class Ticket {
 public:
     // The first end counts.
@@ -41,7 +40,7 @@ public:
         finished_.notify_all();
     }
 
-    // Returns the outcome, or nothing when there is none by then (CLOCK_MONOTONIC).
+    // Nothing if there is none by then (CLOCK_MONOTONIC).
     std::optional<Outcome> wait_until(std::int64_t deadline_ns) {
         const std::chrono::steady_clock::time_point until{std::chrono::nanoseconds(deadline_ns)};
         std::unique_lock<std::mutex> lock(mutex_);

@@ -1,5 +1,4 @@
-// Unmapping and closing by a thread of its own. It needs nothing of the interpreter, which may have no memory left for
-// a thread.
+// Unmapping and closing on new threads, without the interpreter, which may lack memory for a thread.
 #pragma once
 
 #include <sys/mman.h>
@@ -15,8 +14,7 @@
 
 namespace datadist {
 
-// Piece by piece: until the kernel has done one, no other thread of the process can map anything. Returns false when
-// no thread can be had.
+// In pieces: while the kernel unmaps one, no other thread can map memory. False if no thread can be started.
 inline bool unmap_elsewhere(std::uint64_t address, std::uint64_t nbytes, std::uint64_t piece) {
     try {
         quiet_thread("lldd-unmap", [=] {
@@ -29,9 +27,9 @@ inline bool unmap_elsewhere(std::uint64_t address, std::uint64_t nbytes, std::ui
     }
 }
 
-inline std::atomic<int> closing{0};  // descriptors that close_elsewhere() has not closed yet
+inline std::atomic<int> closing{0};  // not yet closed by close_elsewhere()
 
-// The last close of a socket may block for as long as its sender wants: SO_LINGER. Closes here if no thread can be had.
+// With SO_LINGER, set by a socket's sender, the last close may block. Closes here if no thread can be started.
 inline void close_elsewhere(const std::vector<int>& fds) {
     const int count = static_cast<int>(fds.size());
     closing += count;

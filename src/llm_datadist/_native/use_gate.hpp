@@ -1,4 +1,4 @@
-// A gate that counts its users, and totals of operations: counts that Python code would need a lock for.
+// Counters that Python code would need a lock for: users of a gate, and totals of operations.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace datadist {
 
-// Called with the GIL, which makes each call atomic. shut() also returns how many users are still inside. These leave by
-// leave(), which returns 0 to the last one.
+// Atomic under the GIL. shut() returns the users inside, -1 if already shut. They leave by leave(), which returns 0 to
+// the last.
 class UseGate {
 public:
     explicit UseGate(bool is_open) noexcept : open_(is_open) {}
@@ -40,7 +40,7 @@ private:
     std::int64_t inside_ = 0;
 };
 
-// Durations: bucket i holds those above 2^(i+9) ns and up to 2^(i+10) ns, the first all up to 2^10 ns, the last the rest.
+// Bucket i counts durations in (2^(i+9), 2^(i+10)] ns; the first all up to 2^10 ns, the last the rest.
 struct Durations {
     static constexpr int first_bit = 10;
     static constexpr int last_bit = 34;
@@ -63,7 +63,7 @@ struct Durations {
     double seconds = 0;
 };
 
-// What one kind of operation came to so far. Called with the interpreter lock.
+// Totals of one kind of operation. Used under the GIL.
 class Meter {
 public:
     void add(std::int64_t nbytes, double seconds, bool failed) noexcept {

@@ -1,4 +1,4 @@
-// The Python face of the counts.
+// Python bindings of gates, meters and timers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@ namespace datadist {
 
 namespace nb = nanobind;
 
-// A meter that also keeps durations for each transport, and failures by the name of their exception.
+// Meter with durations by transport and failures by exception.
 class OperationMeter : public Meter {
 public:
     void record(nb::handle transport, std::int64_t moved, std::int64_t nanoseconds, double duration, nb::handle kind) {
@@ -25,7 +25,7 @@ public:
         }
     }
 
-    // A list of (transport, bytes, seconds, buckets).
+    // List of (transport, bytes, seconds, buckets).
     nb::list transports() const {
         nb::list all;
         for (const auto& [transport, durations] : durations_) {
@@ -39,7 +39,7 @@ public:
     nb::dict failures;
 
 private:
-    // Names of transports are literals, so nearly always the same object.
+    // Names are literals, so usually the same object.
     Durations& of(nb::handle transport) {
         for (auto& [name, durations] : durations_) {
             if (name.is(transport)) return durations;
@@ -53,7 +53,7 @@ private:
     std::vector<std::pair<nb::object, Durations>> durations_;
 };
 
-// Adds one operation to a meter: from __enter__ to __exit__. Used by one thread.
+// Measures one operation, from __enter__ to __exit__. One thread.
 class Timer {
 public:
     explicit Timer(nb::object meter) : meter_(std::move(meter)), counts_(nb::cast<OperationMeter*>(meter_)) {}
@@ -74,7 +74,7 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    nb::object meter_;  // keeps the next line's
+    nb::object meter_;  // owns the next line's
     OperationMeter* counts_;
     Clock::time_point start_{};
 };

@@ -1,11 +1,11 @@
-// What goes over a lane: a header of 40 bytes, then meta and payload as its kind says. All integers little-endian.
+// Frames of a lane: a header of 40 bytes, then meta and payload by kind. Integers are little-endian.
 //
 //   READ    meta: opaque to lanes                    asks for bytes
 //   DATA    payload, then a trailer of 8 bytes       answers a READ; the trailer is a Status
 //   WRITE   meta: opaque to lanes, payload           brings bytes
 //   RESULT  meta: u32 code, utf-8 text               answers a WRITE, or refuses a READ
 //
-// Nothing that was received is used before check_header() has passed it.
+// No field of a header is used before check_header() accepts it.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@
 
 namespace datadist {
 
-// The peer or the network broke a lane: the lane is dropped, and nothing else.
+// The peer or the network broke a lane, which is dropped.
 struct LaneError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -29,14 +29,14 @@ template <typename... Parts>
 
 enum class Kind : std::uint8_t { read = 1, data = 2, write = 3, result = 4 };
 
-// How a job ended for the memory of its target: the trailer of DATA, and codes of RESULT below any of the layer above.
+// Ends at the target: trailers of DATA, and codes of RESULT below those of the layer above.
 enum Status : std::uint32_t {
     good = 0,
-    changed = 1,  // a guard did not show what it had to: the bytes of DATA are not to be used, of a WRITE none is in
+    changed = 1,  // a guard changed: DATA's bytes are invalid, none of a WRITE are written
     aborted = 2,  // the owner took its memory back
-    lost = 3,     // the lane ended; never on the wire
-    misfit = 4,   // the granted memory is not of the payload's size
-    torn = 5,     // changed or aborted after a WRITE was let in: some of its bytes may be in the memory
+    lost = 3,     // the lane ended; never sent
+    misfit = 4,   // the accepted memory differs in size from the payload
+    torn = 5,     // changed or aborted during a WRITE: part may be written
 };
 
 constexpr std::uint32_t lane_magic = 0x31444c44;  // "DLD1"
@@ -81,7 +81,6 @@ inline std::string encode_header(const Header& header) {
     return out;
 }
 
-// What a kind of frame may carry.
 struct KindRule {
     std::uint64_t min_meta, max_meta, max_payload;
 };
@@ -96,7 +95,7 @@ inline const KindRule* rule_of(std::uint8_t kind) {
     return kind >= 1 && kind <= 4 ? &rules[kind - 1] : nullptr;
 }
 
-// Returns the header in 40 received bytes, or throws LaneError: none of its fields is trusted.
+// Returns the header in 40 received bytes; throws LaneError if any field breaks a rule.
 inline Header check_header(const char* in) {
     const auto magic = load<std::uint32_t>(in);
     if (magic != lane_magic) break_lane("a frame begins with ", magic, ", which is not of this protocol");

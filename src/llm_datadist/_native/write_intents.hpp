@@ -1,14 +1,13 @@
-// Announcements: a foreign process says in a shared page which guarded memory it is about to write, so that the owner
-// of that memory can wait for exactly the writers that began before it advanced the guard.
+// Write intents: a foreign process announces in a shared page which guarded memory it will write. After advancing the
+// guard, the owner waits for exactly the writers that began before.
 //
-// A page is a header line and writer_slots lines of 64 bytes. A slot is one writer: its sequence is odd while it works,
-// and differs for every piece of work. Hazards, not a count: an owner waits for the sequences it saw, and no later
-// writer can make it wait longer.
+// A page is a header line and writer_slots lines of 64 bytes. A slot is one writer; its sequence is odd while it works,
+// and differs for each write. Unlike a count, it keeps later writers from prolonging the owner's wait.
 //
 //   writer: sequence becomes odd  |  is the page closed?  |  generation as promised?  |  write  |  sequence even
 //   owner:  advance the generation  |  look for odd sequences
 //
-// Both middle bars are full fences: either the owner sees the sequence, or the writer sees the generation.
+// The first bars are full fences: the owner sees the sequence, or the writer sees the generation.
 #pragma once
 
 #include <cstddef>
@@ -17,37 +16,36 @@
 #include <vector>
 
 #include "error.hpp"
-#include "guard.hpp"
+#include "generation.hpp"
 
 namespace datadist {
 
 constexpr std::uint64_t writer_slots = 255;
 constexpr std::uint64_t writer_page_bytes = 64 * (writer_slots + 1);
 
-// Written by both processes. A lying writer can only misreport its own work.
+// A lying writer misreports only its own work.
 struct alignas(64) WriterHeader {
-    std::uint64_t closed;  // by the owner: no writer may begin any more
-    std::uint64_t used;    // by the writer: slots above this one have never been used
+    std::uint64_t closed;  // by the owner: no writer may begin
+    std::uint64_t used;    // by the writer: higher slots were never used
 };
 
 struct alignas(64) WriterSlot {
     std::uint64_t sequence;
-    std::uint64_t what;  // which guard, and how its memory is used; means nothing here
+    std::uint64_t what;  // guard and kind of use; opaque here
 };
 
 static_assert(sizeof(WriterHeader) == 64 && sizeof(WriterSlot) == 64);
 
-// A page mapped here. Owns nothing.
-class WriterPage {
+// Page mapped here. Owns nothing.
+class IntentPage {
 public:
-    explicit WriterPage(std::uint64_t address) : address_(address) {
+    explicit IntentPage(std::uint64_t address) : address_(address) {
         if (address == 0 || address % alignof(WriterHeader) != 0)
             refuse("address is ", address, ": a page of writers needs a non-null address divisible by 64");
     }
 
     WriterHeader& header() const { return *reinterpret_cast<WriterHeader*>(address_); }
 
-    // Slots are numbered from 1.
     WriterSlot& slot(std::uint64_t number) const {
         if (number < 1 || number > writer_slots)
             refuse("slot is ", number, ": must be in [1, ", writer_slots, "] of a page of writers");
@@ -63,15 +61,15 @@ private:
     std::uint64_t address_;
 };
 
-inline void retract(const WriterPage& page, std::uint64_t number) {
+inline void retract(const IntentPage& page, std::uint64_t number) {
     WriterSlot& slot = page.slot(number);
-    store_fence();  // whatever was written is there before the sequence says so
+    store_fence();  // written bytes are visible before the sequence
     const std::uint64_t sequence = __atomic_load_n(&slot.sequence, __ATOMIC_RELAXED);
     __atomic_exchange_n(&slot.sequence, (sequence | 1) + 1, __ATOMIC_SEQ_CST);
 }
 
-// The slot is the caller's alone until retract(). False, and retracted, when the page is closed.
-inline bool announce(const WriterPage& page, std::uint64_t number, std::uint64_t what) {
+// The caller owns the slot until retract(). False, and retracted, if the page is closed.
+inline bool announce(const IntentPage& page, std::uint64_t number, std::uint64_t what) {
     WriterSlot& slot = page.slot(number);
     WriterHeader& header = page.header();
     std::uint64_t used = __atomic_load_n(&header.used, __ATOMIC_RELAXED);
@@ -80,7 +78,7 @@ inline bool announce(const WriterPage& page, std::uint64_t number, std::uint64_t
     }
     __atomic_store_n(&slot.what, what, __ATOMIC_RELEASE);
     const std::uint64_t sequence = __atomic_load_n(&slot.sequence, __ATOMIC_RELAXED);
-    // The full fence: what is looked at from here on is looked at after the owner can see us.
+    // Full fence: the owner can see this writer before it looks at anything below.
     __atomic_exchange_n(&slot.sequence, (sequence + 1) | 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (__atomic_load_n(&header.closed, __ATOMIC_SEQ_CST) == 0) return true;
@@ -88,9 +86,9 @@ inline bool announce(const WriterPage& page, std::uint64_t number, std::uint64_t
     return false;
 }
 
-inline void close_page(const WriterPage& page) { __atomic_exchange_n(&page.header().closed, 1, __ATOMIC_SEQ_CST); }
+inline void close_page(const IntentPage& page) { __atomic_exchange_n(&page.header().closed, 1, __ATOMIC_SEQ_CST); }
 
-inline std::uint64_t sequence_of(const WriterPage& page, std::uint64_t number) {
+inline std::uint64_t sequence_of(const IntentPage& page, std::uint64_t number) {
     return __atomic_load_n(&page.slot(number).sequence, __ATOMIC_SEQ_CST);
 }
 
@@ -100,21 +98,21 @@ struct Writing {
     std::uint64_t sequence;
 };
 
-// Finds the writers at work on `what`, or on anything if `any`. A writer that it does not find, after a generation was
-// advanced or a page closed, sees that when it begins.
+// Finds writers at work on `what`, or on anything if `any`. A writer not found after an advance or a closing sees that
+// when it begins.
 class WriterScan {
 public:
     WriterScan(std::vector<std::uint64_t> what, bool any) : what_(std::move(what)), any_(any) {
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
     }
 
-    void look(const WriterPage& page, std::size_t index, std::vector<Writing>& found) const {
+    void look(const IntentPage& page, std::size_t index, std::vector<Writing>& found) const {
         const std::uint64_t used = page.used();
         for (std::uint64_t number = 1; number <= used; ++number) {
             const WriterSlot& slot = page.slot(number);
             const std::uint64_t sequence = __atomic_load_n(&slot.sequence, __ATOMIC_SEQ_CST);
             if (sequence % 2 == 0 || !wanted(__atomic_load_n(&slot.what, __ATOMIC_ACQUIRE))) continue;
-            // Another sequence by now: `what` may be that of later work, which has seen what the caller did.
+            // If the sequence differs, `what` may belong to later work, which saw the caller's change.
             if (__atomic_load_n(&slot.sequence, __ATOMIC_SEQ_CST) == sequence) found.push_back({index, number, sequence});
         }
     }

@@ -20,7 +20,7 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanEnd, digest, split_plan, standing
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, split_plan, surviving
 from llm_datadist._threads import Threads
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
@@ -78,7 +78,7 @@ class Comparison:
             TransferFailed: The peer refused, for example because its cache has changed.
             DeadlineExceeded, PeerLost, NotLinked: No answer.
         """
-        plan = standing(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
+        plan = surviving(plan, alias=self.same_memory and plan.dst_first == plan.src_first)
         per_tensor = plan.nbytes // plan.count if plan.count else 0
         differing: dict[int, Plan] = {}  # the peer's tensor -> the first part of it that differs
         max_bytes = min(MAX_QUESTION_BYTES, max(1, per_tensor) * MAX_QUESTION_TENSORS)
@@ -146,7 +146,7 @@ class Comparison:
         return agree
 
     def _digest(self, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
-        end = PlanEnd(part, self.local.storage.tensors, is_dst=not self.push)
+        end = PlanSide(part, self.local.storage.tensors, is_dst=not self.push)
         deadline = self.deadline
         found = digest(end, self.pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
         if found is None:
@@ -325,7 +325,7 @@ class ChecksumTarget:
                 self._policy.require_push(link, entry.cache_id)
             plan = _question_plan(entry, question)
             self._require_current(entry, question)
-            end = PlanEnd(plan, entry.storage.tensors, is_dst=False)
+            end = PlanSide(plan, entry.storage.tensors, is_dst=False)
             found = digest(end, self._pool, expires_ns, question.nonce, each_run=question.each_run)
             self._require_current(entry, question)
         finally:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, ReadAsked, StandingGrants, WriteAsked
+from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, ReadAsked, ReplyCache, WriteAsked
 from llm_datadist._threads import Threads
 from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
 from llm_datadist._transport.moves import MoveOwner, answer, status_of
@@ -153,7 +153,7 @@ class LaneGroup:
     def __init__(self, token: bytes = b"") -> None:
         self.link: object = None
         self.token = token
-        self.grants = StandingGrants()
+        self.grants = ReplyCache()
         self.on_lost: Callable[[int, str], None] | None = None
         self.secret = b""
         self.doubted, self.told, self.given_up = 0, (0, 0), 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from llm_datadist import _native
 from llm_datadist._native import MAX_REQUEST_RUNS, check_plan
-from llm_datadist._native.lanes import CHANGED
+from llm_datadist._native.lane_engine import CHANGED
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import (
     CacheMismatch,

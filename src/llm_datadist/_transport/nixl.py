@@ -28,8 +28,8 @@ import numpy as np
 from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
-from llm_datadist._native.lanes import CHANGED, LOST, TORN
-from llm_datadist._native.plan import PlanEnd, split_plan
+from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
+from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
@@ -307,7 +307,7 @@ class AgentSlot:
             self._end_retired()
             self._lock.release()
 
-    def expose(self, turn: Callable[[], float], end: PlanEnd, known: str) -> tuple[Address, bytes, bytes]:
+    def expose(self, turn: Callable[[], float], end: PlanSide, known: str) -> tuple[Address, bytes, bytes]:
         """Register memory for the peer, and count one user until :meth:`leave`.
 
         Return address, bases and offsets as in :class:`Ask`; ``known``: the receiver that the peer's sender knows.
@@ -319,7 +319,7 @@ class AgentSlot:
             self.users += 1
         return address, bases.astype("<u8").tobytes(), offsets.astype("<u8").tobytes()
 
-    def move(self, turn: Callable[[], float], end: PlanEnd, there: Ask | Ready, progress: BytesDone) -> str:
+    def move(self, turn: Callable[[], float], end: PlanSide, there: Ask | Ready, progress: BytesDone) -> str:
         """Write a source of this side to the peer's receiver, or read a destination from it.
 
         Return how the agent knows that receiver now; empty, and nothing moved, if it needs the metadata. An error
@@ -503,7 +503,7 @@ class _NixlTransfer:
     def _have_moved(self, part: Plan) -> bool:
         """Have the owner write a part into this side's receiver; return False to ask again."""
         connection, receiver = self._connection, self._connection.receiver
-        where = receiver.expose(self._turn, PlanEnd(part, self._transfer.local, True), connection._known)
+        where = receiver.expose(self._turn, PlanSide(part, self._transfer.local, True), connection._known)
         address = where[0]
         answer: _Answer | None = None
         try:
@@ -532,7 +532,7 @@ class _NixlTransfer:
         failed: NixlFailed | None = None
         try:
             try:
-                end = PlanEnd(part, self._transfer.local, not self._transfer.write)
+                end = PlanSide(part, self._transfer.local, not self._transfer.write)
                 moved = connection.sender.move(self._turn, end, ready, self._progress)
             except NixlFailed as error:
                 failed = error  # the owner knows whether its receiver has ended
@@ -594,7 +594,7 @@ class _NixlTransfer:
         return self._transfer.progress(self._progress.done)
 
 
-def _runs_of(end: PlanEnd) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _runs_of(end: PlanSide) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Return tensor addresses and run offsets of one side of a plan."""
     first, column = (end.plan.dst_first, 0) if end.is_dst else (end.plan.src_first, 1)
     return end.tensors.bases[first : first + end.plan.count], end.plan.runs[:, column]
@@ -839,7 +839,7 @@ class NixlWorker:
             raise
 
     def _write(self, served: _Served) -> None:
-        end = PlanEnd(served.plan, served.memory.tensors, False)
+        end = PlanSide(served.plan, served.memory.tensors, False)
         loaded = self._sender.move(partial(self._turn, served), end, served.ask, BytesDone())
         if not loaded:
             self._refuse(served, _UNKNOWN_RECEIVER, "the metadata of the receiver are not known", touched=False)
@@ -850,7 +850,7 @@ class NixlWorker:
 
     def _hold(self, served: _Served) -> None:
         """Grant the memory to the peer, and hold it until the peer is done."""
-        ask, end = served.ask, PlanEnd(served.plan, served.memory.tensors, served.ask.write)
+        ask, end = served.ask, PlanSide(served.plan, served.memory.tensors, served.ask.write)
         where = self._pushed.expose(partial(self._turn, served), end, ask.loaded)
         served.receiver = where[0].name
         self._held[ask.move] = served

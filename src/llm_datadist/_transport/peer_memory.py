@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 from llm_datadist._checks import HERE, is_loopback
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import IntentWriter, WriterPage
+from llm_datadist._memory.write_intents import IntentPage, IntentWriter
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import AddressRange, Connection, Watch
@@ -152,7 +152,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         regions: dict[int, SharedSegment],
         process: PeerProcess,
         intent_writer: IntentWriter,
-        page: WriterPage,
+        page: IntentPage,
     ) -> None:
         self.cookie = hello.cookie
         self.cookie_address = hello.cookie_address

@@ -21,7 +21,7 @@ from llm_datadist._native import close_elsewhere, closing
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
 if TYPE_CHECKING:
-    from llm_datadist._memory.write_intents import WriterPage
+    from llm_datadist._memory.write_intents import IntentPage
 
 VERSION: Final = 6
 _MAX_REGIONS: Final = 32
@@ -158,7 +158,7 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
             page = exports.writers.open()
         except LLMException as error:
             raise LinkRefused(f"no page for the writers of this peer: {error}") from error
-        self._page: WriterPage | None = page
+        self._page: IntentPage | None = page
         memory = page.segment
         assert memory is not None
         segments = [shared[described.region] for described in regions]
@@ -193,7 +193,7 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
     def send(self, sock: socket.socket, *, shut_out: bool = False) -> None:
         send_packet(sock, msgspec.structs.replace(self.hello, shut_out=shut_out), self.fds)
 
-    def take_page(self) -> WriterPage:
+    def take_page(self) -> IntentPage:
         page, self._page = self._page, None
         assert page is not None, "taken once"
         return page

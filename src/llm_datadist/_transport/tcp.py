@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, check_plan, encode_request, usable_cpus
-from llm_datadist._native.lanes import LOST, TORN
+from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer

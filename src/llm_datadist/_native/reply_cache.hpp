@@ -1,8 +1,7 @@
-// What the owner of memory has granted to one link for good: a later request with the same handle needs no interpreter.
+// Cached replies to one link's lane requests: later requests with the same handle need no interpreter.
 //
-// The owner's Python grants a handle once. From then on the threads of the lanes answer it, as long as its guards show
-// their generations: a guard's advance ends the grant, the link's end ends all. A request that the grant does not fit
-// goes to Python, which says why it is refused.
+// Python replies once for a handle, then lane threads do. That ends when a guard changes, the tag is quiesced, or the
+// table is full. Requests that do not fit the reply go to Python, which refuses them.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +20,17 @@
 
 namespace datadist {
 
-// The meta of a READ or a WRITE, which names memory of the owner. Its numbers are not checked yet.
+// Meta of a READ or WRITE: names memory of the owner. Its numbers are unchecked.
 //
 //   u16 bytes of the handle, u64 first tensor, u64 tensors, u64 bytes of a tensor, u64 bytes in all, handle,
 //   then for each span: u64 offset in the tensor, u64 bytes
 struct LaneRequest {
     static constexpr std::size_t head_bytes = 34;
     static constexpr std::size_t span_bytes = 16;
-    static constexpr std::size_t max_runs = 1u << 15;  // half of what a meta of 1 MiB has room for
+    static constexpr std::size_t max_runs = 1u << 15;  // half the room of a meta of 1 MiB
     static constexpr std::size_t max_handle_bytes = 4096;
 
-    // `offset` says which column of the runs is of the owner.
+    // `offset`: the owner's column of the runs.
     static std::string encode(std::string_view handle, std::int64_t first, std::int64_t count, std::uint64_t extent,
                               std::int64_t nbytes, std::pair<const Run*, std::size_t> runs, std::uint64_t Run::*offset) {
         std::string out;
@@ -48,7 +47,7 @@ struct LaneRequest {
         return out;
     }
 
-    // The only parser of what a peer asks for. Throws RuleError for a meta that has not this form.
+    // Only parser of lane requests. Throws RuleError for malformed ones.
     static LaneRequest parse(std::string_view meta) {
         if (meta.size() < head_bytes) refuse("a lane request of ", meta.size(), " bytes has no head");
         const std::size_t handle_bytes = load<std::uint16_t>(meta.data());
@@ -84,64 +83,64 @@ struct LaneRequest {
     std::string_view spans;
 };
 
-// All tensors of what a handle names.
-struct GrantedMemory {
+struct CachedReply {
     std::vector<std::uint64_t> bases;
     std::int64_t extent;
     Guards guards;
     std::int64_t tag;
     bool mapped;
 
-    // The part that is asked for; nothing if there is no such part.
+    // Requested part, or null if there is none.
     std::shared_ptr<Payload> payload(const LaneRequest& request) const {
         if (request.extent != extent) return nullptr;
-        const End end{bases.data(), bases.size(), extent, request.first, "granted"};
+        const CopySide side{bases.data(), bases.size(), extent, request.first, "granted"};
         const std::vector<Run> runs = request.runs();
         try {
             return std::make_shared<Payload>(
-                Spans(end, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);
+                Spans(side, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);
         } catch (const RuleError&) {
             return nullptr;
         }
     }
 };
 
-// Of one link, by verb and handle. Any thread.
-class StandingGrants {
+// By verb and handle. Threads: any.
+class ReplyCache {
 public:
-    // A peer names handles as it likes: beyond this number all are granted anew.
+    // Peers choose handles. A full table is emptied.
     static constexpr std::size_t most = 4096;
 
-    void keep(bool write, std::string handle, GrantedMemory memory) {
+    void keep(bool write, std::string handle, CachedReply memory) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (grants_.size() >= most) grants_.clear();
-        grants_.insert_or_assign({write, std::move(handle)},
-                                 std::make_shared<const GrantedMemory>(std::move(memory)));
+        if (replies_.size() >= most) replies_.clear();
+        replies_.insert_or_assign({write, std::move(handle)},
+                                  std::make_shared<const CachedReply>(std::move(memory)));
     }
 
-    // Null when there is none whose guards hold.
-    std::shared_ptr<const GrantedMemory> find(bool write, std::string_view handle) {
+    // Null unless a reply's guards hold.
+    std::shared_ptr<const CachedReply> find(bool write, std::string_view handle) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = grants_.find({write, std::string(handle)});
-        if (found == grants_.end()) return nullptr;
+        const auto found = replies_.find({write, std::string(handle)});
+        if (found == replies_.end()) return nullptr;
         if (found->second->guards.current()) return found->second;
-        grants_.erase(found);
+        replies_.erase(found);
         return nullptr;
     }
 
     void drop(std::int64_t tag) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (auto at = grants_.begin(); at != grants_.end();) at = at->second->tag == tag ? grants_.erase(at) : std::next(at);
+        for (auto at = replies_.begin(); at != replies_.end();)
+            at = at->second->tag == tag ? replies_.erase(at) : std::next(at);
     }
 
     std::size_t size() const {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return grants_.size();
+        return replies_.size();
     }
 
 private:
     mutable std::mutex mutex_;
-    std::map<std::pair<bool, std::string>, std::shared_ptr<const GrantedMemory>> grants_;
+    std::map<std::pair<bool, std::string>, std::shared_ptr<const CachedReply>> replies_;
 };
 
 }  // namespace datadist

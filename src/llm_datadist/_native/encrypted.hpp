@@ -1,12 +1,11 @@
-// What carries a lane's bytes: a stream socket, plain or sealed. Sealed, all bytes go in records that are encrypted and
-// authenticated with AES-256-GCM, under one key for each direction:
+// A lane's stream, plain or encrypted: then records under AES-256-GCM, with a key for each direction.
 //
 //   u32 length of the plaintext, little-endian; the additional authenticated data
 //   ciphertext, as long, 1 byte to 64 KiB
 //   tag, 16 bytes
 //
-// The nonce of a record is its number, so that one that was changed, left out, repeated or moved has a wrong tag. Bytes
-// of a record are handed out once its tag was found right.
+// A record's number is its nonce, so a changed, missing, repeated or moved record has a wrong tag. No byte counts as
+// received before its record's tag is verified.
 #pragma once
 
 #include <string.h>
@@ -39,13 +38,12 @@ constexpr std::size_t length_bytes = 4;
 constexpr std::size_t max_record_bytes = 64u << 10;  // of plaintext
 constexpr std::size_t record_overhead = length_bytes + tag_bytes;
 constexpr std::uint64_t max_records = std::uint64_t{1} << 32;  // under one key
-// Eight whole records: what is handed to the kernel, or taken from it, at once. Measured: with four, wake-ups cost more
-// than a tenth of what the ciphers do.
-constexpr std::size_t sealed_buffer_bytes = 8 * (max_record_bytes + record_overhead);
-// Below this a piece of memory is copied, and encrypted together with others: a call of OpenSSL costs as much.
+// Eight whole records for one system call. Measured: with four, wake-ups cost over a tenth of the ciphers' time.
+constexpr std::size_t records_buffer_bytes = 8 * (max_record_bytes + record_overhead);
+// Smaller pieces, on average, are copied and encrypted together: a call of OpenSSL costs as much as the copy.
 constexpr std::size_t cipher_piece_bytes = 1024;
 
-// The keys of one end of a lane. Each holder wipes its copy.
+// Each copy of the keys is wiped.
 struct LaneKeys {
     std::array<char, key_bytes> send{};
     std::array<char, key_bytes> receive{};
@@ -56,14 +54,14 @@ struct LaneKeys {
     }
 };
 
-// One direction's cipher. The key lives in OpenSSL's context alone, and is wiped with it.
+// Cipher of one direction. OpenSSL's context holds the key and wipes it.
 class RecordCipher {
 public:
-    // `first`: the number of the first record, not 0 only in tests of the limit.
-    RecordCipher(const std::array<char, key_bytes>& key, bool seals, std::uint64_t first = 0)
+    // `first`: number of the first record, for tests of the limit.
+    RecordCipher(const std::array<char, key_bytes>& key, bool encrypts, std::uint64_t first = 0)
         : crypto_(Libcrypto::get()), context_(crypto_.new_context()), number_(first) {
         if (context_ == nullptr) throw std::bad_alloc();
-        if (crypto_.init(context_, crypto_.aes_256_gcm(), nullptr, bytes(key.data()), nullptr, seals ? 1 : 0) != 1) {
+        if (crypto_.init(context_, crypto_.aes_256_gcm(), nullptr, bytes(key.data()), nullptr, encrypts ? 1 : 0) != 1) {
             crypto_.free_context(context_);
             crypto_.clear_errors();
             refuse("keys: ", libcrypto_name, " has no AES-256-GCM");
@@ -74,7 +72,7 @@ public:
     RecordCipher(const RecordCipher&) = delete;
     RecordCipher& operator=(const RecordCipher&) = delete;
 
-    // Begins the next record; `length` is as it is on the wire.
+    // Begins the next record, with its length as on the wire.
     void begin(const char* length) {
         if (number_ >= max_records) break_lane("all 2**32 records of a sealed lane's key are used");
         unsigned char nonce[12] = {};
@@ -85,7 +83,7 @@ public:
         require(crypto_.update(context_, nullptr, &out, bytes(length), length_bytes));
     }
 
-    // Goes on with the record; `to` may be `from`.
+    // Continues the record; `to` may be `from`.
     void update(char* to, const char* from, std::size_t count) {
         int out;
         require(crypto_.update(context_, bytes(to), &out, bytes(from), static_cast<int>(count)));
@@ -98,7 +96,7 @@ public:
         require(crypto_.control(context_, Libcrypto::get_tag, tag_bytes, tag));
     }
 
-    // Throws LaneError unless the record is as it was sealed.
+    // Throws LaneError if the record was changed.
     void check_tag(const char* tag) {
         unsigned char expected[tag_bytes], nothing[tag_bytes];
         std::memcpy(expected, tag, tag_bytes);
@@ -115,7 +113,7 @@ private:
 
     void require(int result) const {
         if (result == 1) return;
-        crypto_.clear_errors();  // they are the thread's, which may use OpenSSL for something else
+        crypto_.clear_errors();  // other users of OpenSSL on this thread would find them
         break_lane("a record could not be sealed or opened");
     }
 
@@ -131,7 +129,7 @@ struct LaneCiphers {
     RecordCipher receive;
 };
 
-// Memory in order, of which the first bytes are taken off again and again. Changes the iovecs.
+// Memory consumed from the front. Changes the iovecs.
 class Pieces {
 public:
     Pieces(iovec* first, std::size_t count) : at_(first), end_(first + count) {
@@ -140,7 +138,7 @@ public:
 
     std::size_t left() const { return left_; }
 
-    // Calls use(address, bytes) for the first `bytes` bytes, piece by piece, and takes them off.
+    // Consumes `bytes` bytes by use(address, bytes), piece by piece.
     template <typename Use>
     void take(std::size_t bytes, Use&& use) {
         left_ -= bytes;
@@ -152,7 +150,7 @@ public:
         }
     }
 
-    // Has the kernel move the first `bytes` bytes by call(iovecs, count), and takes them off. False when it did not.
+    // Consumes `bytes` bytes by one system call; false if it moved another number.
     template <typename Call>
     bool move(std::size_t bytes, Call&& call) {
         std::size_t before = 0;
@@ -166,7 +164,7 @@ public:
         return true;
     }
 
-    // Are the first `bytes` bytes in pieces large enough to be encrypted or decrypted one by one?
+    // True if these bytes are in pieces large enough for single cipher calls.
     bool coarse(std::size_t bytes) const {
         std::size_t count = 0, seen = 0;
         for (const iovec* piece = at_; seen < bytes; ++piece, ++count) seen += piece->iov_len;
@@ -185,8 +183,7 @@ private:
     std::size_t left_ = 0;
 };
 
-// One record's bytes on their way to or from memory that its user may unmap: where a copy of ours would end the
-// process, the kernel says EFAULT.
+// Buffer between the cipher and memory that users may unmap: the kernel copies, and reports EFAULT.
 class Transit {
 public:
     Transit() {
@@ -216,15 +213,15 @@ private:
     char* data_ = nullptr;
 };
 
-// What the sealed lanes of one worker share: buffers, which a lane has only while there is something in them.
-class SealingSpace {
+// Buffers of one thread's encrypted lanes; a lane holds one only while it has content.
+class CipherBuffers {
 public:
     using Buffer = std::unique_ptr<char[]>;
 
-    SealingSpace() { free_.reserve(most_free); }  // so that give() cannot fail
+    CipherBuffers() { free_.reserve(most_free); }  // so that give() cannot fail
 
     Buffer take() {
-        if (free_.empty()) return Buffer(new char[sealed_buffer_bytes]);
+        if (free_.empty()) return Buffer(new char[records_buffer_bytes]);
         Buffer buffer = std::move(free_.back());
         free_.pop_back();
         return buffer;
@@ -239,7 +236,7 @@ public:
         return *transit_;
     }
 
-    // Gives all back, while there is no lane.
+    // Requires that no lane exists.
     void clear() {
         free_.clear();
         transit_.reset();
@@ -256,17 +253,17 @@ private:
     std::unique_ptr<Transit> transit_;
 };
 
-// The sealing direction: plaintext becomes records in a buffer, which goes to the kernel.
-class SealedOutput {
+// Sending direction.
+class EncryptedOutput {
 public:
-    SealedOutput(RecordCipher& cipher, SealingSpace& space) : cipher_(cipher), space_(space) {}
-    ~SealedOutput() { space_.give(std::move(buffer_)); }
+    EncryptedOutput(RecordCipher& cipher, CipherBuffers& buffers) : cipher_(cipher), buffers_(buffers) {}
+    ~EncryptedOutput() { buffers_.give(std::move(buffer_)); }
 
     bool empty() const { return begin_ == end_; }
 
     void unblock() { blocked_ = false; }
 
-    // Hands the buffer to the kernel; false while that takes no more.
+    // False if the kernel does not take all.
     bool flush(int fd) {
         while (!empty() && !blocked_) {
             const ssize_t sent = ::send(fd, buffer_.get() + begin_, end_ - begin_, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -279,18 +276,18 @@ public:
         }
         if (!empty()) return false;
         begin_ = end_ = 0;
-        space_.give(std::move(buffer_));
+        buffers_.give(std::move(buffer_));
         return true;
     }
 
-    // As sendmsg(): returns how many bytes it took, or -1 and errno. The first `head` bytes are a record of their own.
+    // As sendmsg(). The first `head` bytes get their own record.
     ssize_t send(int fd, Pieces from, std::size_t head, bool mapped) {
         if (!has_room() && !flush(fd)) return failed(EAGAIN);
         std::size_t taken = 0;
         while (from.left() > 0 && has_room()) {
             const std::size_t whole = taken < head ? head - taken : from.left();
             const std::size_t bytes = std::min({from.left(), max_record_bytes, whole});
-            if (!seal(from, bytes, mapped)) return failed(EFAULT);
+            if (!encrypt(from, bytes, mapped)) return failed(EFAULT);
             taken += bytes;
         }
         if (!has_room()) flush(fd);
@@ -303,18 +300,18 @@ private:
         return -1;
     }
 
-    bool has_room() const { return sealed_buffer_bytes - end_ >= max_record_bytes + record_overhead; }
+    bool has_room() const { return records_buffer_bytes - end_ >= max_record_bytes + record_overhead; }
 
-    // Appends one record of the first `bytes` bytes; false when they cannot be read.
-    bool seal(Pieces& from, std::size_t bytes, bool mapped) {
-        if (!buffer_) buffer_ = space_.take();
+    // Appends one record; false if its memory is unreadable.
+    bool encrypt(Pieces& from, std::size_t bytes, bool mapped) {
+        if (!buffer_) buffer_ = buffers_.take();
         char* const length = buffer_.get() + end_;
         char* const body = length + length_bytes;
         for (std::size_t i = 0; i < length_bytes; ++i) length[i] = static_cast<char>(bytes >> (8 * i));
-        if (!mapped && !space_.transit().fetch(from, bytes)) return false;
+        if (!mapped && !buffers_.transit().fetch(from, bytes)) return false;
         cipher_.begin(length);
         if (!mapped) {
-            cipher_.update(body, space_.transit().data(), bytes);
+            cipher_.update(body, buffers_.transit().data(), bytes);
         } else if (char* to = body; from.coarse(bytes)) {
             from.take(bytes, [&](const char* piece, std::size_t count) {
                 cipher_.update(to, piece, count);
@@ -330,25 +327,25 @@ private:
     }
 
     RecordCipher& cipher_;
-    SealingSpace& space_;
-    SealingSpace::Buffer buffer_;
-    std::size_t begin_ = 0, end_ = 0;  // of what the kernel has not taken yet
+    CipherBuffers& buffers_;
+    CipherBuffers::Buffer buffer_;
+    std::size_t begin_ = 0, end_ = 0;  // not taken by the kernel
     bool blocked_ = false;
 };
 
-// The opening direction: records come from the kernel into a buffer, and their plaintext is handed out in order.
-class SealedInput {
+// Receiving direction; delivers plaintext in order.
+class EncryptedInput {
 public:
-    SealedInput(RecordCipher& cipher, SealingSpace& space) : cipher_(cipher), space_(space) {}
-    ~SealedInput() { space_.give(std::move(buffer_)); }
+    EncryptedInput(RecordCipher& cipher, CipherBuffers& buffers) : cipher_(cipher), buffers_(buffers) {}
+    ~EncryptedInput() { buffers_.give(std::move(buffer_)); }
 
-    // True when bytes can be had without the kernel, which does not tell of them.
+    // True if bytes are here, which no epoll reports.
     bool has_bytes() const { return plain_begin_ != plain_end_ || has_record(); }
 
-    // Bytes of a record that is not whole yet.
+    // Bytes of an incomplete record.
     std::size_t begun() const { return has_bytes() ? 0 : end_ - begin_; }
 
-    // As recvmsg(): returns how many bytes there were, 0 at the end of the stream, or -1 and errno.
+    // As recvmsg().
     ssize_t receive(int fd, Pieces to, bool mapped) {
         const std::size_t wanted = to.left();
         bool more = true;
@@ -371,13 +368,13 @@ private:
         return -1;
     }
 
-    // What the kernel said by `got`, which is no bytes, after `moved` bytes.
+    // Result after `moved` bytes if recv() returned `got` <= 0.
     ssize_t ended(ssize_t got, std::size_t moved) {
         const int code = errno;
         if (got == 0 && moved == 0 && begin_ != end_)
             break_lane("the peer closed the connection inside a sealed record");
         give_back();
-        if (moved > 0) return static_cast<ssize_t>(moved);  // the next call says the rest
+        if (moved > 0) return static_cast<ssize_t>(moved);  // the next call reports the rest
         errno = code;
         return got;
     }
@@ -385,18 +382,18 @@ private:
     void give_back() {
         if (begin_ != end_ || plain_begin_ != plain_end_) return;
         begin_ = end_ = plain_begin_ = plain_end_ = 0;
-        space_.give(std::move(buffer_));
+        buffers_.give(std::move(buffer_));
     }
 
-    // Returns how many bytes may be received behind what is there. Only without plaintext in hand.
+    // Returns the room. Requires that no plaintext is left.
     std::size_t make_room() {
-        if (!buffer_) buffer_ = space_.take();
+        if (!buffer_) buffer_ = buffers_.take();
         if (begin_ > 0) {
             std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
             end_ -= std::exchange(begin_, 0);
         }
         plain_begin_ = plain_end_ = 0;
-        return sealed_buffer_bytes - end_;
+        return records_buffer_bytes - end_;
     }
 
     std::size_t record_length() const { return load<std::uint32_t>(buffer_.get() + begin_); }
@@ -406,7 +403,7 @@ private:
         return here >= length_bytes && here >= std::min(record_length(), max_record_bytes) + record_overhead;
     }
 
-    // Hands out what there is. False when the memory could not be written.
+    // False if the memory is not writable.
     bool open_all(Pieces& to, bool mapped) {
         while (to.left() > 0) {
             if (plain_begin_ != plain_end_) {
@@ -420,14 +417,14 @@ private:
         return true;
     }
 
-    // As soon as it is there: it may be of a record that never comes.
+    // Checked early: the rest of the record may never come.
     void check_length() const {
         if (end_ - begin_ < length_bytes) return;
         const std::size_t length = record_length();
         if (length == 0 || length > max_record_bytes) break_lane("a sealed record of ", length, " bytes");
     }
 
-    // Opens the next record: into its place, or in the buffer, where it waits to be handed out.
+    // Decrypts the next record to its destination, or in the buffer for later.
     bool open(Pieces& to, bool mapped) {
         char* const body = buffer_.get() + begin_ + length_bytes;
         const std::size_t bytes = record_length();
@@ -443,10 +440,10 @@ private:
             cipher_.check_tag(body + bytes);
             return true;
         }
-        char* const opened = fits && !mapped ? space_.transit().data() : body;
+        char* const opened = fits && !mapped ? buffers_.transit().data() : body;
         cipher_.update(opened, body, bytes);
         cipher_.check_tag(body + bytes);
-        if (opened != body) return space_.transit().deliver(to, bytes);
+        if (opened != body) return buffers_.transit().deliver(to, bytes);
         plain_begin_ = static_cast<std::size_t>(body - buffer_.get());
         plain_end_ = plain_begin_ + bytes;
         return true;
@@ -457,8 +454,8 @@ private:
         const char* from = buffer_.get() + plain_begin_;
         plain_begin_ += bytes;
         if (!mapped) {
-            std::memcpy(space_.transit().data(), from, bytes);
-            return space_.transit().deliver(to, bytes);
+            std::memcpy(buffers_.transit().data(), from, bytes);
+            return buffers_.transit().deliver(to, bytes);
         }
         to.take(bytes, [&](char* piece, std::size_t count) {
             std::memcpy(piece, from, count);
@@ -468,72 +465,67 @@ private:
     }
 
     RecordCipher& cipher_;
-    SealingSpace& space_;
-    SealingSpace::Buffer buffer_;
-    std::size_t plain_begin_ = 0, plain_end_ = 0;  // plaintext in the buffer, in front of:
-    std::size_t begin_ = 0, end_ = 0;              // what was received and not opened
+    CipherBuffers& buffers_;
+    CipherBuffers::Buffer buffer_;
+    std::size_t plain_begin_ = 0, plain_end_ = 0;  // plaintext in the buffer, before:
+    std::size_t begin_ = 0, end_ = 0;              // received, not decrypted
     bool unreadable_ = false;
 };
 
-// What carries a lane's bytes. `mapped` means that the memory cannot be unmapped meanwhile, see Payload.
+// Byte stream of a lane. `mapped`: as in Payload.
 class Stream {
 public:
-    // Plain without ciphers.
-    Stream(Fd fd, std::unique_ptr<LaneCiphers> ciphers, SealingSpace& space) : fd_(std::move(fd)) {
-        if (ciphers) sealed_ = std::make_unique<Sealed>(std::move(ciphers), space);
+    Stream(Fd fd, std::unique_ptr<LaneCiphers> ciphers, CipherBuffers& buffers) : fd_(std::move(fd)) {
+        if (ciphers) encrypted_ = std::make_unique<Encrypted>(std::move(ciphers), buffers);
     }
 
     int fd() const { return fd_.get(); }
 
-    // As sendmsg(). Sealed bytes that wait here for the kernel count as sent. The first `head` bytes are no part of the
-    // records that follow, so that the peer can open these where they belong.
+    // As sendmsg(). Buffered encrypted bytes count as sent. The first `head` bytes get their own record, so the peer
+    // can decrypt later ones in place.
     ssize_t send(const msghdr& message, int flags, std::size_t head, bool mapped) {
-        if (!sealed_) return ::sendmsg(fd_.get(), &message, flags);
-        return sealed_->output.send(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), head, mapped);
+        if (!encrypted_) return ::sendmsg(fd_.get(), &message, flags);
+        return encrypted_->output.send(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), head, mapped);
     }
 
-    // Hands the kernel what waits here; false while that takes no more. Throws LaneError.
-    bool flush() { return !sealed_ || sealed_->output.flush(fd_.get()); }
+    // Sends buffered bytes; false if some are left. Throws LaneError.
+    bool flush() { return !encrypted_ || encrypted_->output.flush(fd_.get()); }
 
-    // True while something waits here for the kernel.
-    bool has_output() const { return sealed_ && !sealed_->output.empty(); }
+    bool has_output() const { return encrypted_ && !encrypted_->output.empty(); }
 
-    // The kernel has room again.
     void unblock() {
-        if (sealed_) sealed_->output.unblock();
+        if (encrypted_) encrypted_->output.unblock();
     }
 
-    // As recvmsg(), without waiting.
+    // As recvmsg() with MSG_DONTWAIT.
     ssize_t receive(msghdr& message, bool mapped) {
-        if (!sealed_) return ::recvmsg(fd_.get(), &message, MSG_DONTWAIT);
-        return sealed_->input.receive(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), mapped);
+        if (!encrypted_) return ::recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+        return encrypted_->input.receive(fd_.get(), Pieces(message.msg_iov, message.msg_iovlen), mapped);
     }
 
-    // True when bytes are here that no epoll tells of.
-    bool has_input() const { return sealed_ && sealed_->input.has_bytes(); }
+    bool has_input() const { return encrypted_ && encrypted_->input.has_bytes(); }
 
-    // What to ask for at least, so that a record finds place where it belongs.
-    std::uint64_t least_asked() const { return sealed_ ? max_record_bytes : 0; }
+    // Least bytes to ask for, so that a record fits at its destination.
+    std::uint64_t least_asked() const { return encrypted_ ? max_record_bytes : 0; }
 
-    // How many bytes the kernel is sure to get when `bytes` bytes of plaintext are still to come: less than that, where
-    // part of their record is here.
+    // Bytes the kernel will surely get while `bytes` bytes of plaintext are missing; part of their record may be here.
     std::uint64_t to_come(std::uint64_t bytes) const {
-        const std::uint64_t begun = sealed_ ? sealed_->input.begun() : 0;
+        const std::uint64_t begun = encrypted_ ? encrypted_->input.begun() : 0;
         return bytes > begun ? bytes - begun : 1;
     }
 
 private:
-    struct Sealed {
-        Sealed(std::unique_ptr<LaneCiphers> both, SealingSpace& space)
-            : ciphers(std::move(both)), output(ciphers->send, space), input(ciphers->receive, space) {}
+    struct Encrypted {
+        Encrypted(std::unique_ptr<LaneCiphers> both, CipherBuffers& buffers)
+            : ciphers(std::move(both)), output(ciphers->send, buffers), input(ciphers->receive, buffers) {}
 
         std::unique_ptr<LaneCiphers> ciphers;
-        SealedOutput output;
-        SealedInput input;
+        EncryptedOutput output;
+        EncryptedInput input;
     };
 
     Fd fd_;
-    std::unique_ptr<Sealed> sealed_;
+    std::unique_ptr<Encrypted> encrypted_;
 };
 
 }  // namespace datadist

@@ -1,4 +1,4 @@
-// One contiguous copy that bypasses the caches on the way out, where the processor offers that.
+// Contiguous copies by streaming stores, which bypass the caches, if the processor has them.
 #pragma once
 
 #include <unistd.h>
@@ -16,13 +16,12 @@
 
 namespace datadist {
 
-// Copies between ranges that do not overlap (memmove excepted: it takes any).
+// Copies between ranges that do not overlap; move_plain allows any.
 using Mover = void (*)(char* dst, const char* src, std::size_t bytes);
 
 inline void move_plain(char* dst, const char* src, std::size_t bytes) { std::memmove(dst, src, bytes); }
 
-// Fetches what a processor does not find by itself: the first lines of a block, and its page. The rest of the block is
-// foreseen once these are read. Takes any address.
+// Prefetches a block's first lines and its page, which the processor cannot foresee. Takes any address.
 inline void prefetch_head(const char* src, std::size_t bytes) {
     constexpr std::size_t ahead = 256;
     for (std::size_t at = 0; at < bytes && at < ahead; at += 64) __builtin_prefetch(src + at);
@@ -30,12 +29,12 @@ inline void prefetch_head(const char* src, std::size_t bytes) {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// Measured on x86: from here on streaming is the faster way even between cold blocks that begin at any byte; below, the
-// lines that a block fills in part cost more than the caches give back.
+// Measured on x86: from here on streaming is faster, even for cold, unaligned blocks. Below, partly filled lines cost
+// more than it saves.
 constexpr std::size_t stream_min_bytes = 512;
 constexpr std::size_t line_bytes = 64;
 
-// Copies up to the next line of dst, so that what follows fills whole lines; returns the bytes that took.
+// Copies up to dst's next line; returns the bytes copied.
 inline std::size_t align_head(char* dst, const char* src) {
     const std::size_t head = (line_bytes - reinterpret_cast<std::uintptr_t>(dst) % line_bytes) % line_bytes;
     if (head != 0) std::memcpy(dst, src, head);
@@ -92,7 +91,7 @@ inline Mover best_streaming_mover() {
 
 #elif defined(__aarch64__)
 
-// By assembler, because gcc has no intrinsic for it. A hint: the stores are weakly ordered as all others are.
+// Assembler: gcc has no intrinsic. A hint: these stores are as weakly ordered as others.
 inline void stream_pair(char* dst, uint8x16_t low, uint8x16_t high) {
     asm volatile("stnp %q0, %q1, [%2]" : : "w"(low), "w"(high), "r"(dst) : "memory");
 }
@@ -119,9 +118,9 @@ inline Mover best_streaming_mover() { return move_plain; }
 
 #endif
 
-// Streaming stores pay once source and destination would not both stay in the caches. The cap is measured: on a Xeon
-// with 2 MiB of its own per core and 260 MiB that it shares, streaming won from there on even when all had just been
-// copied, and at every size when nothing had. Below it the next reader of the destination finds it in a cache.
+// Streaming pays if source and destination exceed the caches together. The cap is measured on a Xeon with 2 MiB of
+// cache per core and 260 MiB shared. From there on streaming won even on just-copied bytes, and on cold ones always.
+// Below it the next reader finds the destination in a cache.
 inline bool exceeds_caches(std::uint64_t bytes) {
     static const std::uint64_t limit = [] {
         constexpr std::uint64_t cap = 2u << 20;

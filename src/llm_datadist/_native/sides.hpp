@@ -1,4 +1,4 @@
-// The two ends of a copy, and the check that a plan stays inside both.
+// Both sides of a copy, and the check that a plan stays inside them.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace datadist {
 
-// The tensors of one end: addresses in this process, or in the one that the mover of the bytes knows.
-struct End {
+// Tensors of one side, with addresses in this or in another process.
+struct CopySide {
     const std::uint64_t* bases;
     std::size_t tensors;
     std::int64_t extent;  // bytes of each tensor
@@ -22,26 +22,25 @@ struct End {
     }
 };
 
-// `pairs` tensors times runs.
 struct Copy {
-    End dst;
-    End src;
+    CopySide dst;
+    CopySide src;
     std::size_t pairs;
     const Run* runs;
     std::size_t run_count;
     bool ordered;
 };
 
-inline void check_tensors(const End& end, std::int64_t pairs) {
-    const auto tensors = static_cast<std::int64_t>(end.tensors);
-    if (end.first < 0 || pairs < 0 || end.first > tensors || pairs > tensors - end.first)
-        refuse("plan.", end.name, "_first is ", end.first, " and plan.count ", pairs, ": the ", end.name, " end has ",
-               tensors, " tensors");
-    if (end.extent < 0) refuse(end.name, ".extent is ", end.extent, ": must not be negative");
-    for (std::int64_t i = end.first; i < end.first + pairs; ++i) {
-        const std::uint64_t base = end.bases[i];
-        if (base == 0 || base > UINT64_MAX - static_cast<std::uint64_t>(end.extent))
-            refuse(end.name, ".bases[", i, "] is ", base, ": no address of ", end.extent, " bytes");
+inline void check_tensors(const CopySide& side, std::int64_t pairs) {
+    const auto tensors = static_cast<std::int64_t>(side.tensors);
+    if (side.first < 0 || pairs < 0 || side.first > tensors || pairs > tensors - side.first)
+        refuse("plan.", side.name, "_first is ", side.first, " and plan.count ", pairs, ": the ", side.name,
+               " side has ", tensors, " tensors");
+    if (side.extent < 0) refuse(side.name, ".extent is ", side.extent, ": must not be negative");
+    for (std::int64_t i = side.first; i < side.first + pairs; ++i) {
+        const std::uint64_t base = side.bases[i];
+        if (base == 0 || base > UINT64_MAX - static_cast<std::uint64_t>(side.extent))
+            refuse(side.name, ".bases[", i, "] is ", base, ": no address of ", side.extent, " bytes");
     }
 }
 
@@ -56,7 +55,7 @@ inline bool run_ends_outside(std::uint64_t offset, std::uint64_t bytes, std::uin
            ": ends outside the tensor of ", dst ? copy.dst.extent : copy.src.extent, " bytes");
 }
 
-// Checks every run against both extents; returns the bytes of one tensor.
+// Checks each run against both extents; returns the bytes of one tensor.
 inline std::uint64_t check_runs(const Copy& copy) {
     const auto dst_extent = static_cast<std::uint64_t>(copy.dst.extent);
     const auto src_extent = static_cast<std::uint64_t>(copy.src.extent);
@@ -70,7 +69,7 @@ inline std::uint64_t check_runs(const Copy& copy) {
     return total;
 }
 
-// Throws RuleError unless every byte the plan addresses exists at both ends; returns the bytes of one tensor.
+// Returns the bytes of one tensor. Throws RuleError unless both sides contain all bytes of the plan.
 inline std::uint64_t check(const Copy& copy, std::int64_t pairs, std::int64_t nbytes) {
     check_tensors(copy.dst, pairs);
     check_tensors(copy.src, pairs);

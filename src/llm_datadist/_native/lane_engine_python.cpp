@@ -1,4 +1,4 @@
-// The Python face of the lanes, compiled beside _native.cpp: the two are as large.
+// Python bindings of the lane engine, as large as _native.cpp and compiled beside it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "gil.hpp"
-#include "lanes.hpp"
+#include "lane_engine.hpp"
 #include "plan_python.hpp"
 #include "stop_python.hpp"
 
@@ -26,7 +26,7 @@ namespace nb = nanobind;
 
 using GuardList = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
 
-constexpr std::int64_t look_every_ns = 50'000'000;  // how long Ctrl-C, or a cancellation, waits for a transfer at most
+constexpr std::int64_t look_every_ns = 50'000'000;  // longest delay of Ctrl-C or a cancellation
 
 inline Spans spans_of(const MovePlan& plan, const TensorList& tensors, bool dst) {
     const Copy copy = plan.copy(tensors, tensors);
@@ -34,7 +34,7 @@ inline Spans spans_of(const MovePlan& plan, const TensorList& tensors, bool dst)
                  dst ? &Run::dst : &Run::src, plan.nbytes());
 }
 
-// The meta of a READ or a WRITE for the target's side of a plan: its destination when writing, else its source.
+// Meta of a READ or WRITE, for the target's side: the destination when writing, else the source.
 inline std::string request_meta(const nb::bytes& handle, std::uint64_t extent, const MovePlan& plan, bool write) {
     if (handle.size() > UINT16_MAX) refuse("handle has ", handle.size(), " bytes, at most ", UINT16_MAX);
     const auto first = write ? plan.pairing().dst_first : plan.pairing().src_first;
@@ -47,7 +47,6 @@ inline nb::bytes py_encode_request(const nb::bytes& handle, std::uint64_t extent
     return nb::bytes(out.data(), out.size());
 }
 
-// Handle, bytes of a tensor, plan.
 inline nb::tuple py_decode_request(const nb::bytes& meta) {
     const LaneRequest request = LaneRequest::parse({meta.c_str(), meta.size()});
     return nb::make_tuple(nb::bytes(request.handle.data(), request.handle.size()), request.extent,
@@ -56,7 +55,7 @@ inline nb::tuple py_decode_request(const nb::bytes& meta) {
 
 inline Kind kind_of(bool write) { return write ? Kind::write : Kind::read; }
 
-// Nothing of the keys gets into the text of an error.
+// Its errors contain no key bytes.
 inline std::optional<LaneKeys> keys_of(nb::handle keys) {
     if (keys.is_none()) return std::nullopt;
     if (!nb::isinstance<nb::tuple>(keys) || nb::len(keys) != 2)
@@ -71,16 +70,16 @@ inline std::optional<LaneKeys> keys_of(nb::handle keys) {
             refuse("keys: ", names[i], " has ", bytes.size(), " bytes, must have ", key_bytes);
         std::copy_n(bytes.c_str(), key_bytes, (i == 0 ? out->send : out->receive).data());
     }
-    // Records of both directions with the same number would have the same key and nonce.
+    // Equal keys would give records of both directions the same key and nonce.
     if (out->send == out->receive) refuse("keys: send_key and receive_key are the same");
     return out;
 }
 
-inline void py_attach_lane(LaneEngine& engine, std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants,
+inline void py_attach_lane(LaneEngine& engine, std::uint64_t lane, int raw, std::shared_ptr<ReplyCache> replies,
                            nb::handle keys) {
     Fd fd(raw);
     const std::optional<LaneKeys> both = keys_of(keys);
-    engine.attach_lane(lane, fd.release(), std::move(grants), both ? &*both : nullptr);
+    engine.attach_lane(lane, fd.release(), std::move(replies), both ? &*both : nullptr);
 }
 
 inline std::uint64_t py_add_lane(LaneEngine& engine, int raw, nb::handle keys) {
@@ -101,16 +100,16 @@ inline Guards guards_of(const GuardList& list) {
     return guards;
 }
 
-inline void py_grant(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
+inline void py_reply(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
                      const TensorList& tensors, const GuardList& guards, std::int64_t tag, bool mapped) {
-    Grant grant{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), guards_of(guards), tag};
-    write ? engine.accept(lane, std::move(grant)) : engine.serve(lane, std::move(grant));
+    Reply reply{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), guards_of(guards), tag};
+    write ? engine.accept(lane, std::move(reply)) : engine.serve(lane, std::move(reply));
 }
 
-inline void py_keep(StandingGrants& grants, const nb::bytes& handle, bool write, const TensorList& tensors,
+inline void py_keep(ReplyCache& replies, const nb::bytes& handle, bool write, const TensorList& tensors,
                     const GuardList& guards, std::int64_t tag, bool mapped) {
-    const End all = tensors.end(0, "granted");
-    grants.keep(write, std::string(handle.c_str(), handle.size()),
+    const CopySide all = tensors.side(0, "granted");
+    replies.keep(write, std::string(handle.c_str(), handle.size()),
                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
 }
 
@@ -132,7 +131,6 @@ inline Outcome give_up_without_gil(LaneEngine& engine, std::uint64_t id) {
     return engine.give_up(id);
 }
 
-// A signal's exception ends the job before it is raised.
 inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t deadline_ns,
                          const std::optional<Flag>& cancelled) {
     const Stop stop = stop_of(deadline_ns, cancelled);
@@ -148,7 +146,7 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
     }
 }
 
-// Starts a job whose target answers a LaneRequest, and waits for its end: nothing of it is left when this returns.
+// A signal handler's exception, too, ends the job first.
 inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
                          std::uint64_t extent, const MovePlan& plan, const TensorList& tensors, bool mapped,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
@@ -188,10 +186,10 @@ void bind_lanes(nb::module_& m) {
     m.def("decode_request", &py_decode_request, "meta"_a);
     m.attr("MAX_REQUEST_RUNS") = LaneRequest::max_runs;
 
-    nb::class_<StandingGrants>(m, "StandingGrants", nb::is_final())
+    nb::class_<ReplyCache>(m, "ReplyCache", nb::is_final())
         .def(nb::init<>())
         .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
-        .def("__len__", &StandingGrants::size);
+        .def("__len__", &ReplyCache::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())
         .def(nb::init<int, int>(), "threads"_a, "drain_ms"_a = LaneEngine::default_drain_ms)
@@ -200,7 +198,7 @@ void bind_lanes(nb::module_& m) {
         .def("close", &LaneEngine::close, Released())
         .def("add_lane", &py_add_lane, "fd"_a, "keys"_a.none() = nb::none())
         .def("reserve_lane", &LaneEngine::reserve_lane)
-        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "grants"_a = nb::none(), "keys"_a.none() = nb::none())
+        .def("attach_lane", &py_attach_lane, "lane"_a, "fd"_a, "replies"_a = nb::none(), "keys"_a.none() = nb::none())
         .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a)
         .def("event_fd", &LaneEngine::event_fd)
         .def("poll_events", &py_poll_events)
@@ -211,7 +209,7 @@ void bind_lanes(nb::module_& m) {
         .def("give_up",
              [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
              "job"_a)
-        .def("grant", &py_grant, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
+        .def("reply", &py_reply, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
         .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a);
 }

@@ -1,7 +1,7 @@
-// The engine of the data lanes: a few threads that move the bytes of many jobs over many stream sockets.
+// Engine of the data lanes: a few threads that move the bytes of many jobs over many stream sockets.
 //
-// Any thread may call it. A lane belongs to one worker: calls become commands of that worker, ends come back by ticket
-// (our jobs) or by event (the peer's).
+// Threads: any. Each lane has one lane thread; calls become its commands. Our jobs end by ticket, requests come as
+// events.
 #pragma once
 
 #include <fcntl.h>
@@ -19,8 +19,8 @@
 
 #include "busy_wait.hpp"
 #include "error.hpp"
+#include "lane_thread.hpp"
 #include "pool.hpp"
-#include "worker.hpp"
 
 namespace datadist {
 
@@ -30,16 +30,16 @@ public:
 
     static constexpr int default_drain_ms = 10'000;
 
-    // `drain_ms`: how long the payload of an abandoned job may take before its lane is dropped.
+    // `drain_ms`: time limit for discarding a payload, before its lane is dropped.
     explicit LaneEngine(int threads, int drain_ms = default_drain_ms) : threads_(threads) {
         if (threads < 1 || threads > max_threads)
             refuse("threads is ", threads, ": a LaneEngine has 1 to ", max_threads, " threads");
         if (drain_ms < 0) refuse("drain_ms is ", drain_ms, ": must not be negative");
         const std::int64_t max_drain_ns = std::int64_t{1'000'000} * drain_ms;
         for (int n = 0; n < threads; ++n)
-            body_->workers.push_back(std::make_unique<Worker>(body_->events, body_->fds, max_drain_ns));
+            body_->threads.push_back(std::make_unique<LaneThread>(body_->events, body_->fds, max_drain_ns));
         try {
-            for (int n = 0; n < threads; ++n) body_->workers[static_cast<std::size_t>(n)]->start(text("lldd-data-", n));
+            for (int n = 0; n < threads; ++n) body_->threads[static_cast<std::size_t>(n)]->start(text("lldd-data-", n));
         } catch (...) {
             close();
             throw;
@@ -48,7 +48,7 @@ public:
 
     ~LaneEngine() {
         close();
-        if (forked()) new std::shared_ptr<Body>(std::move(body_));  // its locks and threads are of another process
+        if (forked()) new std::shared_ptr<Body>(std::move(body_));  // its locks and threads are the parent's
     }
 
     LaneEngine(const LaneEngine&) = delete;
@@ -57,8 +57,8 @@ public:
     int threads() const { return threads_; }
     bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-    // Loses every lane, joins the threads and closes every descriptor, once calls in progress have ended. In a forked
-    // child only the child's descriptors go.
+    // Loses every lane and joins the threads; descriptors close once running calls have ended. A forked child closes
+    // only its own descriptors.
     void close() {
         const bool first = !closed_.exchange(true);
         if (forked()) {
@@ -67,14 +67,13 @@ public:
         }
         const std::lock_guard<std::mutex> closing(close_mutex_);
         if (const std::shared_ptr<Body> body = this->body())
-            for (auto& worker : body->workers) worker->stop();
+            for (auto& thread : body->threads) thread->stop();
         const std::lock_guard<std::mutex> lock(mutex_);
         body_.reset();
     }
 
-    // Lanes.
 
-    // The number of a lane to come: the reader of events can know it before the first one.
+    // Number of a later lane, for the reader of its first event.
     std::uint64_t reserve_lane() { return next_lane_.fetch_add(1, std::memory_order_relaxed); }
 
     std::uint64_t add_lane(int raw, const LaneKeys* keys = nullptr) {
@@ -83,8 +82,8 @@ public:
         return lane;
     }
 
-    // Takes the socket over, also when it throws. A closed engine closes it. With keys the lane is sealed.
-    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<StandingGrants> grants = nullptr,
+    // Takes over the socket, also if it throws or the engine is closed. Keys encrypt the lane.
+    void attach_lane(std::uint64_t lane, int raw, std::shared_ptr<ReplyCache> replies = nullptr,
                      const LaneKeys* keys = nullptr) {
         Fd fd(raw);
         const auto body = usable_body();
@@ -94,19 +93,19 @@ public:
         if (!body) return;
         auto ciphers = keys != nullptr ? std::make_unique<LaneCiphers>(*keys) : nullptr;
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
-        // A command is copied when it is stored, and a descriptor cannot be.
+        // std::function copies its command; a descriptor cannot be copied.
         auto shared = std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
-        const bool posted = body->worker_of(lane).post([lane, shared, grants](Worker& worker) {
-            worker.add(lane, std::move(shared->first), std::move(shared->second), grants);
+        const bool posted = body->thread_of(lane).post([lane, shared, replies](LaneThread& thread) {
+            thread.add(lane, std::move(shared->first), std::move(shared->second), replies);
         });
         if (!posted) body->fds.remove(raw);
     }
 
-    // Closes the lane; everything on it fails. When this returns no memory is touched for it. Unknown ones are ignored.
+    // Fails everything on the lane; then no memory is touched for it. Ignores unknown lanes.
     void drop_lane(std::uint64_t lane) {
         if (const auto body = usable_body())
-            body->worker_of(lane).post_and_wait(
-                [lane](Worker& worker) { worker.drop(lane, "dropped at this end", false); });
+            body->thread_of(lane).post_and_wait(
+                [lane](LaneThread& thread) { thread.drop(lane, "dropped at this end", false); });
     }
 
     int event_fd() const {
@@ -120,7 +119,7 @@ public:
         return body ? body->events.take() : std::vector<Event>{};
     }
 
-    // Our jobs. Each is started once and then waited for or given up once.
+    // Our jobs. Each needs one wait() that returns its end, or one give_up().
 
     std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans, bool mapped) {
         const auto body = usable_body();
@@ -131,15 +130,15 @@ public:
         remember(id, {lane, ticket, spans.total() <= spin_max_bytes});
         auto job = std::make_shared<Job>(
             Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans), mapped), ticket});
-        const bool posted = body && body->worker_of(lane).post([lane, job](Worker& worker) {
-            const bool found = worker.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
+        const bool posted = body && body->thread_of(lane).post([lane, job](LaneThread& thread) {
+            const bool found = thread.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
             if (!found) fail_unknown(*job->ticket, lane);
         });
         if (!posted) fail_unknown(*ticket, lane);
         return id;
     }
 
-    // Returns how the job ended, or nothing when it has not by then. Once it has, the id is forgotten.
+    // Returns and forgets the job's end; nothing if it has not ended by then.
     std::optional<Outcome> wait(std::uint64_t id, std::int64_t until_ns) {
         check_usable();
         const Started started = find(id);
@@ -150,61 +149,60 @@ public:
         return outcome;
     }
 
-    // Ends the job if it has not ended yet; returns how it did. Its memory is not touched any more.
+    // Ends the job unless it has ended, and returns its end. Its memory is no longer touched.
     Outcome give_up(std::uint64_t id) {
         const auto body = usable_body();
         const Started started = find(id);
         if (body)
-            body->worker_of(started.lane).post_and_wait([lane = started.lane, id](Worker& worker) {
-                worker.with(lane, [&](Lane& found) { found.give_up(id); });
+            body->thread_of(started.lane).post_and_wait([lane = started.lane, id](LaneThread& thread) {
+                thread.with(lane, [&](Lane& found) { found.give_up(id); });
             });
         const std::optional<Outcome> outcome = started.ticket->wait_until(0);
         forget(id);
-        return outcome.value_or(Outcome{});  // without a lane or a worker the ticket was finished before
+        return outcome.value_or(Outcome{});  // without a lane or a thread its ticket is finished
     }
 
-    // The peer's requests, as the events tell of them. Answers to what is gone are dropped.
+    // Answers to the peer, dropped if the lane or the request is gone.
 
-    void serve(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::serve); }
-    void accept(std::uint64_t lane, Grant grant) { give(lane, std::move(grant), &Lane::accept); }
+    void serve(std::uint64_t lane, Reply reply) { give(lane, std::move(reply), &Lane::serve); }
+    void accept(std::uint64_t lane, Reply reply) { give(lane, std::move(reply), &Lane::accept); }
 
     void refuse_request(std::uint64_t lane, std::uint64_t id, std::uint32_t code, std::string why) {
         const auto body = usable_body();
         if (code == good) refuse("code is 0: that says success");
         if (!body) return;
-        body->worker_of(lane).post([lane, id, code, why = std::move(why)](Worker& worker) {
-            worker.with(lane, [&](Lane& found) { found.refuse(id, code, why); });
+        body->thread_of(lane).post([lane, id, code, why = std::move(why)](LaneThread& thread) {
+            thread.with(lane, [&](Lane& found) { found.refuse(id, code, why); });
         });
     }
 
-    // Ends all use of the memory that was granted under the tag; when this returns none is touched any more. What is
-    // granted under it from now on must be stopped by its guards.
+    // Ends all use of the tag's memory before it returns. Guards must stop later replies.
     void quiesce(std::int64_t tag) {
         const auto body = usable_body();
         if (!body) return;
-        for (auto& worker : body->workers)
-            worker->post_and_wait([tag](Worker& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
+        for (auto& thread : body->threads)
+            thread->post_and_wait([tag](LaneThread& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
     }
 
 private:
     struct Started {
         std::uint64_t lane;
         std::shared_ptr<Ticket> ticket;
-        bool spins;  // its first wait is a busy one
+        bool spins;  // its first wait polls
     };
 
-    // All that has a thread or a descriptor. Calls in progress keep it; a forked child leaves it alone.
+    // Everything with a thread or a descriptor. Running calls keep it alive; a forked child never destroys it.
     struct Body {
         EventQueue events;
         FdTable fds;
-        std::vector<std::unique_ptr<Worker>> workers;
+        std::vector<std::unique_ptr<LaneThread>> threads;
 
-        Worker& worker_of(std::uint64_t lane) { return *workers[static_cast<std::size_t>(lane % workers.size())]; }
+        LaneThread& thread_of(std::uint64_t lane) { return *threads[static_cast<std::size_t>(lane % threads.size())]; }
     };
 
     bool forked() const { return epoch_ != fork_epoch.load(std::memory_order_relaxed); }
 
-    // Before any lock: in a child it may be held for ever by a thread that only the parent has.
+    // Before any lock: in a child, a thread of the parent may hold it.
     void check_usable() const {
         if (forked()) refuse("the LaneEngine belongs to the process that made it, not to its forked child");
     }
@@ -214,21 +212,20 @@ private:
         return body_;
     }
 
-    // Null once the engine is closed.
     std::shared_ptr<Body> usable_body() const {
         check_usable();
         return body();
     }
 
-    // The epolls first: while they live, the child's copies of the lanes would be watched in its parent.
+    // A lane open here stays registered in the parent's epoll, even after the parent closes it.
     void close_in_child() {
-        for (auto& worker : body_->workers) worker->close_in_child();
+        for (auto& thread : body_->threads) thread->close_in_child();
         body_->fds.close_in_child();
         ::close(body_->events.fd());
     }
 
-    // Serves the lane on this thread for a moment: the answer to a small job then wakes no thread, and is not waited
-    // for by two of them one after the other. Where that did not succeed, the next jobs do without it.
+    // Serves the lane here for at most 250 us: a small job's answer then wakes no thread. After failures later jobs
+    // wait instead.
     std::optional<Outcome> spin(std::uint64_t id, const Started& started, std::int64_t until_ns) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
@@ -238,7 +235,7 @@ private:
         const auto body = usable_body();
         if (!body) return std::nullopt;
         std::optional<Outcome> outcome;
-        body->worker_of(started.lane)
+        body->thread_of(started.lane)
             .receive_here(started.lane, std::min(until_ns, monotonic_ns() + BusyWait::most_ns),
                           [&] { return (outcome = started.ticket->wait_until(0)).has_value(); });
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -250,12 +247,12 @@ private:
         ticket.finish({Ending::lost, 0, 0, text("lane ", lane, " is not there any more")});
     }
 
-    void give(std::uint64_t lane, Grant grant, void (Lane::*verb)(Grant)) {
+    void give(std::uint64_t lane, Reply reply, void (Lane::*verb)(Reply)) {
         const auto body = usable_body();
         if (!body) return;
-        auto shared = std::make_shared<Grant>(std::move(grant));
-        body->worker_of(lane).post([lane, shared, verb](Worker& worker) {
-            worker.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
+        auto shared = std::make_shared<Reply>(std::move(reply));
+        body->thread_of(lane).post([lane, shared, verb](LaneThread& thread) {
+            thread.with(lane, [&](Lane& found) { (found.*verb)(std::move(*shared)); });
         });
     }
 
@@ -276,7 +273,7 @@ private:
         tickets_.erase(id);
     }
 
-    // Measured: of what an idle peer sends in the time of a busy wait, a wake-up is a small part.
+    // Measured: above this, a wake-up is a small part of the transfer.
     static constexpr std::uint64_t spin_max_bytes = 256u << 10;
 
     int threads_;
@@ -284,8 +281,8 @@ private:
     std::atomic<bool> closed_{false};
     std::atomic<std::uint64_t> next_lane_{1};
     std::atomic<std::uint64_t> next_job_{1};
-    std::mutex close_mutex_;     // held by close() alone, while it joins
-    mutable std::mutex mutex_;   // protects all below
+    std::mutex close_mutex_;     // held by close() only
+    mutable std::mutex mutex_;   // protects the rest
     BusyWait busy_wait_;
     std::shared_ptr<Body> body_ = std::make_shared<Body>();
     std::map<std::uint64_t, Started> tickets_;

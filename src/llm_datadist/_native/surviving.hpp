@@ -1,4 +1,4 @@
-// What is left to compare after an ordered plan: later runs may have written over what earlier ones wrote or read.
+// Comparable rest of an ordered plan: later runs may overwrite bytes that earlier ones wrote or read.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 
 namespace datadist {
 
-// A set of bytes, kept as ranges that do not touch each other.
+// Set of bytes, as ranges that do not touch.
 class ByteSet {
 public:
-    // Calls tell(begin, end) for every range inside [begin, end) that is not in the set.
+    // Calls tell(begin, end) for each range of [begin, end) outside the set.
     template <typename Tell>
     void gaps(std::uint64_t begin, std::uint64_t end, Tell tell) const {
         for (auto at = first_behind(begin); begin < end && at != ranges_.end() && at->first < end; ++at) {
@@ -39,7 +39,7 @@ public:
 private:
     using Ranges = std::map<std::uint64_t, std::uint64_t>;  // begin -> end
 
-    // The first range that ends at `begin` or behind it.
+    // First range that ends at `begin` or later.
     Ranges::const_iterator first_behind(std::uint64_t begin) const {
         auto at = ranges_.upper_bound(begin);
         if (at != ranges_.begin() && std::prev(at)->second >= begin) --at;
@@ -49,9 +49,9 @@ private:
     Ranges ranges_;
 };
 
-// The parts of runs done in order whose destination still holds what their run wrote and, under alias (both ends are
-// the same tensors), whose source is still what their run read. Every run ends inside its tensor.
-inline std::vector<Run> standing_runs(const Run* runs, std::size_t count, bool alias) {
+// Returns the parts of ordered runs whose destination is unchanged since. With `alias` (same tensors on both sides)
+// their source must be, too. All runs must lie in their tensors.
+inline std::vector<Run> surviving_runs(const Run* runs, std::size_t count, bool alias) {
     std::vector<Run> out;
     ByteSet written;  // by later runs
     for (std::size_t i = count; i-- > 0;) {

@@ -1,8 +1,8 @@
-// Standing grants: threads of the lanes use memory that Python granted once. The owner advances the guard, quiesces the
-// lanes, frees. Python may keep a grant at any moment, also behind the withdrawal of its memory.
+// Cached replies: lane threads use memory for which Python replied once. The owner advances the guard, quiesces the lanes,
+// frees. Python may keep a reply at any time, also after the withdrawal of its memory.
 //
-// The bytes are plain variables: after the quiesce no thread of the lanes touches them. Relacy reports a data race. Two
-// threads run lanes in turns: the worker, and the control thread, which runs a command while the worker sleeps.
+// The bytes are plain variables, for which Relacy reports a data race: after the quiesce no lane thread touches them. Two
+// threads run lanes in turns: the lane thread, and the control thread, which runs a command while the lane thread sleeps.
 
 #include "model.hpp"
 
@@ -14,18 +14,18 @@ const char* const steps[] = {
     "comparing and registering in one turn",
 };
 
-struct StandingGrants : rl::test_suite<StandingGrants, 3> {
+struct ReplyCache : rl::test_suite<ReplyCache, 3> {
     enum Job { none, queued, begun, ended };
 
     static constexpr int jobs = 2, promised = 1;  // of each of the two threads one job
 
-    rl::mutex turn, grants;
+    rl::mutex turn, replies;
     rl::atomic<int> generation;
-    rl::var<int> granted, job[jobs], bytes;
+    rl::var<int> cached, job[jobs], bytes;
 
     void before() {
         generation.store(promised, rl::memory_order_relaxed);
-        granted($) = 0;
+        cached($) = 0;
         for (auto& each : job) each($) = none;
         bytes($) = 1;
     }
@@ -37,19 +37,19 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
     }
 
     void keep() {
-        // keep (standing_grants.hpp): `const std::lock_guard<std::mutex> lock(mutex_);`
-        grants.lock($);
-        // keep (standing_grants.hpp): `grants_.insert_or_assign({write, std::move(handle)},`
-        granted($) = 1;
-        grants.unlock($);
+        // keep (reply_cache.hpp): `const std::lock_guard<std::mutex> lock(mutex_);`
+        replies.lock($);
+        // keep (reply_cache.hpp): `replies_.insert_or_assign({write, std::move(handle)},`
+        cached($) = 1;
+        replies.unlock($);
     }
 
     bool find() {
-        // find (standing_grants.hpp): `const std::lock_guard<std::mutex> lock(mutex_);`
-        grants.lock($);
-        // find (standing_grants.hpp): `if (found->second->guards.current()) return found->second;`
-        const bool found = granted($) != 0 && (!kept(3) || current());
-        grants.unlock($);
+        // find (reply_cache.hpp): `const std::lock_guard<std::mutex> lock(mutex_);`
+        replies.lock($);
+        // find (reply_cache.hpp): `if (found->second->guards.current()) return found->second;`
+        const bool found = cached($) != 0 && (!kept(3) || current());
+        replies.unlock($);
         return found;
     }
 
@@ -72,21 +72,21 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
     }
 
     void take_turn(rl::var<int>& mine, bool asked) {
-        // run (worker.hpp): `turn.lock();`
+        // run (lane_thread.hpp): `turn.lock();`
         turn.lock($);
-        // with (worker.hpp): `work(lane);`
+        // with (lane_thread.hpp): `work(lane);`
         // serve (lane.hpp): `sender_.push(std::move(frame));`
         if (asked) mine($) = queued;
-        // with (worker.hpp): `lane.send(budget_);`
+        // with (lane_thread.hpp): `lane.send(budget_);`
         pump(mine);
         turn.unlock($);
     }
 
-    void worker() {
-        // on_meta (lane.hpp): `if (auto grant = standing_grant(write, meta))`
+    void lane_thread() {
+        // on_meta (lane.hpp): `if (auto reply = cached_reply(write, meta))`
         turn.lock($);
         const bool found = find();
-        // on_meta (lane.hpp): `return write ? accept(std::move(*grant)) : serve(std::move(*grant));`
+        // on_meta (lane.hpp): `return write ? accept(std::move(*reply)) : serve(std::move(*reply));`
         if (kept(5) && found) job[0]($) = queued;
         if (kept(5)) pump(job[0]);
         turn.unlock($);
@@ -98,18 +98,18 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
         // _answer (_transport/lanes.py): `group.grants.keep(`
         keep();
         // _answer (_transport/lanes.py): `give(event.lane, event.id, plan, tensors, guards, tag)`
-        // run_here (worker.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
+        // run_here (lane_thread.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
         if (kept(5)) take_turn(job[1], true);
         take_turn(job[1], false);
     }
 
     void quiesce() {
-        // quiesce (lanes.hpp): `on.with_all([tag](Lane& lane) { lane.quiesce(tag); });`
+        // quiesce (lane_engine.hpp): `on.with_all([tag](Lane& lane) { lane.quiesce(tag); });`
         turn.lock($);
-        // quiesce (lane.hpp): `if (grants_) grants_->drop(tag);`
-        grants.lock($);
-        granted($) = 0;
-        grants.unlock($);
+        // quiesce (lane.hpp): `if (replies_) replies_->drop(tag);`
+        replies.lock($);
+        cached($) = 0;
+        replies.unlock($);
         // quiesce (lane.hpp): `sender_.quiesce(tag);`
         for (auto& each : job)
             if (each($) == queued || (each($) == begun && kept(4))) each($) = ended;
@@ -132,7 +132,7 @@ struct StandingGrants : rl::test_suite<StandingGrants, 3> {
         if (!kept(2)) advance();
     }
 
-    void thread(unsigned number) { number == 0 ? owner() : number == 1 ? worker() : control(); }
+    void thread(unsigned number) { number == 0 ? owner() : number == 1 ? lane_thread() : control(); }
 };
 
-int main() { return check_model<StandingGrants>("standing_grants", steps, 5); }
+int main() { return check_model<ReplyCache>("reply_cache", steps, 5); }

@@ -1,7 +1,6 @@
-// One thread of the engine: an epoll loop over its lanes, and an inbox of commands that run between two slices.
+// One thread of the lane engine: an epoll loop over lanes, and an inbox of commands.
 //
-// While that thread sleeps, the thread that posts a command runs it instead of waking it. Only the thread that holds the
-// turn touches lanes.
+// While it sleeps, callers run their commands themselves. Only the holder of the turn touches lanes.
 #pragma once
 
 #include <sys/epoll.h>
@@ -22,10 +21,10 @@
 
 namespace datadist {
 
-// The descriptors of all lanes of an engine. A forked child closes its copies from here without any lock.
+// Descriptors of an engine's lanes; a forked child closes its copies without a lock.
 class FdTable {
 public:
-    // What each of 1024 links may have (MAX_LANES in _transport/lanes.py); as a rule a link has half of it.
+    // 1024 links of 10 lanes each (MAX_LANES in _transport/lanes.py).
     static constexpr std::size_t capacity = 10240;
 
     bool add(int fd) {
@@ -36,7 +35,7 @@ public:
         return false;
     }
 
-    // Before the descriptor is closed, so that a child never closes a number that means something else by then.
+    // Before closing, so that a child never closes a reused number.
     void remove(int fd) {
         for (auto& slot : slots_) {
             int held = fd;
@@ -59,18 +58,18 @@ private:
     std::atomic<int> slots_[capacity];
 };
 
-class Worker {
+class LaneThread {
 public:
-    using Command = std::function<void(Worker&)>;
+    using Command = std::function<void(LaneThread&)>;
 
-    Worker(EventQueue& events, FdTable& fds, std::int64_t max_drain_ns)
+    LaneThread(EventQueue& events, FdTable& fds, std::int64_t max_drain_ns)
         : events_(events), fds_(fds), max_drain_ns_(max_drain_ns), scrap_(scrap_bytes) {
         watch(EPOLL_CTL_ADD, bell_.fd(), bell_token, EPOLLIN);
     }
 
     void start(const std::string& name) { thread_ = quiet_thread(name, [this] { run(); }); }
 
-    // Ends the thread: every lane is lost, every command that was taken is run. Once, by one thread.
+    // Loses every lane, runs every posted command, ends the thread. Called once.
     void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -80,7 +79,7 @@ public:
         if (thread_.joinable()) thread_.join();
     }
 
-    // Runs the command now, or soon on the worker's thread; returns false once that thread is stopping.
+    // Runs the command now, or soon on the lane thread; returns false once that is stopping.
     bool post(Command command) {
         if (run_here(command)) return true;
         bool first;
@@ -95,18 +94,18 @@ public:
         return true;
     }
 
-    // The same, and returns when it has run.
+    // As post(), but waits until the command has run.
     void post_and_wait(Command command) {
         auto latch = std::make_shared<Latch>();
-        if (post([command = std::move(command), latch](Worker& worker) {
-                command(worker);
+        if (post([command = std::move(command), latch](LaneThread& thread) {
+                command(thread);
                 latch->open();
             }))
             latch->wait();
     }
 
-    // Receives on this thread what comes for a lane, until `done` or `until_ns`, and keeps the worker asleep meanwhile.
-    // Returns at once if the worker does not sleep now. For a caller that waits for an answer by itself.
+    // Receives for a waiting caller, until `done` or `until_ns`; the lane thread sleeps. Returns at once if that is
+    // awake.
     template <typename Done>
     void receive_here(std::uint64_t number, std::int64_t until_ns, Done&& done) {
         if (!set_received_here(number, true)) return;
@@ -122,28 +121,27 @@ public:
         set_received_here(number, false);
     }
 
-    // The epoll first: while it lives, the child's copies of the lanes would be watched in its parent.
     void close_in_child() {
         ::close(epoll_.get());
         ::close(bell_.fd());
-        sealing_.close_in_child();
+        buffers_.close_in_child();
     }
 
     // For commands, which have the turn.
 
-    // Sealed with ciphers.
+    // Encrypted if `ciphers` is set.
     void add(std::uint64_t number, Fd fd, std::unique_ptr<LaneCiphers> ciphers,
-             std::shared_ptr<StandingGrants> grants) {
+             std::shared_ptr<ReplyCache> replies) {
         const int raw = fd.get();
-        Stream stream(std::move(fd), std::move(ciphers), sealing_);
+        Stream stream(std::move(fd), std::move(ciphers), buffers_);
         auto lane =
-            std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(grants));
+            std::make_unique<Lane>(number, std::move(stream), events_, scrap(), max_drain_ns_, std::move(replies));
         lanes_.emplace(number, Entry{std::move(lane), EPOLLIN});
         if (watch(EPOLL_CTL_ADD, raw, number, EPOLLIN)) return;
         drop(number, "the kernel does not watch its descriptor", true);
     }
 
-    // Works on a lane, then sends what came of that; returns false when there is no such lane.
+    // Works on a lane, then sends; false if there is none.
     template <typename Work>
     bool with(std::uint64_t number, Work&& work) {
         const auto found = lanes_.find(number);
@@ -153,7 +151,7 @@ public:
             work(lane);
             lane.send(budget_);
             settle(number, found->second);
-        } catch (const std::exception& error) {  // LaneError, or no memory for what a peer sends
+        } catch (const std::exception& error) {  // LaneError, or no memory for a peer's bytes
             drop(number, error.what(), true);
         }
         return true;
@@ -175,8 +173,8 @@ public:
         fds_.remove(lane.fd());
         draining_.erase(number);
         in_hand_.erase(number);
-        lanes_.erase(found);  // closes the descriptor, which takes it out of the epoll
-        if (lanes_.empty()) sealing_.clear();
+        lanes_.erase(found);  // closes the descriptor, which also leaves the epoll
+        if (lanes_.empty()) buffers_.clear();
     }
 
 private:
@@ -187,7 +185,7 @@ private:
     struct Entry {
         std::unique_ptr<Lane> lane;
         std::uint32_t watched;
-        bool received_here = false;  // by a caller: the worker is not woken for what comes
+        bool received_here = false;  // input does not wake this thread
     };
 
     class Latch {
@@ -208,7 +206,7 @@ private:
         bool open_ = false;
     };
 
-    // Begins or ends receive_here(); false when it cannot begin now.
+    // Begins or ends receive_here(); false if it cannot begin.
     bool set_received_here(std::uint64_t number, bool here) {
         std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
         if (!here)
@@ -223,18 +221,18 @@ private:
         return true;
     }
 
-    // With the turn; false when the lane is gone.
+    // Under the turn; false if the lane is gone.
     bool receive_once(std::uint64_t number) {
         const bool drained = draining_.empty();
         budget_ = slice_bytes;
         const bool found = with(number, [](Lane& lane) {
             if (lane.wants_to_read()) lane.receive();
         });
-        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without a limit
+        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without timeout
         return found;
     }
 
-    // Runs the command on this thread, if the worker sleeps and no command waits that came before it.
+    // Runs the command here if the lane thread sleeps and no earlier command waits.
     bool run_here(const Command& command) {
         const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
         if (!turn) return false;
@@ -245,7 +243,7 @@ private:
         const bool drained = draining_.empty();
         budget_ = caller_bytes;
         command(*this);
-        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without a limit
+        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without timeout
         return true;
     }
 
@@ -279,7 +277,7 @@ private:
         }
     }
 
-    // Returns false when the thread has to end, with everything lost and the inbox empty for good.
+    // False if the thread must end: all lanes are lost, the inbox stays empty.
     bool run_commands() {
         bool stopping;
         std::vector<Command> commands;
@@ -300,12 +298,11 @@ private:
             const bool broken = (events & (EPOLLERR | EPOLLHUP)) != 0;
             if (broken && !lane.wants_to_read()) break_lane("the connection broke");
             if ((events & EPOLLOUT) != 0) lane.on_room();
-            if (broken || (events & EPOLLIN) != 0) lane.receive();  // which also says what broke
+            if (broken || (events & EPOLLIN) != 0) lane.receive();  // reports errors too
         });
     }
 
-    // Gives each lane a turn whose input has left the kernel, so that the epoll is silent about it. Returns false when
-    // the thread has to end.
+    // Serves lanes with buffered input, which the epoll does not report. False if the thread must end.
     bool serve_in_hand() {
         const auto copy = in_hand_;
         for (const std::uint64_t number : copy) {
@@ -353,17 +350,17 @@ private:
     Bell bell_;
     std::thread thread_;
 
-    std::mutex turn_;  // protects the five below; the worker's thread gives it back only while it sleeps
-    SealingSpace sealing_;  // before its lanes
+    std::mutex turn_;  // protects the five below; the lane thread releases it only to sleep
+    CipherBuffers buffers_;  // outlives the lanes
     std::unordered_map<std::uint64_t, Entry> lanes_;
     std::unordered_set<std::uint64_t> draining_;
-    std::unordered_set<std::uint64_t> in_hand_;  // lanes to be received from whatever the epoll says
-    std::uint64_t budget_ = slice_bytes;  // what is sent of a lane at once, by whose turn it is
+    std::unordered_set<std::uint64_t> in_hand_;  // lanes with buffered input
+    std::uint64_t budget_ = slice_bytes;  // limit of one lane's send
 
     std::mutex mutex_;  // protects the two below
     std::vector<Command> inbox_;
     bool stopping_ = false;
-    std::atomic<bool> pending_{false};  // a hint, so that an empty inbox costs no lock
+    std::atomic<bool> pending_{false};  // hint: an empty inbox costs no lock
 };
 
 }  // namespace datadist

@@ -177,13 +177,13 @@ class LaneEngine:
         ``src`` stays valid until :meth:`quiesce` has returned for ``tag``. The ``guards``, (address, generation), must
         hold before the first byte and after the last. If this raises, the request still needs an answer.
         """
-        self._native.grant(lane, id, False, plan, src.native, guards, tag, src.mapped)
+        self._native.reply(lane, id, False, plan, src.native, guards, tag, src.mapped)
 
     def accept_write(
         self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
     ) -> None:
         """Receive the ``plan.nbytes`` bytes of a :class:`WriteAsked`. Otherwise as :meth:`serve_read`."""
-        self._native.grant(lane, id, True, plan, dst.native, guards, tag, dst.mapped)
+        self._native.reply(lane, id, True, plan, dst.native, guards, tag, dst.mapped)
 
     def __repr__(self) -> str:
         return f"<LaneEngine {self._native.threads} threads{', closed' if self.closed else ''}>"
