@@ -1,7 +1,7 @@
 """LLMDataDist, one end of the links: ``init`` builds the engine, ``finalize`` takes it down (interface §3).
 
-Everything runs in the caller's thread; links to several clusters are made in threads that end with the call. What only
-``init`` needs is imported late, so that importing the package stays quick.
+Its calls check their arguments; ``_transfer/`` does the rest. What only ``init`` needs is imported late, so that
+importing the package stays quick.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -17,58 +16,41 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from llm_datadist._checks import (
     check_enabled,
     check_int,
-    check_int32,
     check_list,
     check_rule,
     check_text,
+    check_timeout,
     check_type,
     check_uint32,
     check_uint64,
     typed_memory_error,
 )
-from llm_datadist._deadline import Deadline, wait_all
-from llm_datadist._log import logger, named
+from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
-from llm_datadist._transfer.threads import Threads
+from llm_datadist._transfer import linking
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
-from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transfer.linking import Clusters, Pending, Statuses
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.kv_cache_manager import KvCacheManager
     from llm_datadist.metrics import CommunicatorStatistics, LinkStatistics, Statistics
     from llm_datadist.types.enums import RegisterMemStatus
 
-    Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
-    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
-    Pending = Callable[[Deadline], Statuses]
-    Report = Callable[[str, LLMClusterInfo, LLMException], None]
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
-__all__ = ["LLMDataDist", "check_timeout", "log_failure"]
+__all__ = ["LLMDataDist"]
 
-#: Clusters that are linked at once: one that does not answer must not cost the next one its time (interface R19).
-_LINK_THREADS: Final = 128
 _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
-
-
-def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-    """Log why a cluster was not linked or unlinked: the callers get statuses only."""
-    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, named(error))
-
-
-def check_timeout(timeout: object) -> None:
-    """Check the milliseconds that a call may take."""
-    milliseconds = check_int32("timeout", timeout)
-    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
 @public_calls_hold_signals(whole=("init", "finalize", "switch_role"), init="_undo_init", link="_unlink")
@@ -247,32 +229,18 @@ class LLMDataDist:
         pending = self._linking(clusters, timeout)
         return self._require_engine("link_clusters_async").workers.run(pending, timeout)
 
-    def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> Pending:
+    def _linking(self, clusters: Clusters, timeout: int) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("link_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
-        v2, role = engine.options.cache_manager, self._role
-        needs_local = v2 and not engine.options.local_comm_res
+        needs_local = engine.options.cache_manager and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
             check_rule(
                 cluster.local_ip_info_list or not needs_local,
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
-        mutual = engine.options.transfer_backend is not None
-
-        def link_each(deadline: Deadline, report: Report) -> Statuses:
-            def link(cluster: LLMClusterInfo) -> None:
-                engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
-
-            return _each(clusters, link, "link", report, deadline)
-
-        def link_all(deadline: Deadline, report: Report) -> Statuses:
-            from llm_datadist._transfer import v1
-
-            return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline, report))
-
-        return _one_call(engine, "link_clusters", clusters, link_each if v2 else link_all, report)
+        return linking.link_clusters(engine, clusters)
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -311,7 +279,7 @@ class LLMDataDist:
         pending = self._unlinking(clusters, timeout, force)
         return self._require_engine("unlink_clusters_async").workers.run(pending, timeout)
 
-    def _unlinking(self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure) -> Pending:
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> Pending:
         """Check the arguments; return the work that is left."""
         engine = self._require_engine("unlink_clusters")
         require_outermost("unlink_clusters")
@@ -321,21 +289,7 @@ class LLMDataDist:
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        forced, v2 = force or engine.options.transfer_backend is not None, engine.options.cache_manager
-
-        def unlink_each(deadline: Deadline, report: Report) -> Statuses:
-            from llm_datadist._transfer import v1
-
-            def unlink(cluster: LLMClusterInfo) -> None:
-                if v2 and not forced:
-                    _remote_address(cluster)
-                give_up = engine.links.unlink if v2 else partial(v1.unlink_cluster, engine.links)
-                give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
-
-            overall, codes = _each(clusters, unlink, "unlink", report, deadline)
-            return (overall, codes) if v2 else v1.unlink_result(codes)
-
-        return _one_call(engine, "unlink_clusters", clusters, unlink_each, report)
+        return linking.unlink_clusters(engine, clusters, force=force)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Find out whether a link works, by a ping over it; returns when the peer has answered. Only in v1 mode.
@@ -634,57 +588,6 @@ def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> St
 
 def _wrong_mode(text: str) -> StateError:
     return StateError(text, status_code=LLMStatusCode.LLM_PARAM_INVALID)
-
-
-def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
-    remotes = cluster.remote_ip_info_list
-    if len(remotes) != 1:
-        raise ParamError(f"cluster {cluster.remote_cluster_id} has {len(remotes)} remote ips: exactly one is needed")
-    ip, port = remotes[0]
-    return host_of(ip), port
-
-
-def _one_call(
-    engine: Engine, name: str, clusters: Clusters, work: Callable[[Deadline, Report], Statuses], report: Report
-) -> Pending:
-    def run(deadline: Deadline) -> Statuses:
-        with engine.meters.call(name, [each.remote_cluster_id for each in clusters]) as call:
-
-            def failed(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-                call.error = error
-                if name == "link_clusters" and cluster.remote_cluster_id is not None:
-                    engine.links.note(cluster.remote_cluster_id, "link_clusters failed", error)
-                report(verb, cluster, error)
-
-            statuses = work(deadline, failed)
-            call.status = statuses[0]
-        return statuses
-
-    return run
-
-
-def _each(
-    clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report, deadline: Deadline
-) -> Statuses:
-    """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
-
-    def status(cluster: LLMClusterInfo) -> LLMStatusCode:
-        try:
-            work(cluster)
-        except LLMException as error:
-            report(verb, cluster, error)
-            return error.status_code.because(error)
-        return LLMStatusCode.LLM_SUCCESS
-
-    if not clusters:
-        return LLMStatusCode.LLM_PARAM_INVALID, []
-    if len(clusters) == 1:
-        codes = [status(clusters[0])]
-    else:
-        with Threads(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
-            codes = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
-    failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
-    return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
 
 
 def _checked_ranks(comm_name: object, cluster_rank_info: object, rank_table: object) -> dict[int, int]:

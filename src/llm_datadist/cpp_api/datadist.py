@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
+from llm_datadist._checks import check_dict, check_int, check_rule, check_timeout, check_type, is_digits
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
-from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist._transfer import calls
+from llm_datadist._native.signals import public_calls_hold_signals, require_outermost
+from llm_datadist._transfer import calls, linking
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
 from llm_datadist._transfer.calls import TransferCall
 from llm_datadist._transfer.local_copy import CacheRow
@@ -32,16 +31,14 @@ from llm_datadist.cpp_api.structs import (
     Mapped,
     RegisterCfg,
 )
-from llm_datadist.datadist import LLMDataDist, check_timeout, log_failure
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
-from llm_datadist.types import LLMClusterInfo, Placement
+from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist.datadist import Pending, Report
+    from llm_datadist._transfer.linking import Pending
     from llm_datadist.types.descriptors import BlockNumbers
 
 #: Errors that become a status; those of the operating system too.
@@ -177,11 +174,11 @@ class LlmDataDist:
         Source: interface §9, §3.4.
         """
         with _Call(self, "LinkLlmClusters") as call:
-            options, dist = call.engine.options, self.datadist
+            engine = call.engine
             check_timeout(timeout)
-            local_ip = options.local_comm_res is None and options.listen is None
+            local_ip = engine.options.local_comm_res is None and engine.options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
-            call.for_each(infos, timeout, partial(dist._linking, infos, timeout))
+            call.collect(linking.link_clusters(engine, infos), timeout)
         return call.status, call.statuses
 
     def UnlinkLlmClusters(
@@ -201,11 +198,12 @@ class LlmDataDist:
         Source: interface §9, §3.4.
         """
         with _Call(self, "UnlinkLlmClusters") as call:
-            _, dist = call.engine, self.datadist
+            engine = call.engine
             check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
-            call.for_each(infos, timeout, partial(dist._unlinking, infos, timeout, force))
+            require_outermost("unlink_clusters")
+            call.collect(linking.unlink_clusters(engine, infos, force=force), timeout)
         return call.status, call.statuses
 
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
@@ -513,22 +511,12 @@ class _Call(AbstractContextManager["_Call"]):
             raise _not_initialized(self._what)
         return engine
 
-    def for_each(self, infos: list[LLMClusterInfo], timeout: int, begin: Callable[[Report], Pending]) -> None:
+    def collect(self, pending: Pending, timeout: int) -> None:
         """Link or unlink, and keep the status of each cluster; raise a LinkError with every reason if some failed."""
-        errors: dict[int, LLMException] = {}  # by the identity of the cluster info
-
-        def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-            log_failure(verb, cluster, error)
-            errors[id(cluster)] = error
-
-        overall, self.statuses = begin(report)(Deadline(timeout, cancellable=True))
+        overall, self.statuses = pending(Deadline(timeout, cancellable=True))
         if overall is LLMStatusCode.LLM_SUCCESS:
             return
-        failed = [
-            f"clusters[{i}] {status.name}: {errors[id(info)]}"
-            for i, (info, status) in enumerate(zip(infos, self.statuses, strict=True))
-            if status is not LLMStatusCode.LLM_SUCCESS
-        ]
+        failed = [f"clusters[{i}] {each.name}: {each.error}" for i, each in enumerate(self.statuses) if each.error]
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
         raise LinkError(text, status_code=overall)
 
