@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import statistics
 import time
@@ -17,6 +16,7 @@ from llm_datadist._transfer.linking import link_clusters
 from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +35,7 @@ _TRIPS: Final = 50
 _PULLS: Final = 200
 _PASSES: Final = 5
 _SLOW: Final = 0.25
+_NO_LINK: Final = "the peer was reached, but there is no link to it"
 
 
 def examine(
@@ -138,8 +139,7 @@ def _linked(
     end: LLMDataDist, wanted: int, ends: tuple[str, str], port: int, progress: Callable[[str], None], deadline: Deadline
 ) -> Iterator[Finding]:
     here, there = ends
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = wanted
+    cluster = LLMClusterInfo()  # without an id: the peer says its own
     cluster.append_local_ip_info(here, 0)
     cluster.append_remote_ip_info(there, port)
     failures: list[LLMException] = []
@@ -150,43 +150,41 @@ def _linked(
     if failures:
         yield _not_linked(failures[0])
         return
-    link = end.explain(wanted)
-    yield Finding("peer_link", State.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both ends can use it")
-    yield _authentication(link)
-    yield _transport(link, same_host=here == there)
-    yield _private_transport(link)
-    try:
+    (link,) = end.statistics().links
+    cluster.remote_cluster_id = answered = link.remote_cluster_id
+    if answered == wanted:
+        where = f"linked to pid {link.peer_pid} of {link.peer_host}"
+        yield Finding("peer_link", State.OK, where, "both ends can use it")
+        yield _authentication(link)
+        yield _transport(link, same_host=here == there)
+        yield _private_transport(link)
         if wanted == CLUSTER:
             progress("measuring pulls")
-            yield from _measured(end, link, there, port, deadline)
-    except LLMException as error:
-        mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
-        if isinstance(error, DeadlineExceeded):
-            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {there}; top"
-        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
+            yield from _pulled(end, link, there, port, deadline)
+    else:
+        value = f"{show_address((there, port))} is cluster {answered}, not {wanted}"
+        mend = (
+            f"name the cluster that answers there: --cluster-id {answered}; or start llm-datadist doctor --serve there"
+        )
+        yield Finding("peer_link", State.PROBLEM, value, _NO_LINK, mend)
     end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
 
 
 def _not_linked(error: LLMException) -> Finding:
     text = str(error)
-    meaning = "the peer was reached, but there is no link to it"
-    if isinstance(error, AuthFailed) or "authenti" in text or "secret" in text:
+    if isinstance(error, AuthFailed):
         mend = (
             "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
             "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
         )
-        return Finding("peer_authentication", State.PROBLEM, text, meaning, mend)
+        return Finding("peer_authentication", State.PROBLEM, text, _NO_LINK, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
-    elif isinstance(error, ProtocolError) or "version" in text or "protocol" in text:
+    elif isinstance(error.__cause__, ProtocolError):
         mend = "install the same version at both ends: pip install --upgrade open-datadist; let the port be doctor's"
-    elif told := re.search(r"is cluster (\d+)", text):
-        mend = (
-            f"name the cluster that answers there: --cluster-id {told[1]}; or start llm-datadist doctor --serve there"
-        )
     else:
         mend = "give both ends the same options: llm-datadist doctor --option KEY=VALUE"
-    return Finding("peer_link", State.PROBLEM, text, meaning, mend)
+    return Finding("peer_link", State.PROBLEM, text, _NO_LINK, mend)
 
 
 def _authentication(link: LinkStatistics) -> Finding:
@@ -213,6 +211,16 @@ def _private_transport(link: LinkStatistics) -> Finding:
         return Finding("peer_private_transport", State.OK, value, meaning)
     mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
     return Finding("peer_private_transport", State.WARNING, f"{value}: {link.reason}", meaning, mend)
+
+
+def _pulled(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
+    try:
+        yield from _measured(end, link, host, port, deadline)
+    except LLMException as error:
+        mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
+        if isinstance(error, DeadlineExceeded):
+            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {host}; top"
+        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
 
 
 def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
