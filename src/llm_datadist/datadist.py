@@ -11,6 +11,7 @@ import os
 import threading
 from importlib import import_module
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from llm_datadist._checks import (
@@ -35,7 +36,7 @@ from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotIn
 from llm_datadist.types import LLMClusterInfo, LLMRole
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
 __all__ = ["LLMDataDist"]
+
 
 _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
@@ -78,20 +80,12 @@ class LLMDataDist:
     """
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
-    _live: ClassVar[list[LLMDataDist]] = []
-    _live_lock: ClassVar[threading.Lock] = threading.Lock()
-    #: In a forked child: the parent's engines, kept so that nothing of theirs is torn down here.
-    _abandoned: ClassVar[list[Engine]] = []
 
     def __init__(self, role: LLMRole, cluster_id: int, *, device: Device | None = None) -> None:
         self._role = check_type("role", role, LLMRole)
         self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._device = device
-        self._engine: Engine | None = None
-        self._manager: CacheManager | KvCacheManager | None = None
-        #: Held while the engine is made, taken down, or takes another role. Guards the next.
-        self._lifecycle = threading.Lock()
-        self._init_undoable = False  # until another init() has found it initialised
+        self._life = Life()
 
     def init(self, options: dict[str, str]) -> None:
         """Reserve the pools, start to listen if ``llm.listenIpInfo`` is given, and become usable.
@@ -108,9 +102,10 @@ class LLMDataDist:
 
         Source: interface §3.1.
         """
-        with self._lifecycle:
-            self._init_undoable = self._engine is None
-            if not self._init_undoable:
+        life = self._life
+        with life.lock:
+            life.init_undoable = life.engine is None
+            if not life.init_undoable:
                 return
             parsed = Options.parse(options, self._role)
             _import_late(parsed)
@@ -120,21 +115,21 @@ class LLMDataDist:
             if parsed.cache_manager:
                 from llm_datadist.cache_manager import CacheManager
 
-                self._manager = CacheManager(engine)
+                life.manager = CacheManager(engine)
             else:
                 from llm_datadist.kv_cache_manager import KvCacheManager
 
-                self._manager = KvCacheManager(engine, lambda: self._role)
-            self._engine = engine
-            with LLMDataDist._live_lock:
-                LLMDataDist._live.append(self)
+                life.manager = KvCacheManager(engine, lambda: self._role)
+            life.engine = engine
+            with Life.all_lock:
+                Life.all.append(self)
                 LLMDataDist.llm_engine_instance = self
             logger.info("%r initialised", self)
 
     def _undo_init(self, _: None) -> None:
         """Undo an ``init`` whose caller gets an exception of a signal's handler."""
-        if self._init_undoable:
-            self._finalize()
+        if self._life.init_undoable:
+            tear_down(self)
 
     def finalize(self) -> None:
         """Give up links, listener, pools and tables. Peers are not told; they see their links end.
@@ -148,32 +143,7 @@ class LLMDataDist:
 
         Source: interface §3.2.
         """
-        self._finalize()
-
-    def _finalize(self) -> None:
-        if must_not_wait():
-            raise StateError(
-                f"finalize: called in {threading.current_thread().name}, a control thread of this library, which would "
-                "wait for itself; call it from another thread"
-            )
-        if put_off(self._finalize):
-            return
-        with self._lifecycle:
-            engine, self._engine, self._manager = self._engine, None, None
-            if engine is None:
-                return
-            with LLMDataDist._live_lock:
-                LLMDataDist._live.remove(self)
-                if LLMDataDist.llm_engine_instance is self:
-                    LLMDataDist.llm_engine_instance = LLMDataDist._live[-1] if LLMDataDist._live else None
-            engine.close()
-            logger.info("%r finalized", self)
-
-    def _require_engine(self, what: str) -> Engine:
-        engine = self._engine
-        if engine is None:
-            raise _not_initialized(what)
-        return engine
+        tear_down(self)
 
     @property
     def cluster_id(self) -> int:
@@ -182,7 +152,7 @@ class LLMDataDist:
 
     @hold_signals
     def __repr__(self) -> str:
-        engine = self._engine
+        engine = self._life.engine
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
         return f"<LLMDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
 
@@ -227,11 +197,11 @@ class LLMDataDist:
         Source: interface §3.4; extension.
         """
         pending = self._linking(clusters, timeout)
-        return self._require_engine("link_clusters_async").workers.run(pending, timeout)
+        return self._life.require_engine("link_clusters_async").workers.run(pending, timeout)
 
     def _linking(self, clusters: Clusters, timeout: int) -> Pending:
         """Check the arguments; return the work that is left."""
-        engine = self._require_engine("link_clusters")
+        engine = self._life.require_engine("link_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
         needs_local = engine.options.cache_manager and not engine.options.local_comm_res
@@ -277,11 +247,11 @@ class LLMDataDist:
         Source: interface §3.4; extension.
         """
         pending = self._unlinking(clusters, timeout, force)
-        return self._require_engine("unlink_clusters_async").workers.run(pending, timeout)
+        return self._life.require_engine("unlink_clusters_async").workers.run(pending, timeout)
 
     def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> Pending:
         """Check the arguments; return the work that is left."""
-        engine = self._require_engine("unlink_clusters")
+        engine = self._life.require_engine("unlink_clusters")
         require_outermost("unlink_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
@@ -304,7 +274,7 @@ class LLMDataDist:
 
         Source: interface §3.7.
         """
-        engine = self._require_engine("check_link_status")
+        engine = self._life.require_engine("check_link_status")
         if engine.options.cache_manager:
             raise _wrong_mode("check_link_status is a call of v1 mode (llm.EnableCacheManager=0)")
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
@@ -399,11 +369,11 @@ class LLMDataDist:
         Raises:
             ParamError, NotLinked: As :meth:`unlink`.
         """
-        engine = self._require_engine("explain_communicator")
+        engine = self._life.require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))
 
     def _communicating(self, call: str) -> Engine:
-        engine = self._require_engine(call)
+        engine = self._life.require_engine(call)
         if not engine.options.cache_manager:
             raise _wrong_mode(f"{call}: not in v1 mode; use link_clusters, or llm.EnableCacheManager=1")
         backend = engine.options.transfer_backend
@@ -436,8 +406,8 @@ class LLMDataDist:
 
         Source: interface §3.6, B7.
         """
-        with self._lifecycle:  # before role and engine are looked at
-            engine = self._require_engine("switch_role")
+        with self._life.lock:  # before role and engine are looked at
+            engine = self._life.require_engine("switch_role")
             check_type("role", role, LLMRole)
             listen = None if switch_options is None else check_type("switch_options", switch_options, dict).get(LISTEN)
             if listen is not None:
@@ -472,7 +442,7 @@ class LLMDataDist:
         """
         from llm_datadist.cache_manager import CacheManager
 
-        manager = self._manager
+        manager = self._life.manager
         if isinstance(manager, CacheManager):
             return manager
         raise _wrong_interface("cache_manager", manager, "1", "kv_cache_manager")
@@ -488,7 +458,7 @@ class LLMDataDist:
         """
         from llm_datadist.kv_cache_manager import KvCacheManager
 
-        manager = self._manager
+        manager = self._life.manager
         if isinstance(manager, KvCacheManager):
             return manager
         raise _wrong_interface("kv_cache_manager", manager, "0", "cache_manager")
@@ -496,17 +466,17 @@ class LLMDataDist:
     @property
     def listen_port(self) -> int | None:
         """The port this process listens on (picked, if 0 was asked for), or None. An extension."""
-        address = self._require_engine("listen_port").links.listen_address
+        address = self._life.require_engine("listen_port").links.listen_address
         return None if address is None else address[1]
 
     @property
     def incarnation(self) -> str:
         """Random id of this ``init``, hexadecimal: it tells two processes of one cluster id apart. An extension."""
-        return self._require_engine("incarnation").store.exports.incarnation.hex()
+        return self._life.require_engine("incarnation").store.exports.incarnation.hex()
 
     def statistics(self) -> Statistics:
         """Return pools, caches, keys with their age, pins, quarantine, swap, links and operations. An extension."""
-        return self._require_engine("statistics").statistics()
+        return self._life.require_engine("statistics").statistics()
 
     def explain(self, remote_cluster_id: int) -> LinkStatistics:
         """Return the link to a cluster: its state, the transport it uses and why that one. An extension.
@@ -515,7 +485,7 @@ class LLMDataDist:
             NotLinked: There is no link. The text says what became of it; after a ``link_clusters`` that failed,
                 ``__cause__`` is the exception.
         """
-        engine = self._require_engine("explain")
+        engine = self._life.require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()
 
     def check_integrity(self) -> None:
@@ -524,16 +494,66 @@ class LLMDataDist:
         Raises:
             AssertionError: They do not; the text says what.
         """
-        self._require_engine("check_integrity").check_integrity()
+        self._life.require_engine("check_integrity").check_integrity()
+
+
+class Life:
+    """What one LLMDataDist has from ``init`` to ``finalize``, for the packages of this library (:data:`life_of`).
+
+    Attributes:
+        all: The initialised objects of this process, oldest first.
+        abandoned: In a forked child: the parent's engines, kept so that nothing of theirs is torn down here.
+    """
+
+    all: ClassVar[list[LLMDataDist]] = []
+    all_lock: ClassVar[threading.Lock] = threading.Lock()
+    abandoned: ClassVar[list[Engine]] = []
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.manager: CacheManager | KvCacheManager | None = None
+        #: Held while the engine is made, taken down, or takes another role. Guards the next.
+        self.lock = threading.Lock()
+        self.init_undoable = False  # until another init() has found it initialised
+
+    def require_engine(self, call: str) -> Engine:
+        if (engine := self.engine) is None:
+            raise _not_initialized(call)
+        return engine
+
+
+life_of: Final[Callable[[LLMDataDist], Life]] = attrgetter("_life")
+
+
+def tear_down(instance: LLMDataDist) -> None:
+    """Finalize an instance. Errors as :meth:`LLMDataDist.finalize`."""
+    if must_not_wait():
+        raise StateError(
+            f"finalize: called in {threading.current_thread().name}, a control thread of this library, which would "
+            "wait for itself; call it from another thread"
+        )
+    if put_off(tear_down, instance):
+        return
+    life = life_of(instance)
+    with life.lock:
+        engine, life.engine, life.manager = life.engine, None, None
+        if engine is None:
+            return
+        with Life.all_lock:
+            Life.all.remove(instance)
+            if LLMDataDist.llm_engine_instance is instance:
+                LLMDataDist.llm_engine_instance = Life.all[-1] if Life.all else None
+        engine.close()
+        logger.info("%r finalized", instance)
 
 
 def _shutdown_handler() -> None:
     """Let running layer-wise transfers end, then finalize; called when the interpreter exits."""
-    live = list(LLMDataDist._live)
-    for engine in [each._engine for each in live]:  # all of them first: one may send to another
+    instances = list(Life.all)
+    for engine in [life_of(each).engine for each in instances]:  # all of them first: one may send to another
         if engine is not None:
             engine.tasks.finish()
-    for instance in live:
+    for instance in instances:
         try:
             instance.finalize()
         except LLMException as error:
@@ -542,14 +562,14 @@ def _shutdown_handler() -> None:
 
 def _in_forked_child() -> None:
     """Forget the parent's objects: they are not initialised here, and the child may make its own."""
-    LLMDataDist._live_lock = threading.Lock()
-    for instance in LLMDataDist._live:
-        instance._lifecycle = threading.Lock()
-        engine, instance._engine, instance._manager = instance._engine, None, None
+    Life.all_lock = threading.Lock()
+    for life in map(life_of, Life.all):
+        life.lock = threading.Lock()
+        engine, life.engine, life.manager = life.engine, None, None
         if engine is not None:
-            LLMDataDist._abandoned.append(engine)
+            Life.abandoned.append(engine)
             engine.abandon()
-    LLMDataDist._live.clear()
+    Life.all.clear()
     LLMDataDist.llm_engine_instance = None
 
 

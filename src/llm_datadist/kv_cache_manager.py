@@ -15,7 +15,7 @@ from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, transfer_call
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
-from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
+from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
 from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, LLMRole, Placement
 from llm_datadist.views import tensor_views
 
@@ -34,7 +34,7 @@ __all__ = ["KvCacheManager"]
 
 def _device_cache(name: str, value: object) -> Cache:
     """Return the v2 handle behind a KvCache, which must be on the device (interface R16)."""
-    cache = check_type(name, value, KvCache)._cache
+    cache = cache_of(check_type(name, value, KvCache))
     _require_device(name, cache.cache_desc)
     return cache
 
@@ -246,7 +246,7 @@ class KvCacheManager(EngineUser):
         check_type("dst", dst, KvCache)
         (pairs,) = check(_ARGUMENTS, src_to_dst=src_to_dst)
         with v1_codes():
-            calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"))(engine.deadline())
+            calls.swap_blocks(engine, cache_of(src), cache_of(dst), pairs, ("src", "dst"))(engine.deadline())
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return one tensor of the cache for each device (one here), over the cache's own memory.
@@ -264,14 +264,14 @@ class KvCacheManager(EngineUser):
         Source: interface §8.
         """
         engine = self._engine
-        calls.local_id(engine, "get_cache_tensors", "cache", check_type("cache", cache, KvCache)._cache)
+        calls.local_id(engine, "get_cache_tensors", "cache", cache_of(check_type("cache", cache, KvCache)))
         index = check_int32("tensor_index", tensor_index)
         desc = cache.cache_desc
         check_rule(
             0 <= index < desc.num_tensors, f"tensor_index={index}: the cache has {desc.num_tensors} tensors, from 0"
         )
         with v1_codes():
-            return [Tensor(tensor_views(cache._cache)[index], TensorDesc(desc.data_type, list(desc.shape)))]
+            return [Tensor(tensor_views(cache_of(cache))[index], TensorDesc(desc.data_type, list(desc.shape)))]
 
     def pull_cache(
         self,

@@ -87,8 +87,16 @@ class StatisticsCollector(Collector):
         yield from families.values()
 
 
+class _Registered(StatisticsCollector):
+    """The one collector of a registry."""
+
+    def add(self, datadist: LLMDataDist, *, anew: bool) -> None:
+        """Export one more; ``anew``: none of those before. A scrape may be in the old set."""
+        self._datadists = (WeakSet() if anew else self._datadists) | {datadist}
+
+
 _registering = threading.Lock()
-_collectors: WeakKeyDictionary[CollectorRegistry, StatisticsCollector] = WeakKeyDictionary()
+_collectors: WeakKeyDictionary[CollectorRegistry, _Registered] = WeakKeyDictionary()
 
 
 def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> StatisticsCollector:
@@ -97,12 +105,12 @@ def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> S
     ``registry.unregister`` of that collector ends the export of all that were registered.
     """
     with _registering:
-        collector = _collectors.setdefault(registry, StatisticsCollector())
+        collector, anew = _collectors.setdefault(registry, _Registered()), False
         try:
             registry.unregister(collector)  # the registry asks for names only when a collector is registered
         except KeyError:
-            collector._datadists = WeakSet()
-        collector._datadists = collector._datadists | {datadist}  # a scrape may be in the old set
+            anew = True
+        collector.add(datadist, anew=anew)
         registry.register(collector)
         return collector
 

@@ -65,11 +65,11 @@ class Allocation:
 
     def detain(self) -> None:
         """Count it as quarantined until :meth:`free`: it cannot be used again yet."""
-        self.pool._detain(self)
+        self.pool.detain(self)
 
     def free(self) -> None:
         """Give all tensors back to the pool. Idempotent; also after the pool is closed."""
-        self.pool._free(self)
+        self.pool.free(self)
 
     def __repr__(self) -> str:
         state = "freed" if self.freed else "live"
@@ -143,7 +143,7 @@ class MemoryPool:
             taken.append(offset)
         return tuple(taken)
 
-    def _free(self, allocation: Allocation) -> None:
+    def free(self, allocation: Allocation) -> None:
         with self._lock:
             if allocation.freed:
                 return
@@ -153,7 +153,7 @@ class MemoryPool:
             for offset in allocation.offsets:
                 self._allocator.free(offset)
 
-    def _detain(self, allocation: Allocation) -> None:
+    def detain(self, allocation: Allocation) -> None:
         with self._lock:
             if not allocation.freed and not allocation.detained:
                 allocation.detained = len(allocation.offsets) * self._allocator.rounded(allocation.nbytes)
@@ -265,7 +265,7 @@ class DirectMemory:
             quarantined=self.statistics().quarantined_bytes,
         )
 
-    def _give_back(self, pool: _OneUsePool) -> None:
+    def give_back(self, pool: _OneUsePool) -> None:
         with self._lock:
             if pool in self._pools:
                 self._pools.remove(pool)
@@ -314,7 +314,7 @@ class _OneUsePool(MemoryPool):
         super().__init__(owner.name, segment, _DIRECT_PAGE_SHIFT)
         self._owner = owner
 
-    def _free(self, allocation: Allocation) -> None:
-        super()._free(allocation)
-        self._owner._give_back(self)
+    def free(self, allocation: Allocation) -> None:
+        super().free(allocation)
+        self._owner.give_back(self)
         self.close()

@@ -22,10 +22,18 @@ from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
+from llm_datadist._transfer.layerwise import (
+    TENSORS_PER_LAYER,
+    AddressDelivery,
+    KeyDelivery,
+    Source,
+    TransferJob,
+    job_of,
+)
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist.types.descriptors import empty, granter_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +94,7 @@ class EngineUser:
     @staticmethod
     def _stop(task: CacheTask) -> None:
         """End a transfer whose caller never gets the task; the source may be used again when this returns."""
-        task._job.stop()
+        job_of(task).stop()
 
 
 P = ParamSpec("P")
@@ -143,7 +151,7 @@ def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
 
     CacheError: the handle is of another LLMDataDist, or of an earlier ``init``. All calls get ids from handles here.
     """
-    granter = cache._granter
+    granter = granter_of(cache)
     if granter is engine.grants or granter is None:
         return cache.cache_id
     raise CacheError(
@@ -161,7 +169,7 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
         logger.warning("%s; nothing is given back", error)
         return
     with engine.meters.span(call, "id=%d", cache_id):
-        cache._empty()  # first: as long as the handle has addresses, the registry has the cache
+        empty(cache)  # first: as long as the handle has addresses, the registry has the cache
         engine.store.deallocate(cache_id)
 
 

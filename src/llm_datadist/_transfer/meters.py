@@ -55,7 +55,7 @@ def _statistics(name: str, meter: OperationMeter) -> OperationStatistics:
 
 def _user_level() -> int:
     """Return the ``stacklevel`` of the first frame outside the library, for a log call of the calling function."""
-    frame, level = sys._getframe(1), 1
+    frame, level = sys._getframe(1), 1  # noqa: SLF001 (no public name)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("llm_datadist."):
         frame, level = frame.f_back, level + 1
     return level

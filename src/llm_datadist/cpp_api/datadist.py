@@ -31,7 +31,7 @@ from llm_datadist.cpp_api.structs import (
     Mapped,
     RegisterCfg,
 )
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist.datadist import LLMDataDist, life_of, tear_down
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
 from llm_datadist.types import Placement
 
@@ -85,8 +85,7 @@ class LlmDataDist:
         self._cluster_id = check_int("cluster_id", cluster_id)
         self._role = check_type("role", role, LlmRole)
         self._making = threading.Lock()
-        self._dist: LLMDataDist | None = None
-        self._errors = threading.local()
+        self._state = _State()
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
         """Become usable: listen if ``OPTION_LISTEN_IP_INFO`` is given, reserve pools if there are options for them.
@@ -105,39 +104,41 @@ class LlmDataDist:
         Source: interface §9, §3.1.
         """
         given = check_dict("options", options, str, str)
-        with _Call(self, "Initialize") as call:
+        with _Call(self._state, "Initialize") as call:
             with self._making:
                 # Made at the first call: what is wrong with the constructor's arguments is a status.
-                if self._dist is None:
-                    self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
-            self._dist._init_undoable = False
-            if self._dist._engine is None:
+                if (dist := self._state.dist) is None:
+                    dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
+                    self._state.dist = dist
+            life = life_of(dist)
+            life.init_undoable = False
+            if life.engine is None:
                 device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
                 check_rule(
                     device is not None and is_digits(device),
                     f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)",
                 )
-                self._dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
+                dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
     def _undo_initialize(self, _: LLMStatusCode) -> None:
-        if self._dist is not None:
-            self._dist._undo_init(None)
+        if self._state.dist is not None and life_of(self._state.dist).init_undoable:
+            tear_down(self._state.dist)
 
     def Finalize(self) -> LLMStatusCode:
         """Give up links, listener, pools and tables; peers are not told. ``LLM_SUCCESS``, also when not initialised.
 
         Source: interface §9, §3.2.
         """
-        with _Call(self, "Finalize") as call:
-            if self._dist is not None:
-                self._dist._finalize()
+        with _Call(self._state, "Finalize") as call:
+            if self._state.dist is not None:
+                tear_down(self._state.dist)
         return call.status
 
     @property
     def last_error(self) -> Exception | None:
         """The reason of this thread's last failed status; None if all calls succeeded. An extension."""
-        error: Exception | None = getattr(self._errors, "last", None)
+        error: Exception | None = getattr(self._state.errors, "last", None)
         return error
 
     @property
@@ -147,14 +148,14 @@ class LlmDataDist:
         Raises:
             NotInitialized: Before the first Initialize.
         """
-        if self._dist is None:
+        if self._state.dist is None:
             raise _not_initialized("datadist")
-        return self._dist
+        return self._state.dist
 
     def __repr__(self) -> str:
-        if self._dist is None:
+        if self._state.dist is None:
             return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: not initialised>"
-        return f"<LlmDataDist over {self._dist!r}>"
+        return f"<LlmDataDist over {self._state.dist!r}>"
 
     def LinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000
@@ -173,7 +174,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _Call(self, "LinkLlmClusters") as call:
+        with _Call(self._state, "LinkLlmClusters") as call:
             engine = call.engine
             check_timeout(timeout)
             local_ip = engine.options.local_comm_res is None and engine.options.listen is None
@@ -197,7 +198,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _Call(self, "UnlinkLlmClusters") as call:
+        with _Call(self._state, "UnlinkLlmClusters") as call:
             engine = call.engine
             check_timeout(timeout)
             check_type("force", force, bool)
@@ -223,7 +224,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.6.
         """
-        with _Call(self, "SetRole") as call:
+        with _Call(self._state, "SetRole") as call:
             _, dist, taken = call.engine, self.datadist, arguments.role("role", role)
             given = check_dict("options", options, str, str)
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
@@ -250,7 +251,7 @@ class LlmDataDist:
         Source: interface §9, §6.6.
         """
         cache_id: int | None = None
-        with _Call(self, "RegisterKvCache") as call:
+        with _Call(self._state, "RegisterKvCache") as call:
             engine = call.engine
             geometry, addresses, _ = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cfg=cfg)
             check_addresses(addresses, geometry)
@@ -267,7 +268,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.7.
         """
-        with _Call(self, "UnregisterKvCache") as call:
+        with _Call(self._state, "UnregisterKvCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
@@ -287,7 +288,7 @@ class LlmDataDist:
         Source: interface §9, §6.1.
         """
         cache: Cache | None = None
-        with _Call(self, "AllocateCache") as call:
+        with _Call(self._state, "AllocateCache") as call:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
@@ -295,7 +296,8 @@ class LlmDataDist:
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
             # C++ would let the addresses dangle after Finalize; Python should not crash.
-            cache._memory = Mapped(tuple(segment.view() for segment in entry.storage.segments))
+            views = tuple(segment.view() for segment in entry.storage.segments)
+            cache._memory = Mapped(views)  # noqa: SLF001 (a field of the struct that is not in the header)
         return call.status, cache
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
@@ -308,7 +310,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.2.
         """
-        with _Call(self, "DeallocateCache") as call:
+        with _Call(self._state, "DeallocateCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
@@ -327,7 +329,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.10.
         """
-        with _Call(self, "PullKvCache") as call:
+        with _Call(self._state, "PullKvCache") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=True)
             cache_id, row, nbytes, layers = check(
@@ -352,7 +354,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.11.
         """
-        with _Call(self, "PullKvBlocks") as call:
+        with _Call(self._state, "PullKvBlocks") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=False)
             cache_id = arguments.cache_id("dst_cache", dst_cache)
@@ -377,7 +379,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.12.
         """
-        with _Call(self, "PushKvCache") as call:
+        with _Call(self._state, "PushKvCache") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
@@ -405,7 +407,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.13.
         """
-        with _Call(self, "PushKvBlocks") as call:
+        with _Call(self._state, "PushKvBlocks") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
@@ -436,7 +438,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.5.
         """
-        with _Call(self, "CopyKvCache") as call:
+        with _Call(self._state, "CopyKvCache") as call:
             engine = call.engine
             src, dst, src_row, dst_row, start, nbytes = check(
                 ARGUMENTS,
@@ -480,7 +482,7 @@ class LlmDataDist:
 
         Source: interface §9.
         """
-        with _Call(self, "CopyKvBlocks") as call:
+        with _Call(self._state, "CopyKvBlocks") as call:
             engine = call.engine
             src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
             sources, lists = arguments.block_lists(src_blocks, dst_blocks_list)
@@ -491,13 +493,21 @@ class LlmDataDist:
         return call.status
 
 
+class _State:
+    """What the calls of one LlmDataDist share."""
+
+    def __init__(self) -> None:
+        self.dist: LLMDataDist | None = None
+        self.errors = threading.local()
+
+
 class _Call(AbstractContextManager["_Call"]):
     """Turns what one call raises, except TypeError, into its ``status``. Used by one thread."""
 
-    __slots__ = ("_owner", "_what", "status", "statuses")
+    __slots__ = ("_of", "_what", "status", "statuses")
 
-    def __init__(self, owner: LlmDataDist, what: str) -> None:
-        self._owner = owner
+    def __init__(self, of: _State, what: str) -> None:
+        self._of = of
         self._what = what
         self.status = LLMStatusCode.LLM_SUCCESS
         self.statuses: list[LLMStatusCode] = []  # of each cluster
@@ -505,8 +515,8 @@ class _Call(AbstractContextManager["_Call"]):
     @property
     def engine(self) -> Engine:
         """The engine of the LLMDataDist underneath; raises NotInitialized if there is none."""
-        dist = self._owner._dist
-        engine = None if dist is None else dist._engine
+        dist = self._of.dist
+        engine = None if dist is None else life_of(dist).engine
         if engine is None:
             raise _not_initialized(self._what)
         return engine
@@ -533,7 +543,7 @@ class _Call(AbstractContextManager["_Call"]):
         while each is not None:
             each.__traceback__ = None
             each = each.__cause__ or each.__context__
-        self._owner._errors.last = error
+        self._of.errors.last = error
         return True
 
 

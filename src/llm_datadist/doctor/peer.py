@@ -13,6 +13,7 @@ import numpy as np
 from llm_datadist import LLMClusterInfo, LLMException, LLMRole
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer.linking import link_clusters
+from llm_datadist.datadist import life_of
 from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
@@ -143,8 +144,7 @@ def _linked(
     cluster.append_local_ip_info(here, 0)
     cluster.append_remote_ip_info(there, port)
     failures: list[LLMException] = []
-    engine = end._engine
-    assert engine is not None, "it was initialised above"
+    engine = life_of(end).require_engine("doctor")
     link_now = link_clusters(engine, [cluster], lambda _verb, _cluster, error: failures.append(error))
     link_now(Deadline(min(_LINK_MS, deadline.remaining_ms())))
     if failures:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._transfer.engine import Engine
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ _open: Final = Engine.open_communicator
 def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
     """Stand in for ``Engine.open_communicator``: make the other members, and have them join."""
     members = _in_force[-1]
-    caller = next(each for each in list(LLMDataDist._live) if each._engine is self)
+    caller = next(each for each in list(Life.all) if life_of(each).engine is self)
     if caller in members.members.values():
         return _open(self, name, ranks, rank_table)
-    members._add(caller, ranks)
+    members.add(caller, ranks)
     comm_id = _open(self, name, ranks, _table(ranks))
-    members._join(caller, name, ranks, comm_id)
+    members.join(caller, name, ranks, comm_id)
     return comm_id
 
 
@@ -89,13 +89,13 @@ class Loopback:
         """Return one member. Raises KeyError where no ``link()`` has named it yet."""
         return self.members[cluster_id]
 
-    def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
+    def add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
         """Make the members that no LLMDataDist of this process is."""
         for cluster_id in ranks:
             if cluster_id not in self.members and not _lives(cluster_id):
                 self.members[cluster_id] = self._make(cluster_id, caller)
 
-    def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
+    def join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
         """Let the members that were made join the caller's communicator, and wait for it."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
@@ -113,7 +113,7 @@ class Loopback:
             member.finalize()
 
     def _make(self, cluster_id: int, caller: LLMDataDist) -> LLMDataDist:
-        theirs = caller._require_engine("link").options
+        theirs = life_of(caller).require_engine("link").options
         latest = LLMDataDist.llm_engine_instance
         member = LLMDataDist(LLMRole.MIX, cluster_id)
         member.init(
@@ -132,7 +132,7 @@ class Loopback:
 
 
 def _lives(cluster_id: int) -> bool:
-    return any(each.cluster_id == cluster_id for each in list(LLMDataDist._live))
+    return any(each.cluster_id == cluster_id for each in list(Life.all))
 
 
 def _table(ranks: dict[int, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._checks import (
@@ -20,7 +21,7 @@ from llm_datadist.types.data_type import DataType
 from llm_datadist.types.enums import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
@@ -225,7 +226,7 @@ class Cache:
         return self._granter.grant(self._id, blocks, ttl, token)
 
     def _empty(self) -> None:
-        """Forget the addresses and let the memory go: what the manager does when it deallocates the cache."""
+        """Forget the addresses and let the memory go."""
         self._tensor_addrs.clear()
         self._memory = None
 
@@ -237,3 +238,10 @@ class Cache:
             f"<Cache {self._id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
             f"on {desc.placement.name}{state}>"
         )
+
+
+#: For the packages of this library: who made a handle (None: ``create_cpu_cache``); what keeps its memory mapped; what
+#: a manager does to the handle of a cache that it gives back.
+granter_of: Final[Callable[[Cache], Granter | None]] = attrgetter("_granter")
+memory_of: Final[Callable[[Cache], object]] = attrgetter("_memory")
+empty: Final[Callable[[Cache], None]] = methodcaller("_empty")

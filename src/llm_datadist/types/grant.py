@@ -6,7 +6,7 @@ grants of an owner, and what ends them, is in ``_transfer/grants.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -42,6 +42,12 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
+
+
+class GrantState(msgspec.Struct):
+    """What has become of a grant. Written by its granter."""
+
+    end: str = ""  # why it has ended
 
 
 class Granter(Protocol):
@@ -92,7 +98,7 @@ class Grant:
         block_numbers: The same as an array, ascending, each once.
     """
 
-    __slots__ = ("_end", "_granter", "_reader", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
+    __slots__ = ("_granter", "_reader", "_state", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
 
     def __init__(
         self,
@@ -103,13 +109,16 @@ class Grant:
         token: bytes,
         blocks: Iterable[int],
         granter: Granter | None = None,
+        *,
+        state: GrantState | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self.blocks = frozenset(blocks)
         self.block_numbers = np.array(sorted(self.blocks), dtype=np.int64)
         self._wire = _Wire(cluster_id, incarnation, cache_id, *guard, token, self.block_numbers.tolist())
         self._granter = granter
-        self._reader: Reader | None = None
-        self._end = ""  # why it has ended; written by the granter
+        self._reader = reader
+        self._state = GrantState() if state is None else state
         self.cluster_id = cluster_id
         self.cache_id = cache_id
         self.token = token
@@ -128,13 +137,13 @@ class Grant:
     def active(self) -> bool:
         """True until the grant ends. At the owner only."""
         self._at_owner("active")
-        return not self._end
+        return not self._state.end
 
     @property
     def end(self) -> str:
         """Why the grant has ended, in a few words; empty while it is active. At the owner only."""
         self._at_owner("end")
-        return self._end
+        return self._state.end
 
     def claimed(self) -> bool:
         """Return True while a reader holds it: one that has claimed it and has not released it. At the owner only.
@@ -147,7 +156,7 @@ class Grant:
     def released(self) -> bool:
         """Return True once all its readers have released it. At the owner only."""
         self._at_owner("released")
-        return self._end == RELEASED
+        return self._state.end == RELEASED
 
     def renew(self, ttl: float) -> None:
         """Let the grant last ``ttl`` seconds from now on, at most. At the owner only.
@@ -184,21 +193,14 @@ class Grant:
         return msgspec.msgpack.encode(self._wire)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes) -> Grant:
         """Return the grant in a message.
 
         Raises:
             TypeError: ``data`` is not bytes.
             ParamError: It holds no grant.
         """
-        check_type("data", data, bytes)
-        try:
-            wire = _decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
-        return cls(
-            wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation), wire.token, wire.blocks
-        )
+        return parse_grant(check_type("data", data, bytes))
 
     def _at_owner(self, what: str) -> Granter:
         if self._granter is None:
@@ -218,3 +220,13 @@ class Grant:
     def __repr__(self) -> str:
         where = f"{len(self.blocks)} blocks of cache {self.cache_id} of cluster {self.cluster_id}"
         return f"<Grant {shown(self.token)} of {where}>"
+
+
+def parse_grant(data: bytes, reader: Reader | None = None) -> Grant:
+    """Return the grant in a message, claimed by ``reader``. Errors as :meth:`Grant.from_bytes`."""
+    try:
+        wire = _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
+    guard = wire.slot, wire.generation
+    return Grant(wire.cluster_id, wire.incarnation, wire.cache_id, guard, wire.token, wire.blocks, reader=reader)
