@@ -1,8 +1,29 @@
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+CHANGED: int
+"""Status of a job whose target's guard had changed: bytes that were read must not be used, none were written."""
+ABORTED: int
+"""Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
+LOST: int
+"""Status of a job whose lane ended because it was given up."""
+MISFIT: int
+"""Status of a write whose payload has another size than what was granted."""
+TORN: int
+"""Status of a write whose guard changed, or whose memory was taken back, after the grant: part may be written."""
+
+class Ending(Enum):
+    """How a job ended for its initiator."""
+
+    GOOD = ...
+    REFUSED = ...  # by the target; the outcome has its code and text
+    LOST = ...  # with its lane
+    TIMEOUT = ...  # or given up
+    TRAILER = ...  # the bytes came, but the target's status in the outcome says that they must not be used
 
 WRITER_SLOTS: int
 WRITER_PAGE_BYTES: int
@@ -469,10 +490,10 @@ class LaneEngine:
         mapped: bool,
         deadline_ns: int,
         cancelled: bytearray | None = None,
-    ) -> tuple[int, int, int, str]:
+    ) -> tuple[Ending, int, int, str]:
         """Start a job that asks for ``handle`` as :func:`encode_request` does, and wait for its end."""
-    def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
-    def give_up(self, job: int) -> tuple[int, int, int, str]: ...
+    def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[Ending, int, int, str]: ...
+    def give_up(self, job: int) -> tuple[Ending, int, int, str]: ...
     def grant(
         self,
         lane: int,

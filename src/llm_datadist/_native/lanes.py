@@ -7,7 +7,6 @@ engine has both roles at once, over the same lanes. Threads: any. On failure a l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
@@ -16,37 +15,18 @@ from llm_datadist._native.plan import NO_DEADLINE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._native._native import Plan
+    from llm_datadist._native._native import Ending, Plan
     from llm_datadist._native.plan import Tensors
 
-CHANGED: Final = 1
-"""Status of a job whose target's guard had changed: bytes that were read must not be used, none were written."""
-ABORTED: Final = 2
-"""Status of a read whose target took the memory back by :meth:`LaneEngine.quiesce`."""
-LOST: Final = 3
-"""Status of a job whose lane ended because it was given up."""
-MISFIT: Final = 4
-"""Status of a write whose payload has another size than what was granted."""
-TORN: Final = 5
-"""Status of a write whose guard changed, or whose memory was taken back, after the grant: part may be written."""
-
-
-class Ending(IntEnum):
-    """How a job ended for its initiator."""
-
-    GOOD = 0
-    REFUSED = 1  # by the target; the outcome has its code and text
-    LOST = 2  # with its lane
-    TIMEOUT = 3  # or given up
-    TRAILER = 4  # the bytes came, but the target's status in the outcome says that they must not be used
+#: Statuses of a job, each described in ``_native.pyi``.
+CHANGED, ABORTED, LOST, MISFIT, TORN = _native.CHANGED, _native.ABORTED, _native.LOST, _native.MISFIT, _native.TORN
 
 
 class Outcome(NamedTuple):
     """The end of a job, after which the engine does not touch its local memory any more."""
 
     ending: Ending
-    #: The target's own, :data:`CHANGED`, :data:`ABORTED` or :data:`TORN`, if it sent one; :data:`LOST` if giving up
-    #: cost the lane; else 0.
+    #: The target's own, CHANGED, ABORTED or TORN, if it sent one; LOST if giving up cost the lane; else 0.
     code: int
     nbytes: int  # that moved at this end
     text: str  # why, in one line
@@ -153,8 +133,8 @@ class LaneEngine:
     ) -> Outcome:
         """Start one job, by a request for ``handle``, and :meth:`wait` for it; a signal's exception ends it, too."""
         until = min(deadline_ns, NO_DEADLINE)
-        return _outcome(
-            self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
+        return Outcome(
+            *self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
@@ -162,14 +142,14 @@ class LaneEngine:
 
         It is also given up within 50 ms once ``cancelled``, one byte, is not zero.
         """
-        return _outcome(self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
+        return Outcome(*self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
 
     def give_up(self, job: int) -> Outcome:
         """End a job if it has not ended yet, and return how it ended.
 
         Bytes of a read that still arrive are dropped. A write that is half sent costs its lane.
         """
-        return _outcome(self._native.give_up(job))
+        return Outcome(*self._native.give_up(job))
 
     def serve_read(
         self, lane: int, id: int, plan: Plan, src: Tensors, guards: Sequence[tuple[int, int]], tag: int
@@ -189,8 +169,3 @@ class LaneEngine:
 
     def __repr__(self) -> str:
         return f"<LaneEngine {self._native.threads} threads{', closed' if self.closed else ''}>"
-
-
-def _outcome(native: tuple[int, int, int, str]) -> Outcome:
-    ending, code, nbytes, text = native
-    return Outcome(Ending(ending), code, nbytes, text)
