@@ -234,7 +234,7 @@ def swap_blocks(
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
-        with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, len(pairs[0])) as span:
+        with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, blocks=len(pairs[0])) as span:
             span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
 
     return run
@@ -297,7 +297,7 @@ def pull_blocks(
     """
     engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, len(dst_blocks)) as span,
+        engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, blocks=len(dst_blocks)) as span,
         engine.store.using(call.cache_id, call) as local,
     ):
         dst = local.geometry
@@ -337,7 +337,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
     """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in the order given (interface R26)."""
     engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
+        engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, blocks=len(src_blocks)) as span,
         engine.store.using(call.cache_id, call) as local,
     ):
         src = local.geometry

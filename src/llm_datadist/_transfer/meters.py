@@ -25,17 +25,19 @@ class Meters:
     def __init__(self) -> None:
         self._meters: dict[str, OperationMeter] = {}
 
-    def span(self, name: str, detail: str = "", *args: object) -> Timer | Logged:
+    def span(self, name: str, detail: str = "", *args: object, blocks: int | None = None) -> Timer | Logged:
         """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``,
         and ``transport`` where a transport moves them.
 
-        ``detail`` is a ``%``-format of ``args``, used only for the log.
+        ``detail`` is a ``%``-format of ``args`` and, if given, ``blocks``, used only for the log.
         """
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters.setdefault(name, OperationMeter())
         timer = Timer(meter)
-        return Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+        if not logger.isEnabledFor(logging.INFO):
+            return timer
+        return Logged(timer, name, detail, args if blocks is None else (*args, blocks))
 
     def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
         """Return a context manager around a call that is not counted; here it does nothing (see ``tracing.py``)."""
