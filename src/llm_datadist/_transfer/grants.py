@@ -46,7 +46,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.metrics import GrantStatistics
-from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant, GrantState, parse_grant, shown
+from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED, TOKEN_BYTES, Grant, GrantState, parse_grant, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,7 +63,6 @@ _End = Literal[
     "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
 ]
 _REVOKED: Final = "revoked"
-_EXPIRED: Final = "its time was over"
 _FREED: Final = "its cache was freed"
 _FINALIZED: Final = "finalized"
 
@@ -243,7 +242,7 @@ class Grants:
                 claimed=sum(map(len, self._claimed.values())),
                 waiting=self._waiting_of.total(),
                 released=self._ends[RELEASED],
-                expired=self._ends[_EXPIRED],
+                expired=self._ends[EXPIRED],
                 revoked=self._ends[_REVOKED],
                 lost=self._ends[READER_LOST],
             )
@@ -396,7 +395,7 @@ class Grants:
                     self._look_at(given.until, token)
             following = self._expiries[0][0] if self._expiries else None
         for token in over:
-            self._end(token, _EXPIRED)
+            self._end(token, EXPIRED)
         if following is not None:
             self._call_at(following, self._expire)
 

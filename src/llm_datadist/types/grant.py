@@ -21,6 +21,7 @@ TOKEN_BYTES: Final = 16
 _MAX_BLOCKS: Final = 1 << 20
 #: Why a grant has ended, where that is asked for.
 RELEASED: Final = "released by its readers"
+EXPIRED: Final = "its time was over"
 READER_LOST: Final = "a reader was lost"
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
