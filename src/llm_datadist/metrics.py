@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,7 @@ __all__ = [
     "KeyStatistics",
     "LinkStatistics",
     "OperationStatistics",
+    "PoolStatistics",
     "RedialStatistics",
     "Statistics",
     "SwapStatistics",
@@ -96,6 +97,25 @@ class OperationStatistics:
         return quantile(
             [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """One pool at one moment. Sizes in bytes, whole pages.
+
+    Attributes:
+        quarantined_bytes: Part of the used ones: given back, but a foreign writer may still write there.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    largest_hole_bytes: int
+    live_allocations: int
+    page_bytes: int
+    peak_used_bytes: int
+    quarantined_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +243,7 @@ class Statistics:
     """A consistent-enough picture of one LLMDataDist; every part is taken under its own lock.
 
     Attributes:
-        pools: One :class:`~llm_datadist._memory.pool.PoolStatistics` per configured pool.
+        pools: Every configured pool.
         caches: Counts and bytes of caches.
         keys: Every bound key with its age.
         pins: Peers' holds on caches.
@@ -242,7 +262,7 @@ class Statistics:
         reconnects: Lost links that this end has dialled again with success.
     """
 
-    pools: tuple[Any, ...]
+    pools: tuple[PoolStatistics, ...]
     caches: CacheStatistics
     keys: tuple[KeyStatistics, ...]
     pins: int

@@ -6,7 +6,6 @@ Threads: any; each pool has one lock. An allocation that raises leaves the pool 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
@@ -15,6 +14,7 @@ from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
+from llm_datadist.metrics import PoolStatistics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,21 +29,6 @@ _DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
 #: Memory that was in use when its :class:`DirectMemory` was closed. It stays mapped until the process ends, because
 #: unmapping it under a reader would end the process.
 kept_mapped: list[NDArray[np.uint8]] = []
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """Figures of a pool at one moment. Sizes in bytes, whole pages."""
-
-    name: str
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-    largest_hole_bytes: int
-    live_allocations: int
-    page_bytes: int
-    peak_used_bytes: int
-    quarantined_bytes: int = 0  # part of the used ones: given back, but a foreign writer may still write there
 
 
 class Allocation:
