@@ -326,7 +326,7 @@ class LLMDataDist:
             self._cluster_id in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}"
         )
         with engine.meters.call("link", [each for each in ranks if each != self._cluster_id]):
-            return engine.open_communicator(comm_name, ranks, rank_table)
+            return linking.openers[-1](engine, comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """Give a communicator up, also one that is still being prepared, or has failed.

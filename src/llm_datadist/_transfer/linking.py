@@ -77,6 +77,15 @@ def unlink_clusters(engine: Engine, clusters: Clusters, *, force: bool, report: 
     return _pending(engine, "unlink", clusters, unlink, report, with_v1_codes)
 
 
+def open_communicator(engine: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
+    """Begin to link the members of a communicator; return its id."""
+    return engine.open_communicator(name, ranks, rank_table)
+
+
+#: What ``link()`` of every LLMDataDist calls is the last one. A test that rehearses communicators adds its own.
+openers: Final[list[Callable[[Engine, str, dict[int, int], str], int]]] = [open_communicator]
+
+
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
     remotes = cluster.remote_ip_info_list
     if len(remotes) != 1:

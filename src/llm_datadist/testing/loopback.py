@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.engine import Engine
+from llm_datadist._transfer.linking import open_communicator, openers
 from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from llm_datadist._transfer.engine import Engine
 
 __all__ = ["Loopback", "loopback_links"]
 
@@ -46,32 +47,12 @@ def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopbac
         The members, by cluster id.
     """
     members = Loopback(options or {})
-    _in_force.append(members)
-    Engine.open_communicator = _open_looped  # type: ignore[method-assign]  # for as long as a loopback is in force
+    openers.append(members.open)
     try:
         yield members
     finally:
-        _in_force.remove(members)
-        if not _in_force:
-            Engine.open_communicator = _open  # type: ignore[method-assign]
+        openers.remove(members.open)
         members.close()
-
-
-#: The newest one stands for all.
-_in_force: Final[list[Loopback]] = []
-_open: Final = Engine.open_communicator
-
-
-def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Stand in for ``Engine.open_communicator``: make the other members, and have them join."""
-    members = _in_force[-1]
-    caller = next(each for each in list(Life.all) if life_of(each).engine is self)
-    if caller in members.members.values():
-        return _open(self, name, ranks, rank_table)
-    members.add(caller, ranks)
-    comm_id = _open(self, name, ranks, _table(ranks))
-    members.join(caller, name, ranks, comm_id)
-    return comm_id
 
 
 class Loopback:
@@ -89,13 +70,23 @@ class Loopback:
         """Return one member. Raises KeyError where no ``link()`` has named it yet."""
         return self.members[cluster_id]
 
-    def add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
+    def open(self, engine: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
+        """Open a communicator for ``link()``: make the other members, and have them join."""
+        caller = next(each for each in list(Life.all) if life_of(each).engine is engine)
+        if caller in self.members.values():
+            return open_communicator(engine, name, ranks, rank_table)
+        self._add(caller, ranks)
+        comm_id = open_communicator(engine, name, ranks, _table(ranks))
+        self._join(caller, name, ranks, comm_id)
+        return comm_id
+
+    def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
         """Make the members that no LLMDataDist of this process is."""
         for cluster_id in ranks:
             if cluster_id not in self.members and not _lives(cluster_id):
                 self.members[cluster_id] = self._make(cluster_id, caller)
 
-    def join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
+    def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
         """Let the members that were made join the caller's communicator, and wait for it."""
         made = [self.members[cluster_id] for cluster_id in ranks if cluster_id in self.members]
         ids = [(member, member.link(comm_name, ranks, _table(ranks))) for member in made]
