@@ -527,16 +527,6 @@ def digest(
     cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None: ...
 def standing_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...
-def streaming_bits() -> int:
-    """Return the width in bits of the streaming stores that ``limit_memcpy`` uses; 0: it has none."""
-
-def limit_memcpy(
-    dst: NDArray[np.uint64], src: NDArray[np.uint64], block_bytes: int, threads: int, streaming: bool
-) -> None: ...
-def limit_process(
-    pid: int, write: bool, near: NDArray[np.uint64], far: NDArray[np.uint64], block_bytes: int, threads: int
-) -> None: ...
-def limit_stream(fd: int, send: bool, addresses: NDArray[np.uint64], block_bytes: int, wait: int) -> None: ...
 
 class HoldingCall:
     """A function in Python during which the main thread holds signals; see ``signals.py``."""
