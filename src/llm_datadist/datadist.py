@@ -30,7 +30,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
-from llm_datadist._transfer import linking
+from llm_datadist._transfer import linking, v1
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
@@ -119,7 +119,7 @@ class LLMDataDist:
             else:
                 from llm_datadist.kv_cache_manager import KvCacheManager
 
-                life.manager = KvCacheManager(engine, lambda: self._role)
+                life.manager = KvCacheManager(engine)
             life.engine = engine
             with Life.all_lock:
                 Life.all.append(self)
@@ -280,8 +280,6 @@ class LLMDataDist:
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         if self._role is not LLMRole.DECODER:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
-        from llm_datadist._transfer import v1
-
         v1.check_link_status(engine.links, cluster_id, engine.deadline())
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
@@ -579,9 +577,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 def _import_late(options: Options) -> None:
     """Import what an engine with these options needs, from files: without memory or descriptor init fails here."""
-    names = ["_transfer.engine"] + (
-        ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
-    )
+    names = ["_transfer.engine", "cache_manager" if options.cache_manager else "kv_cache_manager"]
     if options.tracing:
         names.append("_transfer.tracing")
     try:

@@ -20,8 +20,6 @@ from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyById
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llm_datadist._native import BlockList
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
@@ -78,9 +76,8 @@ class KvCacheManager(EngineUser):
     Source: interface §8.
     """
 
-    def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._role = role
         # Ids of caches whose handle was dropped. KvCache.__del__ adds them in any thread, under any lock: no lock here.
         self._forgotten: deque[int] = deque()
 
@@ -103,7 +100,7 @@ class KvCacheManager(EngineUser):
         return engine
 
     def _require_role(self, call: str, role: LLMRole) -> None:
-        now = self._role()
+        now = self._of.options.role
         check_rule(now is role, f"{call}: only a {role.name} may, and this is a {now.name}")
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> KvCache:
@@ -149,7 +146,7 @@ class KvCacheManager(EngineUser):
         _, keys = check(_ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
         _require_device("cache_desc", cache_desc)
         check_rule(
-            not keys or self._role() is not LLMRole.DECODER,
+            not keys or self._of.options.role is not LLMRole.DECODER,
             "blocks_cache_key: a DECODER's caches are not pulled, so they have no key; leave it out",
         )
         return self._allocate("allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)

@@ -6,13 +6,13 @@ import os
 import socket
 import statistics
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist import LLMClusterInfo, LLMException, LLMRole
+from llm_datadist import LLMException, LLMRole
 from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.linking import link_clusters
 from llm_datadist.datadist import life_of
 from llm_datadist.doctor.finding import Finding, State
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
@@ -139,19 +139,14 @@ def _left(deadline: Deadline, needed: float = 0.0) -> float:
 def _linked(
     end: LLMDataDist, wanted: int, ends: tuple[str, str], port: int, progress: Callable[[str], None], deadline: Deadline
 ) -> Iterator[Finding]:
-    here, there = ends
-    cluster = LLMClusterInfo()  # without an id: the peer says its own
-    cluster.append_local_ip_info(here, 0)
-    cluster.append_remote_ip_info(there, port)
-    failures: list[LLMException] = []
-    engine = life_of(end).require_engine("doctor")
-    link_now = link_clusters(engine, [cluster], lambda _verb, _cluster, error: failures.append(error))
-    link_now(Deadline(min(_LINK_MS, deadline.remaining_ms())))
-    if failures:
-        yield _not_linked(failures[0])
+    (here, there), links = ends, life_of(end).require_engine("doctor").links
+    try:
+        links.link(None, (there, port), Deadline(min(_LINK_MS, deadline.remaining_ms())))  # it says its cluster id
+    except LLMException as error:
+        yield _not_linked(error)
         return
     (link,) = end.statistics().links
-    cluster.remote_cluster_id = answered = link.remote_cluster_id
+    answered = link.remote_cluster_id
     if answered == wanted:
         where = f"linked to pid {link.peer_pid} of {link.peer_host}"
         yield Finding("peer_link", State.OK, where, "both ends can use it")
@@ -167,7 +162,8 @@ def _linked(
             f"name the cluster that answers there: --cluster-id {answered}; or start llm-datadist doctor --serve there"
         )
         yield Finding("peer_link", State.PROBLEM, value, _NO_LINK, mend)
-    end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
+    with suppress(LLMException):
+        links.unlink(answered, Deadline(min(_LINK_MS, deadline.remaining_ms())), force=False)
 
 
 def _not_linked(error: LLMException) -> Finding:
