@@ -30,7 +30,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
-from llm_datadist._transfer import linking, v1
+from llm_datadist._transfer import linking
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
@@ -280,7 +280,7 @@ class LLMDataDist:
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         if self._role is not LLMRole.DECODER:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
-        v1.check_link_status(engine.links, cluster_id, engine.deadline())
+        linking.check_link_status(engine.links, cluster_id, engine.deadline())
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id at once.

@@ -20,16 +20,9 @@ from llm_datadist._checks import check_list, check_rule, check_type, check_uint6
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
-from llm_datadist._transfer import arguments
+from llm_datadist._transfer import arguments, layerwise
 from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist._transfer.layerwise import (
-    TENSORS_PER_LAYER,
-    AddressDelivery,
-    KeyDelivery,
-    Source,
-    TransferJob,
-    job_of,
-)
+from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
@@ -94,7 +87,7 @@ class EngineUser:
     @staticmethod
     def _stop(task: CacheTask) -> None:
         """End a transfer whose caller never gets the task; the source may be used again when this returns."""
-        job_of(task).stop()
+        layerwise.job_of(task).stop()
 
 
 P = ParamSpec("P")

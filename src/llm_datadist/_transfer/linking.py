@@ -1,7 +1,8 @@
-"""Linking after argument checks: many clusters at once, with one status each; communicators.
+"""Linking after argument checks, in v1 mode and in v2 mode.
 
-``link_clusters`` and ``unlink_clusters`` return the work that is left, which takes the deadline of the call. Several
-clusters are linked in threads ``llm-datadist-link_<n>`` that end with the call.
+``link_clusters`` and ``unlink_clusters`` return the work that is left, which takes the deadline of the call. It links
+several clusters at once, in threads ``llm-datadist-link_<n>`` that end with the call, and returns a status for each. In
+v1 mode all clusters of a call are linked, or none: a link that cannot be undone politely is given up by force.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_uint64
-from llm_datadist._deadline import wait_all
+from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger, named
-from llm_datadist._transfer import v1
 from llm_datadist._transfer.threads import Threads
-from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
+from llm_datadist._transfer.v1 import v1_code, v1_codes
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinked, ParamError
 from llm_datadist.types.cluster import host_of
+from llm_datadist.types.enums import LLMRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._deadline import Deadline
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.manager import LinkManager
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.types import LLMClusterInfo
 
@@ -28,13 +31,16 @@ if TYPE_CHECKING:
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
     Pending = Callable[[Deadline], Statuses]
 
+_OK: Final = LLMStatusCode.LLM_SUCCESS
 #: Clusters that are linked at once: one that does not answer must not cost the next one its time (interface R19).
 _THREADS: Final = 128
+#: Milliseconds that undoing may take; after it the links are given up without the peer's agreement.
+_UNDO_MS: Final = 1000
 
 
 def link_clusters(engine: Engine, clusters: Clusters) -> Pending:
-    """Return the work that links; the reason of each failure is logged, and kept for ``explain``."""
-    links, role, mutual = engine.links, engine.options.role, engine.options.transfer_backend is not None
+    """Return the work that links. The reason of each failure is logged, and kept for ``explain``."""
+    links, mutual = engine.links, engine.options.transfer_backend is not None
 
     def link(cluster: LLMClusterInfo, deadline: Deadline) -> None:
         try:
@@ -44,23 +50,21 @@ def link_clusters(engine: Engine, clusters: Clusters) -> Pending:
                 links.note(cluster.remote_cluster_id, "link_clusters failed", error)
             raise
 
-    def all_or_none(each: Callable[[], Statuses], deadline: Deadline) -> Statuses:
-        return v1.link_clusters(links, role, clusters, deadline.budget_ms, each)
-
-    return partial(_run, engine, "link", clusters, link, all_or_none)
+    in_v1 = partial(_link_all_or_none, links, engine.options.role, clusters)
+    return partial(_run, engine, "link", clusters, link, in_v1)
 
 
 def unlink_clusters(engine: Engine, clusters: Clusters, *, force: bool) -> Pending:
-    """Return the work that unlinks; the reason of each failure is logged."""
+    """Return the work that unlinks. The reason of each failure is logged."""
     v2, forced = engine.options.cache_manager, force or engine.options.transfer_backend is not None
-    give_up = engine.links.unlink if v2 else partial(v1.unlink_cluster, engine.links)
+    give_up = engine.links.unlink if v2 else partial(_unlink_idle, engine.links)
 
     def unlink(cluster: LLMClusterInfo, deadline: Deadline) -> None:
         if v2 and not forced:
             _remote_address(cluster)
         give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-    return partial(_run, engine, "unlink", clusters, unlink, lambda each, _: v1.unlink_result(each()[1]))
+    return partial(_run, engine, "unlink", clusters, unlink, lambda each, _: _v1_unlinked(each()[1]))
 
 
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
@@ -90,7 +94,7 @@ def _run(
                 cluster_id, code = cluster.remote_cluster_id, error.status_code
                 logger.warning("%s cluster %s: %s: %s", verb, cluster_id, code, named(error))
                 return code.because(error)
-            return LLMStatusCode.LLM_SUCCESS
+            return _OK
 
         each = partial(_each, clusters, status, deadline)
         statuses = each() if engine.options.cache_manager else in_v1(each, deadline)
@@ -107,14 +111,121 @@ def _each(clusters: Clusters, status: Callable[[LLMClusterInfo], LLMStatusCode],
     else:
         with Threads(min(_THREADS, len(clusters)), "llm-datadist-link") as threads:
             codes = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
-    failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
-    return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
+    return next((code for code in reversed(codes) if code is not _OK), _OK), codes
 
 
-def open_communicator(engine: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Begin to link the members of a communicator; return its id."""
-    return engine.open_communicator(name, ranks, rank_table)
+def _link_all_or_none(
+    links: LinkManager, role: LLMRole, clusters: Clusters, each: Callable[[], Statuses], deadline: Deadline
+) -> Statuses:
+    """Link to all clusters or to none: give up the new links when one cluster fails.
+
+    ``each`` links to each cluster for itself. Undoing may take a second more than the deadline.
+    If :func:`_refusals` has any, nothing is tried. Else, with ``LLM_LINK_FAILED``, the statuses say which cluster
+    failed and how; the others, which have ``LLM_LINK_FAILED`` too, are not linked.
+    """
+    refused = _refusals(role, clusters)
+    if refused:
+        for status in refused.values():
+            logger.warning("link_clusters: %s: %s", status, status.error)
+        untried = LLMStatusCode.LLM_LINK_FAILED
+        return list(refused.values())[-1], [refused.get(i, untried) for i in range(len(clusters))]
+    before = links.all()
+    try:
+        overall, statuses = each()
+    except BaseException:  # of the handler of a signal
+        for made in links.all():
+            if made.origin.dialled and made not in before:
+                links.unlink(made.peer.cluster_id, Deadline(0), force=True)
+        raise
+    codes = [v1_code(status) for status in statuses]
+    if overall is _OK or not clusters:
+        return overall, codes
+    dialled = {link.origin.address: link for link in links.all() if link.origin.dialled}
+    undoing = Deadline(min(deadline.budget_ms, _UNDO_MS))
+    for i, cluster in enumerate(clusters):
+        if codes[i] is _OK:
+            codes[i] = LLMStatusCode.LLM_LINK_FAILED
+            ip, port = cluster.remote_ip_info_list[0]
+            link = dialled.get((host_of(ip), port))
+            if link is not None:
+                _undo(links, link, undoing)
+    return LLMStatusCode.LLM_LINK_FAILED, codes
 
 
-#: What ``link()`` of every LLMDataDist calls is the last one. A test that rehearses communicators adds its own.
-openers: Final[list[Callable[[Engine, str, dict[int, int], str], int]]] = [open_communicator]
+def _refusals(role: LLMRole, clusters: Clusters) -> dict[int, LLMStatusCode]:
+    """Return what is wrong before any peer is asked: position -> status, with its error."""
+    invalid, twice = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQUEST
+    if role is not LLMRole.DECODER:
+        error = ParamError(f"only a DECODER links, and this is a {role.name}")
+        return dict.fromkeys(range(len(clusters)), invalid.because(error))
+    refused: dict[int, LLMStatusCode] = {}
+    seen: set[int] = set()
+    for i, cluster in enumerate(clusters):
+        ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
+        number = cluster.remote_cluster_id
+        if not ours == theirs == 1:
+            text = f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1"
+            refused[i] = invalid.because(ParamError(text))
+        elif number in seen:
+            text = f"clusters[{i}]: cluster {number} is in the list twice"
+            refused[i] = twice.because(ParamError(text, status_code=twice))
+        if number is not None:
+            seen.add(number)
+    return refused
+
+
+def _undo(links: LinkManager, link: Link, deadline: Deadline) -> None:
+    """Give up a link that this call has made, if need be by force."""
+    try:
+        links.unlink(link.peer.cluster_id, deadline, force=False)
+    except LLMException as error:
+        logger.info("undoing the link to %s by force: %s", link.peer, named(error))
+        links.unlink(link.peer.cluster_id, deadline, force=True)
+
+
+def _unlink_idle(links: LinkManager, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
+    """Give one link up; keep it while a pull is running on it, or if the peer does not agree in time."""
+    try:
+        link = links.get(cluster_id)
+    except NotLinked:
+        links.unlink(cluster_id, deadline, force=force)  # a lost one is not dialled again from now on
+        raise
+    if link.busy:
+        raise _link_busy(link, "unlink_clusters")
+    links.unlink(cluster_id, deadline, force=force)
+
+
+def _v1_unlinked(statuses: list[LLMStatusCode]) -> Statuses:
+    """Return v1's result of unlinking: a cluster that was not linked is no failure."""
+    codes = [v1_code(status) for status in statuses]
+    failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
+    if not codes:
+        return LLMStatusCode.LLM_PARAM_INVALID, []
+    return (failed[-1] if failed else _OK), codes
+
+
+def check_link_status(links: LinkManager, cluster_id: int, deadline: Deadline) -> None:
+    """Ping the peer and wait for the answer. Errors as :meth:`LLMDataDist.check_link_status`."""
+    link = links.get(cluster_id)
+    if link.busy:
+        raise _link_busy(link, "check_link_status")
+    answered = link.responds(deadline, deadline.budget_ms)
+    if link.ended:
+        raise link.lost_error("check_link_status", "ping")
+    if not answered:
+        with v1_codes():
+            raise deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
+
+
+def _link_busy(link: Link, call: str) -> LinkError:
+    return LinkError(
+        f"{call}: a transfer is running on the link to {link.peer}; ask again when it has ended",
+        status_code=LLMStatusCode.LLM_LINK_BUSY,
+        peer=link.peer.cluster_id,
+    )
+
+
+#: How ``link()`` of every LLMDataDist opens a communicator is the last one; a test that rehearses them adds its own.
+openers: Final[list[Callable[[Engine, str, dict[int, int], str], int]]] = [
+    lambda engine, name, ranks, rank_table: engine.open_communicator(name, ranks, rank_table)
+]

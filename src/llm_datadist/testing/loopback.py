@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.linking import open_communicator, openers
+from llm_datadist._transfer.linking import openers
 from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
@@ -74,9 +74,9 @@ class Loopback:
         """Open a communicator for ``link()``: make the other members, and have them join."""
         caller = next(each for each in list(Life.all) if life_of(each).engine is engine)
         if caller in self.members.values():
-            return open_communicator(engine, name, ranks, rank_table)
+            return engine.open_communicator(name, ranks, rank_table)
         self._add(caller, ranks)
-        comm_id = open_communicator(engine, name, ranks, _table(ranks))
+        comm_id = engine.open_communicator(name, ranks, _table(ranks))
         self._join(caller, name, ranks, comm_id)
         return comm_id
 
