@@ -18,7 +18,7 @@ from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
-from llm_datadist._transfer.grants import check_token
+from llm_datadist._transfer.grants import GrantClaims, check_token
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -484,8 +484,7 @@ class CacheManager(EngineUser):
         with engine.meters.call("claim_grant", [cluster_id]):
             return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
 
-    def _give_back(self, grant: Grant) -> None:
-        self._of.claims.give_back(grant)
+    _give_back = staticmethod(GrantClaims.give_back)  # undoes a claim whose caller never gets the grant
 
     @blocking
     def push_cache(

@@ -46,7 +46,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.metrics import GrantStatistics
-from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED, TOKEN_BYTES, Grant, GrantState, parse_grant, shown
+from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED, TOKEN_BYTES, Grant, shown, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -91,7 +91,6 @@ class _Given(msgspec.Struct, eq=False):
     """A grant that has not ended. Its fields are guarded by the lock of :class:`Grants`."""
 
     grant: Grant
-    state: GrantState
     entry: Entry  # the cache of the blocks, which may be gone
     until: float  # monotonic
     looked_at: float  # when the control thread looks at it again; not after ``until``
@@ -158,10 +157,9 @@ class Grants:
                 check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
-            state, listed, until = GrantState(), numbers.tolist(), time.monotonic() + seconds
-            grant = Grant(self._cluster_id, incarnation, cache_id, key, token, listed, self, state=state)
+            grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
             try:
-                answers = self._add(_Given(grant, state, entry, until, until))
+                answers = self._add(grant, entry, time.monotonic() + seconds)
             except LLMException:
                 self._store.exports.guards.release(guard.slot)
                 raise
@@ -172,14 +170,14 @@ class Grants:
     def require_here(self, what: str) -> None:
         require_process(self._owner, what)
 
-    def _add(self, given: _Given) -> list[tuple[Link, Message]]:
+    def _add(self, grant: Grant, entry: Entry, until: float) -> list[tuple[Link, Message]]:
         """Keep a new grant; return the answers to the claims that have waited for it."""
-        token, until = given.grant.token, given.until
+        token = grant.token
         with self._lock:
             self._require_open()
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = given
+            self._given[token] = _Given(grant, entry, until, until)
             earliest = self._look_at(until, token)
             # Under the same lock: the end of a link finds its claims either waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
@@ -206,7 +204,9 @@ class Grants:
         with self._lock:
             given = self._given.get(grant.token)
             if given is None:
-                raise StateError(f"renew: {grant!r} has ended: {self._ended.get(grant.token, (grant.end,))[0]}")
+                raise StateError(
+                    f"renew: {grant!r} has ended: {self._ended.get(grant.token, (state_of(grant).end,))[0]}"
+                )
             given.until = until
             if until < given.looked_at:  # a later look finds a longer time by itself
                 given.looked_at = until
@@ -226,7 +226,7 @@ class Grants:
     def _revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)
         with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
-            self._advanced.wait_for(lambda: grant.end)
+            self._advanced.wait_for(lambda: state_of(grant).end)
 
     def close(self) -> None:
         with self._lock:
@@ -375,7 +375,7 @@ class Grants:
                 del self._ended[next(iter(self._ended))]
         self._store.exports.guards.release(given.grant.guard[0])
         with self._advanced:
-            given.state.end = why
+            state_of(given.grant).end = why
             self._advanced.notify_all()
 
     def _expire(self) -> None:
@@ -433,24 +433,27 @@ class GrantClaims:
         if not isinstance(answer, Claimed):
             raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
         try:
-            grant = parse_grant(answer.grant, _Reader(link))
+            grant = Grant.from_bytes(answer.grant)
         except ParamError as error:
             raise ProtocolError(f"{what}: {link.peer}: {error}") from error
         peer = link.peer
         if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
             raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
+        state_of(grant).reader = _Reader(link)
         return grant
 
-    def give_back(self, grant: Grant) -> None:
-        """Undo a claim whose caller never gets the grant: another reader may have it."""
-        if (link := self._links.peek(grant.cluster_id)) is not None:
-            link.tell(ClaimEnded(grant.token, released=False))
+    @staticmethod
+    def give_back(grant: Grant) -> None:
+        """Undo a claim: another reader may have the grant."""
+        reader = state_of(grant).reader
+        if isinstance(reader, _Reader) and reader.link is not None:
+            reader.link.tell(ClaimEnded(grant.token, released=False))
 
     @staticmethod
     def on_late_claim(link: Link, message: Claimed) -> None:
         """Give a claim back whose answer came after its caller had given up."""
         try:
-            grant = parse_grant(message.grant)
+            grant = Grant.from_bytes(message.grant)
         except ParamError as error:
             raise ProtocolError(f"the peer sent a Claimed without a grant: {error}") from error
         link.tell(ClaimEnded(grant.token, released=False))

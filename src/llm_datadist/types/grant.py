@@ -6,7 +6,8 @@ grants of an owner, and what ends them, is in ``_transfer/grants.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from llm_datadist._checks import check_type
 from llm_datadist.errors import ParamError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 TOKEN_BYTES: Final = 16
 _MAX_BLOCKS: Final = 1 << 20
@@ -45,12 +46,6 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
 
 
-class GrantState(msgspec.Struct):
-    """What has become of a grant. Written by its granter."""
-
-    end: str = ""  # why it has ended
-
-
 class Granter(Protocol):
     """What gives and ends grants at the owner of the cache."""
 
@@ -77,6 +72,13 @@ class Reader(Protocol):
         """Tell the owner that nothing more is read."""
 
 
+class GrantState(msgspec.Struct):
+    """What has become of a grant in this process; ``_transfer/grants.py`` writes it."""
+
+    end: str = ""  # why it has ended, at the owner
+    reader: Reader | None = None  # where it was claimed
+
+
 class Grant:
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 
@@ -99,7 +101,7 @@ class Grant:
         block_numbers: The same as an array, ascending, each once.
     """
 
-    __slots__ = ("_granter", "_reader", "_state", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
+    __slots__ = ("_granter", "_state", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
 
     def __init__(
         self,
@@ -110,16 +112,12 @@ class Grant:
         token: bytes,
         blocks: Iterable[int],
         granter: Granter | None = None,
-        *,
-        state: GrantState | None = None,
-        reader: Reader | None = None,
     ) -> None:
         self.blocks = frozenset(blocks)
         self.block_numbers = np.array(sorted(self.blocks), dtype=np.int64)
         self._wire = _Wire(cluster_id, incarnation, cache_id, *guard, token, self.block_numbers.tolist())
         self._granter = granter
-        self._reader = reader
-        self._state = GrantState() if state is None else state
+        self._state = GrantState()
         self.cluster_id = cluster_id
         self.cache_id = cache_id
         self.token = token
@@ -185,23 +183,30 @@ class Grant:
         Raises:
             StateError: This grant was not claimed here, or a forked child calls.
         """
-        if self._reader is None:
+        if self._state.reader is None:
             raise StateError(f"release: {self!r} was not claimed here (CacheManager.claim_grant)")
-        self._reader.release(self)
+        self._state.reader.release(self)
 
     def to_bytes(self) -> bytes:
         """Return the grant for a message, some bytes per block."""
         return msgspec.msgpack.encode(self._wire)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Grant:
+    def from_bytes(cls, data: bytes) -> Self:
         """Return the grant in a message.
 
         Raises:
             TypeError: ``data`` is not bytes.
             ParamError: It holds no grant.
         """
-        return parse_grant(check_type("data", data, bytes))
+        check_type("data", data, bytes)
+        try:
+            wire = _decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
+        return cls(
+            wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation), wire.token, wire.blocks
+        )
 
     def _at_owner(self, what: str) -> Granter:
         if self._granter is None:
@@ -223,11 +228,4 @@ class Grant:
         return f"<Grant {shown(self.token)} of {where}>"
 
 
-def parse_grant(data: bytes, reader: Reader | None = None) -> Grant:
-    """Return the grant in a message, claimed by ``reader``. Errors as :meth:`Grant.from_bytes`."""
-    try:
-        wire = _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ParamError(f"data: {len(data)} bytes that are no grant: {error}") from error
-    guard = wire.slot, wire.generation
-    return Grant(wire.cluster_id, wire.incarnation, wire.cache_id, guard, wire.token, wire.blocks, reader=reader)
+state_of: Final[Callable[[Grant], GrantState]] = attrgetter("_state")
