@@ -496,15 +496,11 @@ class LLMDataDist:
 
 
 class Life:
-    """What one LLMDataDist has from ``init`` to ``finalize``, for the packages of this library (:data:`life_of`).
+    """What one LLMDataDist has from ``init`` to ``finalize``, for the packages of this library (:data:`life_of`)."""
 
-    Attributes:
-        all: The initialised objects of this process, oldest first.
-        abandoned: In a forked child: the parent's engines, kept so that nothing of theirs is torn down here.
-    """
-
-    all: ClassVar[list[LLMDataDist]] = []
+    all: ClassVar[list[LLMDataDist]] = []  # the initialised ones of this process, oldest first
     all_lock: ClassVar[threading.Lock] = threading.Lock()
+    #: In a forked child: the parent's engines, kept so that nothing of theirs is torn down here.
     abandoned: ClassVar[list[Engine]] = []
 
     def __init__(self) -> None:

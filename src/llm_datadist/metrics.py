@@ -101,11 +101,7 @@ class OperationStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """One pool at one moment. Sizes in bytes, whole pages.
-
-    Attributes:
-        quarantined_bytes: Part of the used ones: given back, but a foreign writer may still write there.
-    """
+    """One pool at one moment. Sizes in bytes, whole pages."""
 
     name: str
     capacity_bytes: int
@@ -115,7 +111,7 @@ class PoolStatistics:
     live_allocations: int
     page_bytes: int
     peak_used_bytes: int
-    quarantined_bytes: int = 0
+    quarantined_bytes: int = 0  # part of the used ones: given back, but a foreign writer may still write there
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,15 +153,21 @@ def _linked(
         yield _authentication(link)
         yield _transport(link, same_host=here == there)
         yield _private_transport(link)
-        if wanted == CLUSTER:
-            progress("measuring pulls")
-            yield from _pulled(end, link, there, port, deadline)
     else:
         value = f"{show_address((there, port))} is cluster {answered}, not {wanted}"
         mend = (
             f"name the cluster that answers there: --cluster-id {answered}; or start llm-datadist doctor --serve there"
         )
         yield Finding("peer_link", State.PROBLEM, value, _NO_LINK, mend)
+    try:
+        if answered == wanted == CLUSTER:
+            progress("measuring pulls")
+            yield from _measured(end, link, there, port, deadline)
+    except LLMException as error:
+        mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
+        if isinstance(error, DeadlineExceeded):
+            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {there}; top"
+        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
     with suppress(LLMException):
         links.unlink(answered, Deadline(min(_LINK_MS, deadline.remaining_ms())), force=False)
 
@@ -207,16 +213,6 @@ def _private_transport(link: LinkStatistics) -> Finding:
         return Finding("peer_private_transport", State.OK, value, meaning)
     mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
     return Finding("peer_private_transport", State.WARNING, f"{value}: {link.reason}", meaning, mend)
-
-
-def _pulled(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
-    try:
-        yield from _measured(end, link, host, port, deadline)
-    except LLMException as error:
-        mend = "run llm-datadist doctor --serve there; without it nothing can be pulled"
-        if isinstance(error, DeadlineExceeded):
-            mend = f"look for loss, a slow network and load at both ends: ss -ti dst {host}; top"
-        yield Finding("peer_pull", State.PROBLEM, str(error), "pulls from this peer fail", mend)
 
 
 def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
