@@ -90,16 +90,20 @@ def check(wheel: Path, processor: str) -> None:
         sys.exit(f"{wheel.name} must run with glibc {GLIBC[0]}.{GLIBC[1]} of {processor}")
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if ".so" in name]
-        if modules != [wanted := f"llm_datadist/_native/_native{_suffix(processor)}"]:
-            sys.exit(f"{wheel.name} has the modules {modules}: must be {wanted} alone")
-        with archive.open(modules[0]) as file:
-            elf = ELFFile(file)
-            machine, needed = elf["e_machine"], _needed(elf)
-    if machine != PROCESSORS[processor]:
-        sys.exit(f"{wheel.name}: the module is for {machine}, must be for {PROCESSORS[processor]}")
+        wanted = [f"llm_datadist/_native/{module}{_suffix(processor)}" for module in ("_limits", "_native")]
+        if sorted(modules) != wanted:
+            sys.exit(f"{wheel.name} has the modules {modules}: must be {wanted}")
+        for module in modules:
+            with archive.open(module) as file:
+                _check_module(module, ELFFile(file), processor)
+
+
+def _check_module(module: str, elf: ELFFile, processor: str) -> None:
+    if elf["e_machine"] != PROCESSORS[processor]:
+        sys.exit(f"{module} is for {elf['e_machine']}, must be for {PROCESSORS[processor]}")
     loaders = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-    if foreign := needed - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
-        sys.exit(f"{wheel.name} needs {sorted(foreign)}: may need glibc only")
+    if foreign := _needed(elf) - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
+        sys.exit(f"{module} needs {sorted(foreign)}: may need glibc only")
 
 
 def _needed(elf: ELFFile) -> set[str]:

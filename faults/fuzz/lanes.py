@@ -218,8 +218,8 @@ def _key_handle(rng: random.Random, geometries: list[Any]) -> bytes:
     geometry = list(rng.choice(geometries))
     if rng.random() < 0.1:
         geometry[rng.randrange(len(geometry))] = wild(rng)
-    settled = rng.choice((0, 0, 0, 1 << 40))
-    return _spoiled([1, [0, rng.randrange(9), 0], geometry, _pin_name(rng), rng.randrange(60_000), settled], rng)
+    reported = rng.choice((0, 0, 0, 1 << 40))
+    return _spoiled([1, [0, rng.randrange(9), 0], geometry, _pin_name(rng), rng.randrange(60_000), reported], rng)
 
 
 def _pin_name(rng: random.Random) -> int:

@@ -210,6 +210,12 @@ def check_rule(condition: object, text: str) -> None:
         raise ParamError(text)
 
 
+def check_timeout(timeout: object) -> None:
+    """Check the milliseconds that a call may take."""
+    milliseconds = check_int32("timeout", timeout)
+    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
+
+
 def check_text(name: str, text: str) -> str:
     """Return ``text``. ParamError if it has a NUL or a surrogate, which no path, host or message can hold."""
     if found := _ODD.search(text):

@@ -1,7 +1,7 @@
 """LLMDataDist, one instance: ``init`` builds its engine, ``finalize`` takes it down (interface §3).
 
-Calls run in the caller's thread, awaited calls in a worker, several clusters in a thread each. Imports that only
-``init`` needs are late, so that importing the package stays quick.
+The calls check their arguments and leave the rest to ``_transfer/``. Imports that only ``init`` needs are late, so that
+importing the package stays quick.
 """
 
 from __future__ import annotations
@@ -9,66 +9,50 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from llm_datadist._checks import (
     check_enabled,
     check_int,
-    check_int32,
     check_list,
     check_rule,
     check_text,
+    check_timeout,
     check_type,
     check_uint32,
     check_uint64,
     typed_memory_error,
 )
-from llm_datadist._deadline import Deadline, wait_all
-from llm_datadist._log import logger, named
+from llm_datadist._deadline import Deadline
+from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
-from llm_datadist._threads import Threads
+from llm_datadist._transfer import linking
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
-from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
+    from llm_datadist._transfer.linking import Clusters, Pending, Statuses
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.kv_cache_manager import KvCacheManager
     from llm_datadist.metrics import CommunicatorStatistics, LinkStatistics, Statistics
     from llm_datadist.types.enums import RegisterMemStatus
 
-    Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
-    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
-    Pending = Callable[[Deadline], Statuses]
-    Report = Callable[[str, LLMClusterInfo, LLMException], None]
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
-__all__ = ["LLMDataDist", "check_timeout", "log_failure"]
+__all__ = ["LLMDataDist"]
 
-#: Clusters linked at once: a silent one must not use the time of the next (interface R19).
-_LINK_THREADS: Final = 128
+
 _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
-
-
-def log_failure(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-    """Log why a cluster was not linked or unlinked: the callers get statuses only."""
-    logger.warning("%s cluster %s: %s: %s", verb, cluster.remote_cluster_id, error.status_code, named(error))
-
-
-def check_timeout(timeout: object) -> None:
-    """Check the milliseconds that a call may take."""
-    milliseconds = check_int32("timeout", timeout)
-    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
 
 
 @public_calls_hold_signals(whole=("init", "finalize", "switch_role"), init="_undo_init", link="_unlink")
@@ -96,20 +80,12 @@ class LLMDataDist:
     """
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
-    _live: ClassVar[list[LLMDataDist]] = []
-    _live_lock: ClassVar[threading.Lock] = threading.Lock()
-    #: In a forked child: the parent's engines, referenced so that no finalizer tears them down here.
-    _abandoned: ClassVar[list[Engine]] = []
 
     def __init__(self, role: LLMRole, cluster_id: int, *, device: Device | None = None) -> None:
         self._role = check_type("role", role, LLMRole)
         self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._device = device
-        self._engine: Engine | None = None
-        self._manager: CacheManager | KvCacheManager | None = None
-        #: Held during init, finalize and switch_role. Guards the next.
-        self._lifecycle = threading.Lock()
-        self._init_undoable = False  # until another init() has found it initialised
+        self._life = Life()
 
     def init(self, options: dict[str, str]) -> None:
         """Reserve the pools, start the listener and make the instance usable.
@@ -128,9 +104,10 @@ class LLMDataDist:
 
         Source: interface §3.1.
         """
-        with self._lifecycle:
-            self._init_undoable = self._engine is None
-            if not self._init_undoable:
+        life = self._life
+        with life.lock:
+            life.init_undoable = life.engine is None
+            if not life.init_undoable:
                 return
             parsed = Options.parse(options, self._role)
             _import_late(parsed)
@@ -140,21 +117,21 @@ class LLMDataDist:
             if parsed.cache_manager:
                 from llm_datadist.cache_manager import CacheManager
 
-                self._manager = CacheManager(engine)
+                life.manager = CacheManager(engine)
             else:
                 from llm_datadist.kv_cache_manager import KvCacheManager
 
-                self._manager = KvCacheManager(engine, lambda: self._role)
-            self._engine = engine
-            with LLMDataDist._live_lock:
-                LLMDataDist._live.append(self)
+                life.manager = KvCacheManager(engine)
+            life.engine = engine
+            with Life.all_lock:
+                Life.all.append(self)
                 LLMDataDist.llm_engine_instance = self
             logger.info("%r initialised", self)
 
     def _undo_init(self, _: None) -> None:
         """Undo an ``init`` that a signal handler's exception interrupted."""
-        if self._init_undoable:
-            self._finalize()
+        if self._life.init_undoable:
+            tear_down(self)
 
     def finalize(self) -> None:
         """Close links, listener, pools and tables; peers only see their links end.
@@ -167,32 +144,7 @@ class LLMDataDist:
 
         Source: interface §3.2.
         """
-        self._finalize()
-
-    def _finalize(self) -> None:
-        if must_not_wait():
-            raise StateError(
-                f"finalize: called in {threading.current_thread().name}, a control thread of this library, which would "
-                "wait for itself; call it from another thread"
-            )
-        if put_off(self._finalize):
-            return
-        with self._lifecycle:
-            engine, self._engine, self._manager = self._engine, None, None
-            if engine is None:
-                return
-            with LLMDataDist._live_lock:
-                LLMDataDist._live.remove(self)
-                if LLMDataDist.llm_engine_instance is self:
-                    LLMDataDist.llm_engine_instance = LLMDataDist._live[-1] if LLMDataDist._live else None
-            engine.close()
-            logger.info("%r finalized", self)
-
-    def _require_engine(self, what: str) -> Engine:
-        engine = self._engine
-        if engine is None:
-            raise _not_initialized(what)
-        return engine
+        tear_down(self)
 
     @property
     def cluster_id(self) -> int:
@@ -201,7 +153,7 @@ class LLMDataDist:
 
     @hold_signals
     def __repr__(self) -> str:
-        engine = self._engine
+        engine = self._life.engine
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
         return f"<LLMDataDist {self._role.name} cluster {self._cluster_id}: {state}>"
 
@@ -239,34 +191,20 @@ class LLMDataDist:
         Source: interface §3.4; extension.
         """
         pending = self._linking(clusters, timeout)
-        return self._require_engine("link_clusters_async").workers.run(pending, timeout)
+        return self._life.require_engine("link_clusters_async").workers.run(pending, timeout)
 
-    def _linking(self, clusters: Clusters, timeout: int, report: Report = log_failure) -> Pending:
+    def _linking(self, clusters: Clusters, timeout: int) -> Pending:
         """Check the arguments; return the work that is left."""
-        engine = self._require_engine("link_clusters")
+        engine = self._life.require_engine("link_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
-        v2, role = engine.options.cache_manager, self._role
-        needs_local = v2 and not engine.options.local_comm_res
+        needs_local = engine.options.cache_manager and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
             check_rule(
                 cluster.local_ip_info_list or not needs_local,
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
-        mutual = engine.options.transfer_backend is not None
-
-        def link_each(deadline: Deadline, report: Report) -> Statuses:
-            def link(cluster: LLMClusterInfo) -> None:
-                engine.links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
-
-            return _each(clusters, link, "link", report, deadline)
-
-        def link_all(deadline: Deadline, report: Report) -> Statuses:
-            from llm_datadist._transfer import v1
-
-            return v1.link_clusters(engine.links, role, clusters, timeout, lambda: link_each(deadline, report))
-
-        return _one_call(engine, "link_clusters", clusters, link_each if v2 else link_all, report)
+        return linking.link_clusters(engine, clusters)
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -300,11 +238,11 @@ class LLMDataDist:
         Source: interface §3.4; extension.
         """
         pending = self._unlinking(clusters, timeout, force)
-        return self._require_engine("unlink_clusters_async").workers.run(pending, timeout)
+        return self._life.require_engine("unlink_clusters_async").workers.run(pending, timeout)
 
-    def _unlinking(self, clusters: Clusters, timeout: int, force: bool, report: Report = log_failure) -> Pending:
+    def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> Pending:
         """Check the arguments; return the work that is left."""
-        engine = self._require_engine("unlink_clusters")
+        engine = self._life.require_engine("unlink_clusters")
         require_outermost("unlink_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
@@ -312,21 +250,7 @@ class LLMDataDist:
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
                 raise NoneArgument(f"clusters[{i}].remote_cluster_id is None: unlinking needs it")
-        forced, v2 = force or engine.options.transfer_backend is not None, engine.options.cache_manager
-
-        def unlink_each(deadline: Deadline, report: Report) -> Statuses:
-            from llm_datadist._transfer import v1
-
-            def unlink(cluster: LLMClusterInfo) -> None:
-                if v2 and not forced:
-                    _remote_address(cluster)
-                give_up = engine.links.unlink if v2 else partial(v1.unlink_cluster, engine.links)
-                give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
-
-            overall, codes = _each(clusters, unlink, "unlink", report, deadline)
-            return (overall, codes) if v2 else v1.unlink_result(codes)
-
-        return _one_call(engine, "unlink_clusters", clusters, unlink_each, report)
+        return linking.unlink_clusters(engine, clusters, force=force)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Ping a peer and wait for its answer. Only in v1 mode.
@@ -340,15 +264,13 @@ class LLMDataDist:
 
         Source: interface §3.7.
         """
-        engine = self._require_engine("check_link_status")
+        engine = self._life.require_engine("check_link_status")
         if engine.options.cache_manager:
             raise _wrong_mode("check_link_status is a call of v1 mode (llm.EnableCacheManager=0)")
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         if self._role is not LLMRole.DECODER:
             raise ParamError(f"check_link_status: only a DECODER may, and this is a {self._role.name}")
-        from llm_datadist._transfer import v1
-
-        v1.check_link_status(engine.links, cluster_id, engine.deadline())
+        linking.check_link_status(engine.links, cluster_id, engine.deadline())
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Begin to link all members of a communicator to each other; return its id.
@@ -377,7 +299,7 @@ class LLMDataDist:
             self._cluster_id in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}"
         )
         with engine.meters.call("link", [each for each in ranks if each != self._cluster_id]):
-            return engine.open_communicator(comm_name, ranks, rank_table)
+            return linking.openers[-1](engine, comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """End a communicator, in any state, at this side only.
@@ -419,11 +341,11 @@ class LLMDataDist:
         Raises:
             ParamError, NotLinked: As :meth:`unlink`.
         """
-        engine = self._require_engine("explain_communicator")
+        engine = self._life.require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))
 
     def _communicating(self, call: str) -> Engine:
-        engine = self._require_engine(call)
+        engine = self._life.require_engine(call)
         if not engine.options.cache_manager:
             raise _wrong_mode(f"{call}: not in v1 mode; use link_clusters, or llm.EnableCacheManager=1")
         backend = engine.options.transfer_backend
@@ -447,8 +369,8 @@ class LLMDataDist:
 
         Source: interface §3.6, B7.
         """
-        with self._lifecycle:  # before reading role and engine
-            engine = self._require_engine("switch_role")
+        with self._life.lock:  # before reading role and engine
+            engine = self._life.require_engine("switch_role")
             check_type("role", role, LLMRole)
             listen = None if switch_options is None else check_type("switch_options", switch_options, dict).get(LISTEN)
             if listen is not None:
@@ -483,7 +405,7 @@ class LLMDataDist:
         """
         from llm_datadist.cache_manager import CacheManager
 
-        manager = self._manager
+        manager = self._life.manager
         if isinstance(manager, CacheManager):
             return manager
         raise _wrong_interface("cache_manager", manager, "1", "kv_cache_manager")
@@ -499,7 +421,7 @@ class LLMDataDist:
         """
         from llm_datadist.kv_cache_manager import KvCacheManager
 
-        manager = self._manager
+        manager = self._life.manager
         if isinstance(manager, KvCacheManager):
             return manager
         raise _wrong_interface("kv_cache_manager", manager, "0", "cache_manager")
@@ -507,17 +429,17 @@ class LLMDataDist:
     @property
     def listen_port(self) -> int | None:
         """The port this instance listens on, or None. An extension."""
-        address = self._require_engine("listen_port").links.listen_address
+        address = self._life.require_engine("listen_port").links.listen_address
         return None if address is None else address[1]
 
     @property
     def incarnation(self) -> str:
         """Random hexadecimal id of this ``init``. An extension."""
-        return self._require_engine("incarnation").store.exports.incarnation.hex()
+        return self._life.require_engine("incarnation").store.exports.incarnation.hex()
 
     def statistics(self) -> Statistics:
         """Return the present :class:`~llm_datadist.metrics.Statistics`. An extension."""
-        return self._require_engine("statistics").statistics()
+        return self._life.require_engine("statistics").statistics()
 
     def explain(self, remote_cluster_id: int) -> LinkStatistics:
         """Return a link's state, its transports and the reason for them. An extension.
@@ -526,7 +448,7 @@ class LLMDataDist:
             NotLinked: There is no link. The text has its last event; after a failed ``link_clusters`` its exception is
                 the ``__cause__``.
         """
-        engine = self._require_engine("explain")
+        engine = self._life.require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()
 
     def check_integrity(self) -> None:
@@ -535,16 +457,62 @@ class LLMDataDist:
         Raises:
             AssertionError: They do not; the text names the difference.
         """
-        self._require_engine("check_integrity").check_integrity()
+        self._life.require_engine("check_integrity").check_integrity()
+
+
+class Life:
+    """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:data:`life_of`)."""
+
+    all: ClassVar[list[LLMDataDist]] = []  # initialised instances of this process, oldest first
+    all_lock: ClassVar[threading.Lock] = threading.Lock()
+    #: In a forked child: the parent's engines, referenced so that no finalizer tears them down here.
+    abandoned: ClassVar[list[Engine]] = []
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.manager: CacheManager | KvCacheManager | None = None
+        #: Held during init, finalize and switch_role. Guards the next.
+        self.lock = threading.Lock()
+        self.init_undoable = False  # until another init() has found it initialised
+
+    def require_engine(self, call: str) -> Engine:
+        if (engine := self.engine) is None:
+            raise _not_initialized(call)
+        return engine
+
+
+life_of: Final[Callable[[LLMDataDist], Life]] = attrgetter("_life")
+
+
+def tear_down(instance: LLMDataDist) -> None:
+    """Finalize an instance. Errors as :meth:`LLMDataDist.finalize`."""
+    if must_not_wait():
+        raise StateError(
+            f"finalize: called in {threading.current_thread().name}, a control thread of this library, which would "
+            "wait for itself; call it from another thread"
+        )
+    if put_off(tear_down, instance):
+        return
+    life = life_of(instance)
+    with life.lock:
+        engine, life.engine, life.manager = life.engine, None, None
+        if engine is None:
+            return
+        with Life.all_lock:
+            Life.all.remove(instance)
+            if LLMDataDist.llm_engine_instance is instance:
+                LLMDataDist.llm_engine_instance = Life.all[-1] if Life.all else None
+        engine.close()
+        logger.info("%r finalized", instance)
 
 
 def _shutdown_handler() -> None:
     """Let running layer-wise transfers end, then finalize, at the interpreter's exit."""
-    live = list(LLMDataDist._live)
-    for engine in [each._engine for each in live]:  # all before any finalize: one may send to another
+    instances = list(Life.all)
+    for engine in [life_of(each).engine for each in instances]:  # all before any finalize: one may send to another
         if engine is not None:
             engine.tasks.finish()
-    for instance in live:
+    for instance in instances:
         try:
             instance.finalize()
         except LLMException as error:
@@ -553,14 +521,14 @@ def _shutdown_handler() -> None:
 
 def _in_forked_child() -> None:
     """Mark the parent's instances as not initialised; the child may make its own."""
-    LLMDataDist._live_lock = threading.Lock()
-    for instance in LLMDataDist._live:
-        instance._lifecycle = threading.Lock()
-        engine, instance._engine, instance._manager = instance._engine, None, None
+    Life.all_lock = threading.Lock()
+    for life in map(life_of, Life.all):
+        life.lock = threading.Lock()
+        engine, life.engine, life.manager = life.engine, None, None
         if engine is not None:
-            LLMDataDist._abandoned.append(engine)
+            Life.abandoned.append(engine)
             engine.abandon()
-    LLMDataDist._live.clear()
+    Life.all.clear()
     LLMDataDist.llm_engine_instance = None
 
 
@@ -570,9 +538,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 def _import_late(options: Options) -> None:
     """Import the modules that an engine with these options needs."""
-    names = ["_transfer.engine"] + (
-        ["cache_manager"] if options.cache_manager else ["kv_cache_manager", "_transfer.v1"]
-    )
+    names = ["_transfer.engine", "cache_manager" if options.cache_manager else "kv_cache_manager"]
     if options.tracing:
         names.append("_transfer.tracing")
     try:
@@ -599,57 +565,6 @@ def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> St
 
 def _wrong_mode(text: str) -> StateError:
     return StateError(text, status_code=LLMStatusCode.LLM_PARAM_INVALID)
-
-
-def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
-    remotes = cluster.remote_ip_info_list
-    if len(remotes) != 1:
-        raise ParamError(f"cluster {cluster.remote_cluster_id} has {len(remotes)} remote ips: exactly one is needed")
-    ip, port = remotes[0]
-    return host_of(ip), port
-
-
-def _one_call(
-    engine: Engine, name: str, clusters: Clusters, work: Callable[[Deadline, Report], Statuses], report: Report
-) -> Pending:
-    def run(deadline: Deadline) -> Statuses:
-        with engine.meters.call(name, [each.remote_cluster_id for each in clusters]) as call:
-
-            def failed(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-                call.error = error
-                if name == "link_clusters" and cluster.remote_cluster_id is not None:
-                    engine.links.note(cluster.remote_cluster_id, "link_clusters failed", error)
-                report(verb, cluster, error)
-
-            statuses = work(deadline, failed)
-            call.status = statuses[0]
-        return statuses
-
-    return run
-
-
-def _each(
-    clusters: Clusters, work: Callable[[LLMClusterInfo], None], verb: str, report: Report, deadline: Deadline
-) -> Statuses:
-    """Do ``work`` for every cluster, in parallel; return the last status that is no success, and one each."""
-
-    def status(cluster: LLMClusterInfo) -> LLMStatusCode:
-        try:
-            work(cluster)
-        except LLMException as error:
-            report(verb, cluster, error)
-            return error.status_code.because(error)
-        return LLMStatusCode.LLM_SUCCESS
-
-    if not clusters:
-        return LLMStatusCode.LLM_PARAM_INVALID, []
-    if len(clusters) == 1:
-        codes = [status(clusters[0])]
-    else:
-        with Threads(min(_LINK_THREADS, len(clusters)), "llm-datadist-link") as threads:
-            codes = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
-    failed = [code for code in codes if code is not LLMStatusCode.LLM_SUCCESS]
-    return (failed[-1] if failed else LLMStatusCode.LLM_SUCCESS), codes
 
 
 def _checked_ranks(comm_name: object, cluster_rank_info: object, rank_table: object) -> dict[int, int]:

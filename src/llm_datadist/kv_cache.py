@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from llm_datadist.views import numpy_type
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -101,6 +103,10 @@ class KvCache:
         return f"<Kv{repr(self._cache)[1:]}"
 
 
+#: The v2 handle behind a user's handle, for KvCacheManager.
+cache_of: Final[Callable[[KvCache], Cache]] = attrgetter("_cache")
+
+
 class TensorDesc:
     """Element type and shape of a tensor.
 
@@ -158,7 +164,8 @@ class Tensor:
         self._array: Array
         self._tensor_desc: TensorDesc
         if isinstance(data, Tensor):
-            self._array, self._tensor_desc = data._array, data._tensor_desc
+            other: Tensor = data
+            self._array, self._tensor_desc = other._array, other._tensor_desc
         elif isinstance(data, np.ndarray):
             self._array, self._tensor_desc = data, _described(data)
         elif hasattr(data, "__index__") and not isinstance(data, bool):

@@ -14,13 +14,11 @@ from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, transfer_call
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
-from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc
+from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
 from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, LLMRole, Placement
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llm_datadist._native import BlockList
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
@@ -33,7 +31,7 @@ __all__ = ["KvCacheManager"]
 
 def _device_cache(name: str, value: object) -> Cache:
     """Return the v2 handle of a KvCache on the device (interface R16)."""
-    cache = check_type(name, value, KvCache)._cache
+    cache = cache_of(check_type(name, value, KvCache))
     _require_device(name, cache.cache_desc)
     return cache
 
@@ -73,9 +71,8 @@ class KvCacheManager(EngineUser):
     Source: interface §8.
     """
 
-    def __init__(self, engine: Engine, role: Callable[[], LLMRole]) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._role = role
         # Ids of caches with dropped handles. KvCache.__del__ adds them under any lock, so this has none.
         self._forgotten: deque[int] = deque()
 
@@ -98,7 +95,7 @@ class KvCacheManager(EngineUser):
         return engine
 
     def _require_role(self, call: str, role: LLMRole) -> None:
-        now = self._role()
+        now = self._of.options.role
         check_rule(now is role, f"{call}: only a {role.name} may, and this is a {now.name}")
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...] = ()) -> KvCache:
@@ -141,7 +138,7 @@ class KvCacheManager(EngineUser):
         _, keys = check(_ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
         _require_device("cache_desc", cache_desc)
         check_rule(
-            not keys or self._role() is not LLMRole.DECODER,
+            not keys or self._of.options.role is not LLMRole.DECODER,
             "blocks_cache_key: a DECODER's caches are not pulled, so they have no key; leave it out",
         )
         return self._allocate("allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)
@@ -225,7 +222,7 @@ class KvCacheManager(EngineUser):
         check_type("dst", dst, KvCache)
         (pairs,) = check(_ARGUMENTS, src_to_dst=src_to_dst)
         with v1_codes():
-            calls.swap_blocks(engine, src._cache, dst._cache, pairs, ("src", "dst"))(engine.deadline())
+            calls.swap_blocks(engine, cache_of(src), cache_of(dst), pairs, ("src", "dst"))(engine.deadline())
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return a list with one tensor of the cache, over the cache's own memory.
@@ -238,14 +235,14 @@ class KvCacheManager(EngineUser):
         Source: interface §8.
         """
         engine = self._engine
-        calls.local_id(engine, "get_cache_tensors", "cache", check_type("cache", cache, KvCache)._cache)
+        calls.local_id(engine, "get_cache_tensors", "cache", cache_of(check_type("cache", cache, KvCache)))
         index = check_int32("tensor_index", tensor_index)
         desc = cache.cache_desc
         check_rule(
             0 <= index < desc.num_tensors, f"tensor_index={index}: the cache has {desc.num_tensors} tensors, from 0"
         )
         with v1_codes():
-            return [Tensor(tensor_views(cache._cache)[index], TensorDesc(desc.data_type, list(desc.shape)))]
+            return [Tensor(tensor_views(cache_of(cache))[index], TensorDesc(desc.data_type, list(desc.shape)))]
 
     def pull_cache(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,7 @@ __all__ = [
     "KeyStatistics",
     "LinkStatistics",
     "OperationStatistics",
+    "PoolStatistics",
     "RedialStatistics",
     "Statistics",
     "SwapStatistics",
@@ -91,6 +92,21 @@ class OperationStatistics:
         return quantile(
             [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Figures of a pool at one moment. Sizes are whole pages."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    largest_hole_bytes: int
+    live_allocations: int
+    page_bytes: int
+    peak_used_bytes: int
+    quarantined_bytes: int = 0  # part of used_bytes: freed, but perhaps still written by a foreign writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +233,7 @@ class Statistics:
     """State of one LLMDataDist; its parts are read one after the other.
 
     Attributes:
-        pools: One :class:`~llm_datadist._memory.pool.PoolStatistics` per configured pool.
+        pools: Every configured pool.
         pins: Pins of peers on caches.
         unknown_releases: Releases without a pin: it expired, its peer was lost, or the release came first.
         quarantined_bytes: Freed pool bytes that a foreign writer still uses.
@@ -229,7 +245,7 @@ class Statistics:
         reconnects: Lost links that this instance has dialled back.
     """
 
-    pools: tuple[Any, ...]
+    pools: tuple[PoolStatistics, ...]
     caches: CacheStatistics
     keys: tuple[KeyStatistics, ...]
     pins: int

@@ -86,8 +86,16 @@ class StatisticsCollector(Collector):
         yield from families.values()
 
 
+class _Registered(StatisticsCollector):
+    """The one collector of a registry."""
+
+    def add(self, datadist: LLMDataDist, *, anew: bool) -> None:
+        """Export one more instance; with ``anew`` only this one. A scrape may iterate over the old set."""
+        self._datadists = (WeakSet() if anew else self._datadists) | {datadist}
+
+
 _registering = threading.Lock()
-_collectors: WeakKeyDictionary[CollectorRegistry, StatisticsCollector] = WeakKeyDictionary()
+_collectors: WeakKeyDictionary[CollectorRegistry, _Registered] = WeakKeyDictionary()
 
 
 def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> StatisticsCollector:
@@ -96,12 +104,12 @@ def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> S
     ``registry.unregister`` of it ends all exports.
     """
     with _registering:
-        collector = _collectors.setdefault(registry, StatisticsCollector())
+        collector, anew = _collectors.setdefault(registry, _Registered()), False
         try:
             registry.unregister(collector)  # the registry reads names only at a registration
         except KeyError:
-            collector._datadists = WeakSet()
-        collector._datadists = collector._datadists | {datadist}  # a scrape may iterate over the old set
+            anew = True
+        collector.add(datadist, anew=anew)
         registry.register(collector)
         return collector
 

@@ -21,6 +21,7 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import CONTROL_PREAMBLE, CommunicatorId, Refused
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
 from llm_datadist._links.retry import RetryQueue
+from llm_datadist._transfer.engine import Engine
 from llm_datadist.errors import CacheNotFound, LinkRefused, LLMException, NotLinked, ParamError
 from llm_datadist.testing import loopback_links
 from tests.support import linking, ranks
@@ -675,6 +676,17 @@ def test_the_members_are_gone_afterwards_and_link_reads_its_table_again(end: Loc
     end.do(make, "kv", Spec(blocks=True), 1)
     with pytest.raises(NotLinked):
         end.do(call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [0], [0])
+
+
+def test_the_newest_loopback_stands_for_all_the_older_one_after_it_and_no_method_is_replaced(end: LocalEnd) -> None:
+    end.start("DECODER", 1)
+    method = Engine.open_communicator
+    with loopback_links() as outer:
+        with loopback_links() as inner:
+            end.world.dd.unlink(end.world.dd.link("first", {1: 0, 2: 1}, EMPTY))
+            assert Engine.open_communicator is method
+        end.world.dd.link("second", {1: 0, 3: 1}, EMPTY)
+    assert (sorted(inner.members), sorted(outer.members)) == ([2], [3])
 
 
 def test_r20_ends_that_the_test_made_itself_meet_each_other(end: LocalEnd) -> None:

@@ -21,7 +21,7 @@ from llm_datadist._memory.pool import DirectMemory, MemoryPool
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.layerwise import CacheTask
 from llm_datadist._transport.lanes import LaneGroup
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.errors import StateError
 from llm_datadist.kv_cache import KvCache
 from llm_datadist.kv_cache_manager import KvCacheManager
@@ -37,7 +37,7 @@ class Probe:
     """
 
     def __init__(self, datadist: LLMDataDist) -> None:
-        engine = datadist._engine  # read once: another thread may finalize
+        engine = life_of(datadist).engine  # read once: another thread may finalize
         if engine is None:
             raise StateError("a probe needs an LLMDataDist that is initialised")
         self.engine: Engine = engine
@@ -135,7 +135,7 @@ class Probe:
 
 def instances() -> list[LLMDataDist]:
     """Return every initialised instance of this process."""
-    return list(LLMDataDist._live)
+    return list(Life.all)
 
 
 def socket_of(link: Link) -> socket.socket:

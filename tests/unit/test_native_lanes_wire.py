@@ -402,3 +402,7 @@ def test_what_is_granted_is_answered_and_nothing_else(seed: int) -> None:
                 scene.keep(b"one of many %d" % other)
             scene.check()
         assert 100 < scene.asked < scene.id - 50, "the steps refuse, or grant, too little"
+
+
+def test_statuses_on_the_wire_keep_their_numbers() -> None:
+    assert (CHANGED, ABORTED, MISFIT, TORN) == (1, 2, 4, 5)

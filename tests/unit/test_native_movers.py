@@ -23,7 +23,17 @@ from numpy.typing import NDArray
 
 from llm_datadist import _native as native
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, ProcessMemory, Tensors, execute, peek_process, plan_row
+from llm_datadist._native import (
+    NO_DEADLINE,
+    CopyPool,
+    Plan,
+    ProcessMemory,
+    Tensors,
+    _limits,
+    execute,
+    peek_process,
+    plan_row,
+)
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.testing.scene import tensors_over
@@ -599,11 +609,11 @@ ONE, NULL, ME = np.array([MIB], np.uint64), np.zeros(1, np.uint64), os.getpid()
 @pytest.mark.parametrize(
     ("limit", "arguments", "said"),
     [
-        (native._native.limit_memcpy, (ONE, NULL, 8, 1, False), "address 0 is 0"),
-        (native._native.limit_process, (ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
-        (native._native.limit_process, (ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
-        (native._native.limit_stream, (0, True, ONE, 0, 0), "block_bytes is 0"),
-        (native._native.limit_stream, (0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
+        (_limits.limit_memcpy, (ONE, NULL, 8, 1, False), "address 0 is 0"),
+        (_limits.limit_process, (ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
+        (_limits.limit_process, (ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
+        (_limits.limit_stream, (0, True, ONE, 0, 0), "block_bytes is 0"),
+        (_limits.limit_stream, (0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
     ],
 )
 def test_what_the_limits_refuse(limit: Any, arguments: tuple[Any, ...], said: str) -> None:

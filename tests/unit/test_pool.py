@@ -15,9 +15,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from llm_datadist._memory import pool as pools
 from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.device import Device, HostDevice
-from llm_datadist._memory.pool import DirectMemory, MemoryPool, PoolStatistics, create_pool
+from llm_datadist._memory.pool import DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist.errors import LLMStatusCode, OutOfMemory, ParamError, StateError
+from llm_datadist.metrics import PoolStatistics
 from llm_datadist.testing.staged_device import StagedDevice
 from tests.support.world import residue, settled
 

@@ -1,4 +1,4 @@
-"""The model of the control plane (scripts/scaling_model.py), held to heartbeats in virtual time, and to a link."""
+"""The model of the control plane (benchmarks/scaling_model.py), held to heartbeats in virtual time, and to a link."""
 
 import heapq
 import itertools
@@ -15,13 +15,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from benchmarks import scaling_model as model
 from llm_datadist import BlocksCacheKey
 from llm_datadist._links import liveness
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Beat, Message, Resolved, decode, frame
 from llm_datadist._native import steps
-from scripts import scaling_model as model
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make

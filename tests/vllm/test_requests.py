@@ -213,6 +213,17 @@ def test_blocks_of_unclaimed_offers_are_bounded_and_counted(make: Callable[..., 
     assert make("prefill").scheduler.max_unclaimed == BLOCKS // 2
 
 
+def test_an_offer_that_ends_with_its_cache_is_not_counted_as_expired(make: Callable[..., Engine]) -> None:
+    prefill = make("prefill", lease_s=3600)
+    offered(prefill, "first", [1, 2, 3])
+    (key,) = prefill.worker.datadist.statistics().keys
+    prefill.worker.datadist.cache_manager.unregister_cache(key.cache_id)
+    prefill.until(lambda: "first" in prefill.sent)
+    stats = prefill.worker.take_stats()
+    assert stats is not None
+    assert (stats.data["revoked_grants"], stats.data["expired_grants"]) == (1, 0)
+
+
 def test_a_claimed_offer_counts_no_more(make: Callable[..., Engine]) -> None:
     prefill, decode = make("prefill", max_unclaimed_blocks=3), make("decode")
     params = offered(prefill, "first", [1, 2, 3])

@@ -6,7 +6,6 @@ Threads: any; each pool has one lock. An allocation that raises leaves the pool 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import require_intact
@@ -15,6 +14,7 @@ from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist.errors import OutOfMemory, ParamError, StateError
+from llm_datadist.metrics import PoolStatistics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,21 +29,6 @@ _DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
 #: Memory in use when its :class:`DirectMemory` was closed. It stays mapped: unmapping it under a reader would crash the
 #: process.
 kept_mapped: list[NDArray[np.uint8]] = []
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """Figures of a pool at one moment. Sizes are whole pages."""
-
-    name: str
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-    largest_hole_bytes: int
-    live_allocations: int
-    page_bytes: int
-    peak_used_bytes: int
-    quarantined_bytes: int = 0  # part of used_bytes: freed, but perhaps still written by a foreign writer
 
 
 class Allocation:
@@ -64,11 +49,11 @@ class Allocation:
 
     def detain(self) -> None:
         """Count as quarantined until :meth:`free`."""
-        self.pool._detain(self)
+        self.pool.detain(self)
 
     def free(self) -> None:
         """Give all tensors back to the pool, even a closed one. Idempotent."""
-        self.pool._free(self)
+        self.pool.free(self)
 
     def __repr__(self) -> str:
         state = "freed" if self.freed else "live"
@@ -142,7 +127,7 @@ class MemoryPool:
             taken.append(offset)
         return tuple(taken)
 
-    def _free(self, allocation: Allocation) -> None:
+    def free(self, allocation: Allocation) -> None:
         with self._lock:
             if allocation.freed:
                 return
@@ -152,7 +137,7 @@ class MemoryPool:
             for offset in allocation.offsets:
                 self._allocator.free(offset)
 
-    def _detain(self, allocation: Allocation) -> None:
+    def detain(self, allocation: Allocation) -> None:
         with self._lock:
             if not allocation.freed and not allocation.detained:
                 allocation.detained = len(allocation.offsets) * self._allocator.rounded(allocation.nbytes)
@@ -264,7 +249,7 @@ class DirectMemory:
             quarantined=self.statistics().quarantined_bytes,
         )
 
-    def _give_back(self, pool: _OneUsePool) -> None:
+    def give_back(self, pool: _OneUsePool) -> None:
         with self._lock:
             if pool in self._pools:
                 self._pools.remove(pool)
@@ -313,7 +298,7 @@ class _OneUsePool(MemoryPool):
         super().__init__(owner.name, segment, _DIRECT_PAGE_SHIFT)
         self._owner = owner
 
-    def _free(self, allocation: Allocation) -> None:
-        super()._free(allocation)
-        self._owner._give_back(self)
+    def free(self, allocation: Allocation) -> None:
+        super().free(allocation)
+        self._owner.give_back(self)
         self.close()

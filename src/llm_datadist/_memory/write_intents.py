@@ -88,18 +88,18 @@ class IntentPage:
             return
         if HERE["pid"] == self._owner:
             close_writers(self.address)
-            self._writers._retire(self)
+            self._writers.retire(self)
         else:  # in a forked child the writers are the parent's
-            self._release()
+            self.release()
 
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
         """Return True if the peer's process has ended or is unknown. Under the lock."""
         return self.segment is not None and (self._pidfd < 0 or readable(self._pidfd))
 
-    def _is_idle(self) -> bool:
-        return self._ended() or not find_writers(np.array([self.address], np.uint64), [], True)
+    def is_idle(self) -> bool:
+        return self.ended() or not find_writers(np.array([self.address], np.uint64), [], True)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -164,7 +164,7 @@ class WriteIntents:
                     for each in writes
                     if each.page in self._pages
                     and writer_sequence(each.page.address, each.slot) == each.sequence
-                    and not each.page._ended()
+                    and not each.page.ended()
                 ]
             )
 
@@ -196,7 +196,7 @@ class WriteIntents:
             self._index()
             for page in pages:
                 if page.retired:
-                    page._release()
+                    page.release()
                 elif page.segment is not None:  # its caller still owns the pidfd
                     page.segment.close()
 
@@ -214,7 +214,7 @@ class WriteIntents:
             self._index()
         return page
 
-    def _retire(self, page: IntentPage) -> None:
+    def retire(self, page: IntentPage) -> None:
         self._retiring.append(page)
         # A __del__ may interrupt the holder; then the next call tidies.
         if self._lock.acquire(blocking=False):
@@ -229,11 +229,11 @@ class WriteIntents:
             page = self._retiring.popleft()
             page.retired = True
             if page not in self._pages:
-                page._release()  # closed already
-        idle = [page for page in self._pages if page.retired and page._is_idle()]
+                page.release()  # closed already
+        idle = [page for page in self._pages if page.retired and page.is_idle()]
         for page in idle:
             self._pages.remove(page)
-            page._release()
+            page.release()
         if idle:
             self._index()
 

@@ -20,6 +20,7 @@ from llm_datadist._native._native import (
     BlockPlanner,
     Canary,
     CopyPool,
+    Ending,
     GuardSet,
     Meter,
     OperationMeter,
@@ -54,7 +55,6 @@ from llm_datadist._native._native import (
 )
 from llm_datadist._native.cpus import usable_cpus
 from llm_datadist._native.lane_engine import (
-    Ending,
     LaneEngine,
     LaneEvent,
     LaneLost,

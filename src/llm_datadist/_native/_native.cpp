@@ -14,10 +14,10 @@
 #include "canary.hpp"
 #include "copy.hpp"
 #include "digest_python.hpp"
+#include "error_python.hpp"
 #include "fd.hpp"
 #include "gil.hpp"
 #include "guards.hpp"
-#include "limits_python.hpp"
 #include "mapped.hpp"
 #include "plan_python.hpp"
 #include "pool.hpp"
@@ -101,15 +101,11 @@ std::string py_repr(const CopyPool& pool) {
     return text("<CopyPool ", pool.threads(), " threads", pool.closed() ? ", closed>" : ">");
 }
 
-// RuleError becomes ParamError, ProcessError the subclass of OSError for its errno.
-void translate_errors() {
-    const nb::object found = nb::module_::import_("llm_datadist.errors").attr("ParamError");
-    static PyObject* param_error = found.inc_ref().ptr();  // never freed: errors may come until the end
+// ProcessError becomes the subclass of OSError that Python picks by the errno.
+void translate_process_errors() {
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
-        } catch (const RuleError& error) {
-            PyErr_SetString(param_error, error.what());
         } catch (const ProcessError& error) {
             PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code, error.what()).ptr());
         }
@@ -122,7 +118,8 @@ void translate_errors() {
 NB_MODULE(_native, m) {
     using namespace datadist;
     nb::set_leak_warnings(false);  // a pool alive at the end is no leak
-    translate_errors();
+    translate_rule_errors();
+    translate_process_errors();
     watch_forks();
 
     bind_counts(m);
@@ -164,7 +161,6 @@ NB_MODULE(_native, m) {
     bind_lanes(m);
     bind_writers(m);
     bind_digest(m);
-    bind_limits(m);
     bind_signals(m);
     bind_sockets(m);
 }

@@ -1,8 +1,29 @@
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+CHANGED: int
+"""Status of a job: a guard had changed; read bytes are invalid, none were written."""
+ABORTED: int
+"""Status of a read: the target took its memory back by :meth:`LaneEngine.quiesce`."""
+LOST: int
+"""Status of a job: the lane ended because the job was given up."""
+MISFIT: int
+"""Status of a write: the accepted memory differs in size from the payload."""
+TORN: int
+"""Status of a write: a guard changed, or memory was taken back, after it was accepted; part may be written."""
+
+class Ending(Enum):
+    """End of a job for its initiator."""
+
+    GOOD = ...
+    REFUSED = ...  # by the target
+    LOST = ...  # with the lane
+    TIMEOUT = ...  # or given up
+    TRAILER = ...  # the bytes came, but the target's status forbids their use
 
 WRITER_SLOTS: int
 WRITER_PAGE_BYTES: int
@@ -454,10 +475,10 @@ class LaneEngine:
         mapped: bool,
         deadline_ns: int,
         cancelled: bytearray | None = None,
-    ) -> tuple[int, int, int, str]:
+    ) -> tuple[Ending, int, int, str]:
         """Start a job with the meta of :func:`encode_request`; wait for its end."""
-    def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[int, int, int, str]: ...
-    def give_up(self, job: int) -> tuple[int, int, int, str]: ...
+    def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[Ending, int, int, str]: ...
+    def give_up(self, job: int) -> tuple[Ending, int, int, str]: ...
     def reply(
         self,
         lane: int,
@@ -488,16 +509,6 @@ def digest(
     cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None: ...
 def surviving_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...
-def streaming_bits() -> int:
-    """Return the width in bits of ``limit_memcpy``'s streaming stores, 0 without any."""
-
-def limit_memcpy(
-    dst: NDArray[np.uint64], src: NDArray[np.uint64], block_bytes: int, threads: int, streaming: bool
-) -> None: ...
-def limit_process(
-    pid: int, write: bool, near: NDArray[np.uint64], far: NDArray[np.uint64], block_bytes: int, threads: int
-) -> None: ...
-def limit_stream(fd: int, send: bool, addresses: NDArray[np.uint64], block_bytes: int, wait: int) -> None: ...
 
 class HoldingCall:
     """Python function that holds signals; see ``signals.py``."""

@@ -7,7 +7,6 @@ fails, its jobs end as lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
@@ -16,36 +15,18 @@ from llm_datadist._native.plan import NO_DEADLINE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._native._native import Plan
+    from llm_datadist._native._native import Ending, Plan
     from llm_datadist._native.plan import Tensors
 
-CHANGED: Final = 1
-"""A guard had changed: read bytes are invalid, none were written."""
-ABORTED: Final = 2
-"""The target took a read's memory back by :meth:`LaneEngine.quiesce`."""
-LOST: Final = 3
-"""The lane ended because the job was given up."""
-MISFIT: Final = 4
-"""The accepted memory differs in size from a write's payload."""
-TORN: Final = 5
-"""A guard changed, or memory was taken back, during a write: part may be written."""
-
-
-class Ending(IntEnum):
-    """End of a job for its initiator."""
-
-    GOOD = 0
-    REFUSED = 1  # by the target
-    LOST = 2  # with the lane
-    TIMEOUT = 3  # or given up
-    TRAILER = 4  # the bytes came, but the target's status forbids their use
+#: Statuses of a job, each described in ``_native.pyi``.
+CHANGED, ABORTED, LOST, MISFIT, TORN = _native.CHANGED, _native.ABORTED, _native.LOST, _native.MISFIT, _native.TORN
 
 
 class Outcome(NamedTuple):
     """Result of a job, whose local memory the engine no longer touches."""
 
     ending: Ending
-    #: The target's code or status, if it sent one; :data:`LOST` if giving up cost the lane; else 0.
+    #: The target's code or status, if it sent one; LOST if giving up cost the lane; else 0.
     code: int
     nbytes: int  # moved at this side; 0 if refused
     text: str  # reason, one line
@@ -150,8 +131,8 @@ class LaneEngine:
     ) -> Outcome:
         """Start a job for ``handle`` and :meth:`wait` for it. A signal handler's exception ends it."""
         until = min(deadline_ns, NO_DEADLINE)
-        return _outcome(
-            self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
+        return Outcome(
+            *self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
@@ -160,14 +141,14 @@ class LaneEngine:
         The job is given up at the deadline (``time.monotonic_ns()``), or within 50 ms once the byte ``cancelled`` is
         not zero.
         """
-        return _outcome(self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
+        return Outcome(*self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
 
     def give_up(self, job: int) -> Outcome:
         """End a job unless it has ended, and return its end.
 
         Bytes of a read that still arrive are dropped. A half-sent write costs its lane.
         """
-        return _outcome(self._native.give_up(job))
+        return Outcome(*self._native.give_up(job))
 
     def serve_read(
         self, lane: int, id: int, plan: Plan, src: Tensors, guards: Sequence[tuple[int, int]], tag: int
@@ -187,8 +168,3 @@ class LaneEngine:
 
     def __repr__(self) -> str:
         return f"<LaneEngine {self._native.threads} threads{', closed' if self.closed else ''}>"
-
-
-def _outcome(native: tuple[int, int, int, str]) -> Outcome:
-    ending, code, nbytes, text = native
-    return Outcome(Ending(ending), code, nbytes, text)

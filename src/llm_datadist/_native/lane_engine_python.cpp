@@ -118,7 +118,7 @@ inline nb::object text_object(const std::string& text) {
 }
 
 inline nb::tuple outcome_tuple(const Outcome& outcome) {
-    return nb::make_tuple(static_cast<int>(outcome.ending), outcome.code, outcome.bytes, text_object(outcome.text));
+    return nb::make_tuple(outcome.ending, outcome.code, outcome.bytes, text_object(outcome.text));
 }
 
 inline std::optional<Outcome> wait_without_gil(LaneEngine& engine, std::uint64_t id, std::int64_t until_ns) {
@@ -181,6 +181,17 @@ void bind_lanes(nb::module_& m) {
     using namespace nb::literals;
     using Released = nb::call_guard<GilReleased>;
 
+    m.attr("CHANGED") = static_cast<int>(changed);
+    m.attr("ABORTED") = static_cast<int>(aborted);
+    m.attr("LOST") = static_cast<int>(lost);
+    m.attr("MISFIT") = static_cast<int>(misfit);
+    m.attr("TORN") = static_cast<int>(torn);
+    nb::enum_<Ending>(m, "Ending")
+        .value("GOOD", Ending::good)
+        .value("REFUSED", Ending::refused)
+        .value("LOST", Ending::lost)
+        .value("TIMEOUT", Ending::timeout)
+        .value("TRAILER", Ending::trailer);
     m.def("check_plan", &py_check_plan, "plan"_a, "dst"_a, "src"_a);
     m.def("encode_request", &py_encode_request, "handle"_a, "extent"_a, "plan"_a, "write"_a);
     m.def("decode_request", &py_decode_request, "meta"_a);

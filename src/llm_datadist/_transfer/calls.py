@@ -19,12 +19,13 @@ from llm_datadist._checks import check_list, check_rule, check_type, check_uint6
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
-from llm_datadist._transfer import arguments
+from llm_datadist._transfer import arguments, layerwise
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist.types.descriptors import empty, granter_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +82,7 @@ class EngineUser:
     @staticmethod
     def _stop(task: CacheTask) -> None:
         """End a transfer whose caller never gets the task; the source may be used again when this returns."""
-        task._job.stop()
+        layerwise.job_of(task).stop()
 
 
 P = ParamSpec("P")
@@ -150,7 +151,7 @@ def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
 
     Raises CacheError if the handle is of another LLMDataDist or ``init``.
     """
-    granter = cache._granter
+    granter = granter_of(cache)
     if granter is engine.grants or granter is None:
         return cache.cache_id
     raise CacheError(
@@ -168,7 +169,7 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
         logger.warning("%s; nothing is given back", error)
         return
     with engine.meters.span(call, "id=%d", cache_id):
-        cache._empty()  # first: as long as the handle has addresses, the registry has the cache
+        empty(cache)  # first: as long as the handle has addresses, the registry has the cache
         engine.store.deallocate(cache_id)
 
 
@@ -233,7 +234,7 @@ def swap_blocks(
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
-        with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, len(pairs[0])) as span:
+        with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, blocks=len(pairs[0])) as span:
             span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
 
     return run
@@ -295,7 +296,7 @@ def pull_blocks(
     """
     engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, len(dst_blocks)) as span,
+        engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, blocks=len(dst_blocks)) as span,
         engine.store.using(call.cache_id, call) as local,
     ):
         dst = local.geometry
@@ -335,7 +336,7 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
     """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in list order (interface R26)."""
     engine, layers = call.engine, call.layers
     with (
-        engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, len(src_blocks)) as span,
+        engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, blocks=len(src_blocks)) as span,
         engine.store.using(call.cache_id, call) as local,
     ):
         src = local.geometry

@@ -41,7 +41,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.metrics import GrantStatistics
-from llm_datadist.types.grant import READER_LOST, RELEASED, TOKEN_BYTES, Grant, shown
+from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED, TOKEN_BYTES, Grant, shown, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,7 +58,6 @@ EndReason = Literal[
     "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
 ]
 _REVOKED: Final = "revoked"
-_EXPIRED: Final = "its time was over"
 _FREED: Final = "its cache was freed"
 _FINALIZED: Final = "finalized"
 
@@ -200,7 +199,9 @@ class Grants:
         with self._lock:
             given = self._given.get(grant.token)
             if given is None:
-                raise StateError(f"renew: {grant!r} has ended: {self._ended.get(grant.token, (grant._end,))[0]}")
+                raise StateError(
+                    f"renew: {grant!r} has ended: {self._ended.get(grant.token, (state_of(grant).end,))[0]}"
+                )
             given.until = until
             if until < given.looked_at:  # the scheduled look finds a longer time
                 given.looked_at = until
@@ -220,7 +221,7 @@ class Grants:
     def _revoke(self, grant: Grant) -> None:
         self._end(grant.token, _REVOKED)
         with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
-            self._advanced.wait_for(lambda: grant._end)
+            self._advanced.wait_for(lambda: state_of(grant).end)
 
     def close(self) -> None:
         with self._lock:
@@ -236,7 +237,7 @@ class Grants:
                 claimed=sum(map(len, self._claimed.values())),
                 waiting=self._waiting_of.total(),
                 released=self._ends[RELEASED],
-                expired=self._ends[_EXPIRED],
+                expired=self._ends[EXPIRED],
                 revoked=self._ends[_REVOKED],
                 lost=self._ends[READER_LOST],
             )
@@ -366,7 +367,7 @@ class Grants:
                 del self._ended[next(iter(self._ended))]
         self._store.exports.guards.release(given.grant.guard[0])
         with self._advanced:
-            given.grant._end = why
+            state_of(given.grant).end = why
             self._advanced.notify_all()
 
     def _expire(self) -> None:
@@ -386,7 +387,7 @@ class Grants:
                     self._look_at(given.until, token)
             following = self._expiries[0][0] if self._expiries else None
         for token in over:
-            self._end(token, _EXPIRED)
+            self._end(token, EXPIRED)
         if following is not None:
             self._call_at(following, self._expire)
 
@@ -427,14 +428,15 @@ class GrantClaims:
         peer = link.peer
         if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
             raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
-        grant._reader = _Reader(link)
+        state_of(grant).reader = _Reader(link)
         return grant
 
     @staticmethod
     def give_back(grant: Grant) -> None:
         """Undo a claim: another reader may have the grant."""
-        if isinstance(grant._reader, _Reader) and grant._reader.link is not None:
-            grant._reader.link.tell(ClaimEnded(grant.token, released=False))
+        reader = state_of(grant).reader
+        if isinstance(reader, _Reader) and reader.link is not None:
+            reader.link.tell(ClaimEnded(grant.token, released=False))
 
     @staticmethod
     def on_late_claim(link: Link, message: Claimed) -> None:

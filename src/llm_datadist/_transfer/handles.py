@@ -30,7 +30,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """Predicted resolution: the owner finds a cache of this geometry by ``key``.
 
-    It pins the cache as number ``pin``. Offsets of the request begin at the key's row. ``settled`` counts the reports
+    It pins the cache as number ``pin``. Offsets of the request begin at the key's row. ``reported`` counts the reports
     sent before; one that is still on its way may consume the key.
     """
 
@@ -38,7 +38,7 @@ class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     geometry: Geometry
     pin: Annotated[int, msgspec.Meta(ge=FIRST_NAMED_PIN, le=2**63 - 1)]
     budget_ms: Id
-    settled: Id
+    reported: Id
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -49,8 +49,8 @@ def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
     return _encoder.encode(Handle(cache_id, pin, list(guards)))
 
 
-def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, settled: int) -> bytes:
-    return _encoder.encode(KeyHandle(key, geometry, pin, budget_ms, settled))
+def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, reported: int) -> bytes:
+    return _encoder.encode(KeyHandle(key, geometry, pin, budget_ms, reported))
 
 
 def decode_handle(data: bytes) -> Handle | KeyHandle:

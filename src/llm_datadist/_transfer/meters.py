@@ -22,17 +22,19 @@ class Meters:
     def __init__(self) -> None:
         self._meters: dict[str, OperationMeter] = {}
 
-    def span(self, name: str, detail: str = "", *args: object) -> Timer | Logged:
+    def span(self, name: str, detail: str = "", *args: object, blocks: int | None = None) -> Timer | Logged:
         """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``,
         and ``transport`` where a transport moves them.
 
-        ``detail`` is a ``%``-format of ``args``, used only for the log.
+        ``detail`` is a ``%``-format of ``args`` and, if given, ``blocks``, used only for the log.
         """
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters.setdefault(name, OperationMeter())
         timer = Timer(meter)
-        return Logged(timer, name, detail, args) if logger.isEnabledFor(logging.INFO) else timer
+        if not logger.isEnabledFor(logging.INFO):
+            return timer
+        return Logged(timer, name, detail, args if blocks is None else (*args, blocks))
 
     def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
         """Return a context manager for an uncounted call; without tracing it does nothing."""
@@ -52,7 +54,7 @@ def _statistics(name: str, meter: OperationMeter) -> OperationStatistics:
 
 def _user_level() -> int:
     """Return the ``stacklevel`` of the first frame outside the library, for a log call of the calling function."""
-    frame, level = sys._getframe(1), 1
+    frame, level = sys._getframe(1), 1  # noqa: SLF001 (no public name)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("llm_datadist."):
         frame, level = frame.f_back, level + 1
     return level

@@ -202,7 +202,7 @@ class MoveTarget(_Finder):
 
         Every failure is CacheNotFound without a pin; the initiator's Resolve then gets the reason.
         """
-        if isinstance(link, Link) and link.peer_reported < asked.settled:
+        if isinstance(link, Link) and link.peer_reported < asked.reported:
             raise CacheNotFound("an earlier report of the peer has not arrived yet")
         try:
             _, entry, row, binding = self._found(

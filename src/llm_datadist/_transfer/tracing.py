@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.meters import Logged
 
 _PREFIX: Final = "llm_datadist."
-#: How the log's text of a call ends whose last argument is the number of its blocks.
-_BLOCKS: Final = "%d blocks"
 
 _tracer: Final = trace.get_tracer("llm_datadist")
 _current: ContextVar[Call | None] = ContextVar("llm_datadist call", default=None)
@@ -97,15 +95,14 @@ class Call(Uncounted):
 class TracedMeters(Meters):
     """Counts operations, with a span for each of them that is a call of its own."""
 
-    def span(self, name: str, detail: str = "", *args: object) -> Traced:  # type: ignore[override]  # what callers use of it is the same
+    def span(self, name: str, detail: str = "", *args: object, blocks: int | None = None) -> Traced:  # type: ignore[override]  # what callers use of it is the same
         """Add a span to :meth:`Meters.span`. A part of a call, such as one layer, adds its bytes to the call's span."""
-        timer = super().span(name, detail, *args)
+        timer = super().span(name, detail, *args, blocks=blocks)
         call = _current.get()
         if call is not None and call.name == name:
             return Traced(timer, call, part=True)
         peers = [each.cluster_id for each in args if isinstance(each, RemoteName)]
-        blocks = args[-1] if detail.endswith(_BLOCKS) else None
-        return Traced(timer, Call(name, peers, blocks if isinstance(blocks, int) else None), part=False)
+        return Traced(timer, Call(name, peers, blocks), part=False)
 
     def call(self, name: str, peers: Iterable[int | None] = ()) -> Call:
         """Return the span of a call that is not counted."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_dict, check_int, check_rule, check_type, is_digits
+from llm_datadist._checks import check_dict, check_int, check_rule, check_timeout, check_type, is_digits
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
-from llm_datadist._native.signals import public_calls_hold_signals
-from llm_datadist._transfer import calls
+from llm_datadist._native.signals import public_calls_hold_signals, require_outermost
+from llm_datadist._transfer import calls, linking
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
 from llm_datadist._transfer.calls import TransferCall
 from llm_datadist._transfer.local_copy import CacheRow
@@ -32,16 +31,14 @@ from llm_datadist.cpp_api.structs import (
     Mapped,
     RegisterCfg,
 )
-from llm_datadist.datadist import LLMDataDist, check_timeout, log_failure
+from llm_datadist.datadist import LLMDataDist, life_of, tear_down
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
-from llm_datadist.types import LLMClusterInfo, Placement
+from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist.datadist import Pending, Report
+    from llm_datadist._transfer.linking import Pending
     from llm_datadist.types.descriptors import BlockNumbers
 
 #: Errors that become a status.
@@ -81,8 +78,7 @@ class LlmDataDist:
         self._cluster_id = check_int("cluster_id", cluster_id)
         self._role = check_type("role", role, LlmRole)
         self._making = threading.Lock()
-        self._dist: LLMDataDist | None = None
-        self._errors = threading.local()
+        self._state = _State()
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
         """Reserve the pools, start the listener and make the instance usable, as ``LLMDataDist.init``.
@@ -99,24 +95,26 @@ class LlmDataDist:
         Source: interface §9, §3.1.
         """
         given = check_dict("options", options, str, str)
-        with _Call(self, "Initialize") as call:
+        with _Call(self._state, "Initialize") as call:
             with self._making:
                 # Made at the first call: bad arguments of the constructor are a status.
-                if self._dist is None:
-                    self._dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
-            self._dist._init_undoable = False
-            if self._dist._engine is None:
+                if (dist := self._state.dist) is None:
+                    dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
+                    self._state.dist = dist
+            life = life_of(dist)
+            life.init_undoable = False
+            if life.engine is None:
                 device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
                 check_rule(
                     device is not None and is_digits(device),
                     f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)",
                 )
-                self._dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
+                dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
     def _undo_initialize(self, _: LLMStatusCode) -> None:
-        if self._dist is not None:
-            self._dist._undo_init(None)
+        if self._state.dist is not None and life_of(self._state.dist).init_undoable:
+            tear_down(self._state.dist)
 
     def Finalize(self) -> LLMStatusCode:
         """Close links, listener, pools and tables, as ``LLMDataDist.finalize``.
@@ -125,15 +123,15 @@ class LlmDataDist:
 
         Source: interface §9, §3.2.
         """
-        with _Call(self, "Finalize") as call:
-            if self._dist is not None:
-                self._dist._finalize()
+        with _Call(self._state, "Finalize") as call:
+            if self._state.dist is not None:
+                tear_down(self._state.dist)
         return call.status
 
     @property
     def last_error(self) -> Exception | None:
         """The exception of this thread's last failed status, or None. An extension."""
-        error: Exception | None = getattr(self._errors, "last", None)
+        error: Exception | None = getattr(self._state.errors, "last", None)
         return error
 
     @property
@@ -143,14 +141,14 @@ class LlmDataDist:
         Raises:
             NotInitialized: Before the first Initialize.
         """
-        if self._dist is None:
+        if self._state.dist is None:
             raise _not_initialized("datadist")
-        return self._dist
+        return self._state.dist
 
     def __repr__(self) -> str:
-        if self._dist is None:
+        if self._state.dist is None:
             return f"<LlmDataDist {self._role.name} cluster {self._cluster_id}: not initialised>"
-        return f"<LlmDataDist over {self._dist!r}>"
+        return f"<LlmDataDist over {self._state.dist!r}>"
 
     def LinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000
@@ -167,12 +165,12 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _Call(self, "LinkLlmClusters") as call:
-            options, dist = call.engine.options, self.datadist
+        with _Call(self._state, "LinkLlmClusters") as call:
+            engine = call.engine
             check_timeout(timeout)
-            local_ip = options.local_comm_res is None and options.listen is None
+            local_ip = engine.options.local_comm_res is None and engine.options.listen is None
             infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
-            call.for_each(infos, timeout, partial(dist._linking, infos, timeout))
+            call.collect(linking.link_clusters(engine, infos), timeout)
         return call.status, call.statuses
 
     def UnlinkLlmClusters(
@@ -185,12 +183,13 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _Call(self, "UnlinkLlmClusters") as call:
-            _, dist = call.engine, self.datadist
+        with _Call(self._state, "UnlinkLlmClusters") as call:
+            engine = call.engine
             check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
-            call.for_each(infos, timeout, partial(dist._unlinking, infos, timeout, force))
+            require_outermost("unlink_clusters")
+            call.collect(linking.unlink_clusters(engine, infos, force=force), timeout)
         return call.status, call.statuses
 
     def SetRole(self, role: LlmRole, options: dict[str, str] = _NO_OPTIONS) -> LLMStatusCode:
@@ -205,7 +204,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.6.
         """
-        with _Call(self, "SetRole") as call:
+        with _Call(self._state, "SetRole") as call:
             _, dist, taken = call.engine, self.datadist, arguments.role("role", role)
             given = check_dict("options", options, str, str)
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
@@ -226,7 +225,7 @@ class LlmDataDist:
         Source: interface §9, §6.6.
         """
         cache_id: int | None = None
-        with _Call(self, "RegisterKvCache") as call:
+        with _Call(self._state, "RegisterKvCache") as call:
             engine = call.engine
             geometry, addresses, _ = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cfg=cfg)
             check_addresses(addresses, geometry)
@@ -243,7 +242,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.7.
         """
-        with _Call(self, "UnregisterKvCache") as call:
+        with _Call(self._state, "UnregisterKvCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
@@ -261,7 +260,7 @@ class LlmDataDist:
         Source: interface §9, §6.1.
         """
         cache: Cache | None = None
-        with _Call(self, "AllocateCache") as call:
+        with _Call(self._state, "AllocateCache") as call:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
@@ -269,7 +268,8 @@ class LlmDataDist:
             desc = replace(cache_desc, shape=list(cache_desc.shape))
             cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
             # In C++ the addresses dangle after Finalize; Python must not crash.
-            cache._memory = Mapped(tuple(segment.view() for segment in entry.storage.segments))
+            views = tuple(segment.view() for segment in entry.storage.segments)
+            cache._memory = Mapped(views)  # noqa: SLF001 (a field of the struct that is not in the header)
         return call.status, cache
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
@@ -279,7 +279,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.2.
         """
-        with _Call(self, "DeallocateCache") as call:
+        with _Call(self._state, "DeallocateCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
@@ -300,7 +300,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.10.
         """
-        with _Call(self, "PullKvCache") as call:
+        with _Call(self._state, "PullKvCache") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=True)
             cache_id, row, nbytes, layers = check(
@@ -325,7 +325,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.11.
         """
-        with _Call(self, "PullKvBlocks") as call:
+        with _Call(self._state, "PullKvBlocks") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=False)
             cache_id = arguments.cache_id("dst_cache", dst_cache)
@@ -350,7 +350,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.12.
         """
-        with _Call(self, "PushKvCache") as call:
+        with _Call(self._state, "PushKvCache") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
@@ -377,7 +377,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.13.
         """
-        with _Call(self, "PushKvBlocks") as call:
+        with _Call(self._state, "PushKvBlocks") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
@@ -407,7 +407,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.5.
         """
-        with _Call(self, "CopyKvCache") as call:
+        with _Call(self._state, "CopyKvCache") as call:
             engine = call.engine
             src, dst, src_row, dst_row, start, nbytes = check(
                 ARGUMENTS,
@@ -447,7 +447,7 @@ class LlmDataDist:
 
         Source: interface §9.
         """
-        with _Call(self, "CopyKvBlocks") as call:
+        with _Call(self._state, "CopyKvBlocks") as call:
             engine = call.engine
             src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
             sources, lists = arguments.block_lists(src_blocks, dst_blocks_list)
@@ -458,16 +458,24 @@ class LlmDataDist:
         return call.status
 
 
+class _State:
+    """State that the calls of one LlmDataDist share."""
+
+    def __init__(self) -> None:
+        self.dist: LLMDataDist | None = None
+        self.errors = threading.local()
+
+
 class _Call(AbstractContextManager["_Call"]):
     """Context of one call, which turns exceptions except TypeError into its ``status``.
 
     Threads: one.
     """
 
-    __slots__ = ("_owner", "_what", "status", "statuses")
+    __slots__ = ("_of", "_what", "status", "statuses")
 
-    def __init__(self, owner: LlmDataDist, what: str) -> None:
-        self._owner = owner
+    def __init__(self, of: _State, what: str) -> None:
+        self._of = of
         self._what = what
         self.status = LLMStatusCode.LLM_SUCCESS
         self.statuses: list[LLMStatusCode] = []  # of each cluster
@@ -475,28 +483,18 @@ class _Call(AbstractContextManager["_Call"]):
     @property
     def engine(self) -> Engine:
         """The engine underneath; NotInitialized if there is none."""
-        dist = self._owner._dist
-        engine = None if dist is None else dist._engine
+        dist = self._of.dist
+        engine = None if dist is None else life_of(dist).engine
         if engine is None:
             raise _not_initialized(self._what)
         return engine
 
-    def for_each(self, infos: list[LLMClusterInfo], timeout: int, begin: Callable[[Report], Pending]) -> None:
+    def collect(self, pending: Pending, timeout: int) -> None:
         """Link or unlink, and keep each cluster's status; LinkError with every reason if some failed."""
-        errors: dict[int, LLMException] = {}  # by the identity of the cluster info
-
-        def report(verb: str, cluster: LLMClusterInfo, error: LLMException) -> None:
-            log_failure(verb, cluster, error)
-            errors[id(cluster)] = error
-
-        overall, self.statuses = begin(report)(Deadline(timeout, cancellable=True))
+        overall, self.statuses = pending(Deadline(timeout, cancellable=True))
         if overall is LLMStatusCode.LLM_SUCCESS:
             return
-        failed = [
-            f"clusters[{i}] {status.name}: {errors[id(info)]}"
-            for i, (info, status) in enumerate(zip(infos, self.statuses, strict=True))
-            if status is not LLMStatusCode.LLM_SUCCESS
-        ]
+        failed = [f"clusters[{i}] {each.name}: {each.error}" for i, each in enumerate(self.statuses) if each.error]
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
         raise LinkError(text, status_code=overall)
 
@@ -513,7 +511,7 @@ class _Call(AbstractContextManager["_Call"]):
         while each is not None:
             each.__traceback__ = None
             each = each.__cause__ or each.__context__
-        self._owner._errors.last = error
+        self._of.errors.last = error
         return True
 
 

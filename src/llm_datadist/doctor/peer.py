@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import statistics
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist import LLMClusterInfo, LLMException, LLMRole
+from llm_datadist import LLMException, LLMRole
 from llm_datadist._deadline import Deadline
+from llm_datadist.datadist import life_of
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ _TRIPS: Final = 50
 _PULLS: Final = 200
 _PASSES: Final = 5
 _SLOW: Final = 0.25
+_NO_LINK: Final = "the peer was reached, but there is no link to it"
 
 
 def examine(
@@ -136,26 +139,28 @@ def _left(deadline: Deadline, needed: float = 0.0) -> float:
 def _linked(
     end: LLMDataDist, wanted: int, ends: tuple[str, str], port: int, progress: Callable[[str], None], deadline: Deadline
 ) -> Iterator[Finding]:
-    here, there = ends
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = wanted
-    cluster.append_local_ip_info(here, 0)
-    cluster.append_remote_ip_info(there, port)
-    failures: list[LLMException] = []
-    linking = end._linking([cluster], _LINK_MS, lambda _verb, _cluster, error: failures.append(error))
-    linking(Deadline(min(_LINK_MS, deadline.remaining_ms())))
-    if failures:
-        yield _not_linked(failures[0])
-        return
-    link = end.explain(wanted)
-    yield Finding(
-        "peer_link", Severity.OK, f"linked to pid {link.peer_pid} of {link.peer_host}", "both sides can use it"
-    )
-    yield _authentication(link)
-    yield _transport(link, same_host=here == there)
-    yield _private_transport(link)
+    (here, there), links = ends, life_of(end).require_engine("doctor").links
     try:
-        if wanted == CLUSTER:
+        links.link(None, (there, port), Deadline(min(_LINK_MS, deadline.remaining_ms())))  # the peer tells its id
+    except LLMException as error:
+        yield _not_linked(error)
+        return
+    (link,) = end.statistics().links
+    answered = link.remote_cluster_id
+    if answered == wanted:
+        where = f"linked to pid {link.peer_pid} of {link.peer_host}"
+        yield Finding("peer_link", Severity.OK, where, "both sides can use it")
+        yield _authentication(link)
+        yield _transport(link, same_host=here == there)
+        yield _private_transport(link)
+    else:
+        value = f"{show_address((there, port))} is cluster {answered}, not {wanted}"
+        mend = (
+            f"name the cluster that answers there: --cluster-id {answered}; or start llm-datadist doctor --serve there"
+        )
+        yield Finding("peer_link", Severity.PROBLEM, value, _NO_LINK, mend)
+    try:
+        if answered == wanted == CLUSTER:
             progress("measuring pulls")
             yield from _measured(end, link, there, port, deadline)
     except LLMException as error:
@@ -163,29 +168,25 @@ def _linked(
         if isinstance(error, DeadlineExceeded):
             mend = f"look for loss, a slow network and load on both sides: ss -ti dst {there}; top"
         yield Finding("peer_pull", Severity.PROBLEM, str(error), "pulls from this peer fail", mend)
-    end.unlink_clusters([cluster], max(1, min(_LINK_MS, deadline.remaining_ms())))
+    with suppress(LLMException):
+        links.unlink(answered, Deadline(min(_LINK_MS, deadline.remaining_ms())), force=False)
 
 
 def _not_linked(error: LLMException) -> Finding:
     text = str(error)
-    meaning = "the peer was reached, but there is no link to it"
-    if isinstance(error, AuthFailed) or "authenti" in text or "secret" in text:
+    if isinstance(error, AuthFailed):
         mend = (
-            "give both ends the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
+            "give both sides the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
             "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
         )
-        return Finding("peer_authentication", Severity.PROBLEM, text, meaning, mend)
+        return Finding("peer_authentication", Severity.PROBLEM, text, _NO_LINK, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
-    elif isinstance(error, ProtocolError) or "version" in text or "protocol" in text:
-        mend = "install the same version at both ends: pip install --upgrade open-datadist; let the port be doctor's"
-    elif told := re.search(r"is cluster (\d+)", text):
-        mend = (
-            f"name the cluster that answers there: --cluster-id {told[1]}; or start llm-datadist doctor --serve there"
-        )
+    elif isinstance(error.__cause__, ProtocolError):
+        mend = "install the same version on both sides: pip install --upgrade open-datadist; let the port be doctor's"
     else:
-        mend = "give both ends the same options: llm-datadist doctor --option KEY=VALUE"
-    return Finding("peer_link", Severity.PROBLEM, text, meaning, mend)
+        mend = "give both sides the same options: llm-datadist doctor --option KEY=VALUE"
+    return Finding("peer_link", Severity.PROBLEM, text, _NO_LINK, mend)
 
 
 def _authentication(link: LinkStatistics) -> Finding:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -42,12 +43,12 @@ from llm_datadist.testing.scene import (
     Scene,
     beginning_of,
     child_of_fork,
+    held,
     open_and_forget,
     random_blocks,
     read_beginning,
     residue,
     settled,
-    stopped_before_the_move,
     tensors_over,
     unchanged,
 )
@@ -302,10 +303,10 @@ class TransportConformance:
         remote = beginning_of(peer, connection, 1, nbytes, writable=False)
         plan, into = one_row(nbytes), np.zeros(nbytes, np.uint8)
 
-        def read(slot: int, generation: int) -> bool:
+        def read(slot: int, generation: int, deadline: Deadline) -> bool:
             """Return True if it succeeds."""
             try:
-                connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
+                connection.read(plan, tensors_over(into), remote, None, deadline)
             except TransferFailed:
                 return False
             return connection.capabilities.remote_guards or unchanged(connection, slot, generation)
@@ -325,19 +326,15 @@ class TransportConformance:
             ended = threading.Event()
             owner = threading.Thread(target=reuse, args=(slot, ended))
             owner.start()
-            whole = read(slot, generation)
+            whole = read(slot, generation, Deadline(BUDGET_MS))
             ended.set()
             owner.join()
             assert not whole or (into == old).all()
         slot, generation = peer.guard()
         peer.hold(slot, generation)
-        with stopped_before_the_move(connection) as inside:
-            outcome: list[bool] = []
-            reader = threading.Thread(target=lambda: outcome.append(read(slot, generation)))
-            reader.start()
-            assert inside.wait(BUDGET_MS / 1e3)
+        outcome: list[bool] = []
+        with held(lambda deadline: outcome.append(read(slot, generation, deadline))):
             peer.advance(slot)
-        reader.join()
         assert outcome == [False]
 
     @pytest.mark.parametrize("slot", [0, 64, 2**40])
@@ -414,21 +411,17 @@ class TransportConformance:
         connection, received = peer.connect(), np.zeros(64, np.uint8)
         outcome: list[LLMException | None] = []
 
-        def read() -> None:
+        def read(deadline: Deadline) -> None:
             try:
-                read_beginning(peer, connection, received)
+                read_beginning(peer, connection, received, deadline)
                 outcome.append(None)
             except LLMException as error:
                 outcome.append(error)
 
-        with stopped_before_the_move(connection) as inside:
-            reader = threading.Thread(target=read)
-            reader.start()
-            assert inside.wait(BUDGET_MS / 1e3)
+        with held(read):
             getattr(connection, end)()
             with pytest.raises(LinkError, match="closed"):
                 unchanged(connection, 1, 0)
-        reader.join()
         if end == "close":
             assert outcome == [None]
         else:
@@ -450,11 +443,10 @@ class TransportConformance:
         """In a child every call raises ``StateError`` and close works; the parent goes on."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            connection._enter("fork")  # as if another thread were inside
-            pid = os.fork()
-            if pid == 0:
-                os._exit(child_of_fork(connection))
-            connection._leave()
+            with held(partial(read_beginning, peer, connection, np.zeros(64, np.uint8))):  # a thread is inside
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(child_of_fork(connection))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         if not connection.capabilities.remote_guards:
             slot, generation = peer.guard()

@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.engine import Engine
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist._transfer.linking import openers
+from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from llm_datadist._transfer.engine import Engine
 
 __all__ = ["Loopback", "loopback_links"]
 
@@ -44,32 +45,12 @@ def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopbac
         The members, by cluster id.
     """
     members = Loopback(options or {})
-    _in_force.append(members)
-    Engine.open_communicator = _open_looped  # type: ignore[method-assign]  # for as long as a loopback is in force
+    openers.append(members.open)
     try:
         yield members
     finally:
-        _in_force.remove(members)
-        if not _in_force:
-            Engine.open_communicator = _open  # type: ignore[method-assign]
+        openers.remove(members.open)
         members.close()
-
-
-#: The newest one applies.
-_in_force: Final[list[Loopback]] = []
-_open: Final = Engine.open_communicator
-
-
-def _open_looped(self: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
-    """Stand in for ``Engine.open_communicator``."""
-    members = _in_force[-1]
-    caller = next(each for each in list(LLMDataDist._live) if each._engine is self)
-    if caller in members.members.values():
-        return _open(self, name, ranks, rank_table)
-    members._add(caller, ranks)
-    comm_id = _open(self, name, ranks, _table(ranks))
-    members._join(caller, name, ranks, comm_id)
-    return comm_id
 
 
 class Loopback:
@@ -86,6 +67,16 @@ class Loopback:
     def __getitem__(self, cluster_id: int) -> LLMDataDist:
         """Return one member; raise KeyError if no ``link()`` has named it yet."""
         return self.members[cluster_id]
+
+    def open(self, engine: Engine, name: str, ranks: dict[int, int], rank_table: str) -> int:
+        """Open a communicator for ``link()``: make the other members, and have them join."""
+        caller = next(each for each in list(Life.all) if life_of(each).engine is engine)
+        if caller in self.members.values():
+            return engine.open_communicator(name, ranks, rank_table)
+        self._add(caller, ranks)
+        comm_id = engine.open_communicator(name, ranks, _table(ranks))
+        self._join(caller, name, ranks, comm_id)
+        return comm_id
 
     def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
         for cluster_id in ranks:
@@ -110,7 +101,7 @@ class Loopback:
             member.finalize()
 
     def _make(self, cluster_id: int, caller: LLMDataDist) -> LLMDataDist:
-        theirs = caller._require_engine("link").options
+        theirs = life_of(caller).require_engine("link").options
         latest = LLMDataDist.llm_engine_instance
         member = LLMDataDist(LLMRole.MIX, cluster_id)
         member.init(
@@ -129,7 +120,7 @@ class Loopback:
 
 
 def _lives(cluster_id: int) -> bool:
-    return any(each.cluster_id == cluster_id for each in list(LLMDataDist._live))
+    return any(each.cluster_id == cluster_id for each in list(Life.all))
 
 
 def _table(ranks: dict[int, int]) -> str:

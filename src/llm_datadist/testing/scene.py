@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport.connection import Connection, RemoteTensors, Transfer
+    from llm_datadist._transport.connection import Connection, RemoteTensors
 
 BLOCKS: Final = 16
 TENSORS: Final = 5
@@ -118,22 +118,34 @@ class PassesLater(Deadline):
         return False
 
 
+class Holds(Deadline):
+    """Deadline that holds its transfer in the connection, right before the move, until ``go`` is set."""
+
+    __slots__ = ("go", "inside")
+
+    def __init__(self) -> None:
+        super().__init__(BUDGET_MS)
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def expired(self) -> bool:
+        """Wait until the transfer may go on."""
+        self.inside.set()
+        assert self.go.wait(BUDGET_MS / 1e3)
+        return super().expired()
+
+
 @contextmanager
-def stopped_before_the_move(connection: Connection) -> Iterator[threading.Event]:
-    """Hold every move of a connection during the ``with`` block; the event tells that one has come."""
-    inside, go, move = threading.Event(), threading.Event(), connection._move
-
-    def gated(transfer: Transfer) -> None:
-        inside.set()
-        assert go.wait(BUDGET_MS / 1e3)
-        move(transfer)
-
-    connection._move = gated  # type: ignore[method-assign]
+def held(transfer: Callable[[Deadline], object]) -> Iterator[None]:
+    """Run a transfer in a thread, hold it right before its move during the ``with`` block, then wait for its end."""
+    deadline = Holds()
+    thread = threading.Thread(target=transfer, args=(deadline,))
+    thread.start()
     try:
-        yield inside
+        assert deadline.inside.wait(BUDGET_MS / 1e3)
+        yield
     finally:
-        go.set()
-        del connection._move
+        deadline.go.set()
+        thread.join()
 
 
 def residue() -> dict[str, Any]:
@@ -225,11 +237,13 @@ def _map(
     return connection.map(regions, offsets, extent, writable=writable)
 
 
-def read_beginning(peer: Peer, connection: Connection, into: NDArray[np.uint8]) -> None:
+def read_beginning(
+    peer: Peer, connection: Connection, into: NDArray[np.uint8], deadline: Deadline | None = None
+) -> None:
     """Read the beginning of region 1 into an array."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
     plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
-    connection.read(plan, tensors_over(into), remote, None, Deadline(BUDGET_MS))
+    connection.read(plan, tensors_over(into), remote, None, deadline or Deadline(BUDGET_MS))
 
 
 def unchanged(connection: Connection, slot: int, generation: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._checks import (
@@ -20,7 +21,7 @@ from llm_datadist.types.data_type import DataType
 from llm_datadist.types.enums import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
@@ -230,3 +231,10 @@ class Cache:
             f"<Cache {self._id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
             f"on {desc.placement.name}{state}>"
         )
+
+
+#: For this library's packages: a handle's maker (None after ``create_cpu_cache``); the object that keeps its memory
+#: mapped; the call that empties the handle of a deallocated cache.
+granter_of: Final[Callable[[Cache], Granter | None]] = attrgetter("_granter")
+memory_of: Final[Callable[[Cache], object]] = attrgetter("_memory")
+empty: Final[Callable[[Cache], None]] = methodcaller("_empty")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
 
 import msgspec
@@ -14,12 +15,13 @@ from llm_datadist._checks import check_type
 from llm_datadist.errors import ParamError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 TOKEN_BYTES: Final = 16
 _MAX_BLOCKS: Final = 1 << 20
 #: Reasons of an end that are compared.
 RELEASED: Final = "released by its readers"
+EXPIRED: Final = "its time was over"
 READER_LOST: Final = "a reader was lost"
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -69,6 +71,13 @@ class Reader(Protocol):
         """Tell the owner that this reader has finished."""
 
 
+class GrantState(msgspec.Struct):
+    """State of a grant in this process; ``_transfer/grants.py`` writes it."""
+
+    end: str = ""  # reason of the end, at the owner
+    reader: Reader | None = None  # if claimed in this process
+
+
 class Grant:
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 
@@ -91,7 +100,7 @@ class Grant:
         block_numbers: The same as an ascending array.
     """
 
-    __slots__ = ("_end", "_granter", "_reader", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
+    __slots__ = ("_granter", "_state", "_wire", "block_numbers", "blocks", "cache_id", "cluster_id", "token")
 
     def __init__(
         self,
@@ -107,8 +116,7 @@ class Grant:
         self.block_numbers = np.array(sorted(self.blocks), dtype=np.int64)
         self._wire = _Wire(cluster_id, incarnation, cache_id, *guard, token, self.block_numbers.tolist())
         self._granter = granter
-        self._reader: Reader | None = None
-        self._end = ""  # reason; written by the granter
+        self._state = GrantState()
         self.cluster_id = cluster_id
         self.cache_id = cache_id
         self.token = token
@@ -127,13 +135,13 @@ class Grant:
     def active(self) -> bool:
         """True until the grant ends. Owner only."""
         self._at_owner("active")
-        return not self._end
+        return not self._state.end
 
     @property
     def end(self) -> str:
         """Reason of the end, in a few words; empty while active. Owner only."""
         self._at_owner("end")
-        return self._end
+        return self._state.end
 
     def claimed(self) -> bool:
         """Return True while a reader has claimed the grant and not released it. Owner only.
@@ -145,7 +153,7 @@ class Grant:
     def released(self) -> bool:
         """Return True once all its readers have released it. Owner only."""
         self._at_owner("released")
-        return self._end == RELEASED
+        return self._state.end == RELEASED
 
     def renew(self, ttl: float) -> None:
         """Let the grant end ``ttl`` seconds from now. Owner only.
@@ -173,9 +181,9 @@ class Grant:
         Raises:
             StateError: This grant was not claimed here, or a forked child calls.
         """
-        if self._reader is None:
+        if self._state.reader is None:
             raise StateError(f"release: {self!r} was not claimed here (CacheManager.claim_grant)")
-        self._reader.release(self)
+        self._state.reader.release(self)
 
     def to_bytes(self) -> bytes:
         """Return the grant as bytes, several per block."""
@@ -216,3 +224,6 @@ class Grant:
     def __repr__(self) -> str:
         where = f"{len(self.blocks)} blocks of cache {self.cache_id} of cluster {self.cluster_id}"
         return f"<Grant {shown(self.token)} of {where}>"
+
+
+state_of: Final[Callable[[Grant], GrantState]] = attrgetter("_state")

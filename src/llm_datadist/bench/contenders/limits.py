@@ -1,6 +1,6 @@
 """The raw limits of this machine as contenders: memcpy, process_vm_readv and TCP streams.
 
-They use plain loops (``_native/limits.hpp``) that share no code with the engine.
+They use plain loops (the module ``_native/_limits``) that share no code with the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from llm_datadist._native import _native
+from llm_datadist._native import _limits
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.bench.memory import private_tensors, tensors_like
@@ -39,7 +39,7 @@ _STREAM_S: Final = 300
 _STREAM_BUFFER_BYTES: Final = 4 << 20
 _GO: Final = b"g"
 
-streaming_bits = _native.streaming_bits
+streaming_bits = _limits.streaming_bits
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = 
     """
     _check_same_size(dst, src)
     _check_writable(dst, "dst")
-    _native.limit_memcpy(dst.addresses, src.addresses, dst.block_bytes, threads, streaming)
+    _limits.limit_memcpy(dst.addresses, src.addresses, dst.block_bytes, threads, streaming)
 
 
 def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, write: bool = False) -> None:
@@ -130,7 +130,7 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
     _check_same_size(near, far)
     if not write:
         _check_writable(near, "near")
-    _native.limit_process(pid, write, near.addresses, far.addresses, near.block_bytes, threads)
+    _limits.limit_process(pid, write, near.addresses, far.addresses, near.block_bytes, threads)
 
 
 class Wait(enum.IntEnum):
@@ -157,7 +157,7 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait
         raise ParamError("connection has a timeout: must be blocking")
     if not send:
         _check_writable(blocks, "blocks")
-    _native.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
+    _limits.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
 
 
 def useful_threads(workload: BenchWorkload) -> int:

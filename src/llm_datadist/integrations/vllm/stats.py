@@ -25,6 +25,7 @@ COUNTERS: Final = {
     "released_grants": "Offers that ended because the reader has released them.",
     "expired_grants": "Offers that ended because no reader has claimed them in time.",
     "lost_grants": "Offers that ended because their reader was lost.",
+    "revoked_grants": "Offers that their server took back, or that ended with its cache.",
 }
 
 

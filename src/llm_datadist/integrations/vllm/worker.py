@@ -39,7 +39,7 @@ from llm_datadist.integrations.vllm.placement import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.cluster import show_address
-from llm_datadist.types.grant import READER_LOST, RELEASED
+from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ __all__ = ["RankWorker"]
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 _MODEL_ID: Final = 0
-_ENDS: Final = {RELEASED: "released_grants", READER_LOST: "lost_grants"}
+_ENDS: Final = {RELEASED: "released_grants", EXPIRED: "expired_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
 
@@ -226,7 +226,7 @@ class RankWorker:
             if not grant.active:
                 del self._given[request]
                 sent.add(request)
-                self._stats.add(_ENDS.get(grant.end, "expired_grants"))
+                self._stats.add(_ENDS.get(grant.end, "revoked_grants"))
             elif now >= renew_at and grant.claimed():
                 self._newly_claimed.add(request)
                 self._given[request] = grant, now + self._lease_s / 3

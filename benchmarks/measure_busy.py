@@ -1,6 +1,6 @@
 """Measure what a busy Python thread at either end does to the latency of a pull of 64 KiB.
 
-    python -m scripts.measure_busy [--kib 64] [--pulls 16] [--rounds 3] [--intervals-ms 5 0.5 0.05]
+    python -m benchmarks.measure_busy [--kib 64] [--pulls 16] [--rounds 3] [--intervals-ms 5 0.5 0.05]
 
 Two processes over shm. Three kinds of pulls: one block of a blocks cache that was resolved before ("kept": no message),
 the same cache for the first time ("first": one request), a cache by its key (one request, one notification). A thread
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.bench.progress import steps
 from llm_datadist.bench.worker import Busy
 from llm_datadist.views import tensor_views
-from scripts.two_ends import two_ends
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:
@@ -169,4 +169,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other processes by theirs.
-    sys.exit(importlib.import_module("scripts.measure_busy").main())
+    sys.exit(importlib.import_module("benchmarks.measure_busy").main())

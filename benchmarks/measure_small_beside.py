@@ -1,6 +1,6 @@
 """Measure what a small pull over tcp waits for while a large one runs on the same link.
 
-    python -m scripts.measure_small_beside [--mib 256] [--block-kib 64] [--passes 5]
+    python -m benchmarks.measure_small_beside [--mib 256] [--block-kib 64] [--passes 5]
 
 The two ends are those of ``llm-datadist bench --transport tcp``, over loopback. In each pass one block is pulled alone,
 then again and again while another thread pulls all the others, random and non-adjacent. Before every pass the source
@@ -119,4 +119,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other process by theirs.
-    sys.exit(importlib.import_module("scripts.measure_small_beside").main())
+    sys.exit(importlib.import_module("benchmarks.measure_small_beside").main())

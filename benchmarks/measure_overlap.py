@@ -1,6 +1,6 @@
 """Measure how much of a layer-wise transfer hides behind the computing of the next layers, over shm.
 
-    python -m scripts.measure_overlap [--layers 32] [--mib 4] [--compute-ms 0] [--passes 5]
+    python -m benchmarks.measure_overlap [--layers 32] [--mib 4] [--compute-ms 0] [--passes 5]
 
 This process computes and sends, another one receives. Computing is a spin that holds no GIL (SHA-256 of 64 KiB, again
 and again), in the main thread; with --compute-ms 0 it takes as long per layer as a layer's transfer took in a
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from benchmarks.two_ends import two_ends
 from llm_datadist import (
     BlocksCacheKey,
     CacheDesc,
@@ -34,7 +35,6 @@ from llm_datadist import (
 )
 from llm_datadist.bench.progress import steps
 from llm_datadist.views import tensor_views
-from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -158,4 +158,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other process by theirs.
-    sys.exit(importlib.import_module("scripts.measure_overlap").main())
+    sys.exit(importlib.import_module("benchmarks.measure_overlap").main())

@@ -1,6 +1,6 @@
 """Measure pull_blocks and push_blocks over tcp between two network namespaces, beside the best raw TCP stream there.
 
-    python -m scripts.measure_hosts [--kib 64 256 1024] [--mib 256] [--passes 5] [--share-cpus]
+    python -m benchmarks.measure_hosts [--kib 64 256 1024] [--mib 256] [--passes 5] [--share-cpus]
 
 The two namespaces are joined by one veth pair. Each has half of the CPUs, because two hosts share none: where both ends
 of a raw stream run on one CPU, what was sent is still in its cache when it is received. What runs in the namespaces are

@@ -1,6 +1,6 @@
 """Measure `import llm_datadist` beyond numpy's own import, in fresh interpreters.
 
-    python scripts/import_time.py [--runs 5]
+    python benchmarks/import_time.py [--runs 5]
 
 Each run imports numpy first, so that its time is not ours, then the package, then what `init` imports late (asyncio,
 the native module and the layers behind it). One run before the first only writes the bytecode. Prints medians.

@@ -1,6 +1,6 @@
 """Measure what a block costs when there are 10^2 to 10^6 of them: parsing, planning and copying, beside a plain copy.
 
-    python -m scripts.measure_blocks [--block-bytes 4096] [--blocks 100 1000 10000 100000 1000000] [--passes 5]
+    python -m benchmarks.measure_blocks [--block-bytes 4096] [--blocks 100 1000 10000 100000 1000000] [--passes 5]
 
 Random blocks, none of them adjacent, inside this process, on one thread: the lists of Python integers become arrays
 ("parse"), the arrays a plan ("plan"), the plan moves bytes ("copy"). "memcpy" is NumPy's ``take`` of the same source

@@ -1,9 +1,10 @@
 """Say what the control plane of a deployment costs, from the number of its instances and of their links.
 
-    python -m scripts.scaling_model
+    python -m benchmarks.scaling_model
 
 Prints the table of docs/scaling.md. What is counted here follows from the protocol, and tests compare it with
-heartbeats that run; what a link costs its process (CPU, memory, descriptors) was measured by scripts/measure_growth.py.
+heartbeats that run; what a link costs its process (CPU, memory, descriptors) was measured by
+benchmarks/measure_growth.py.
 """
 
 from __future__ import annotations

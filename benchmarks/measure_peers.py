@@ -1,6 +1,6 @@
 """Measure how many small pulls one owner serves in a second, and whether its peers get the same share.
 
-    python -m scripts.measure_peers [--transport tcp shm] [--peers 48] [--processes 48] [--seconds 3] [--rounds 3]
+    python -m benchmarks.measure_peers [--transport tcp shm] [--peers 48] [--processes 48] [--seconds 3] [--rounds 3]
 
 Each peer is an LLMDataDist with a link of its own and one thread, and pulls one block again and again, another one each
 time, from a blocks cache that was resolved before. The peers are spread over --processes processes beside that of the
@@ -218,4 +218,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other processes by theirs.
-    sys.exit(importlib.import_module("scripts.measure_peers").main())
+    sys.exit(importlib.import_module("benchmarks.measure_peers").main())

@@ -1,7 +1,8 @@
 """Measure what links cost one process as their number grows, and what pools cost as their size grows.
 
-    python -m scripts.measure_growth links [--transport shm tcp] [--links 1 16 64 256 1000] [--processes 8] [--rounds 3]
-    python -m scripts.measure_growth pools [--gib 1 4 16] [--rounds 1]
+    python -m benchmarks.measure_growth links [--transport shm tcp] [--links 1 16 64 256 1000] [--processes 8]
+                                              [--rounds 3]
+    python -m benchmarks.measure_growth pools [--gib 1 4 16] [--rounds 1]
 
 links: an owner listens, in a process of its own. Its peers, each an LLMDataDist with one link to it, are spread over a
 few processes. Printed for each number of links, the median round: seconds until all are linked; RssAnon, descriptors
@@ -35,11 +36,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from benchmarks.measure_peers import Peer, close_peers, offer
 from faults.harness import Processes, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.progress import steps
-from scripts.measure_peers import Peer, close_peers, offer
 from tests.support.ends import Call
 from tests.support.linking import SUCCESS, info, link
 
@@ -295,4 +296,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other processes by theirs.
-    sys.exit(importlib.import_module("scripts.measure_growth").main())
+    sys.exit(importlib.import_module("benchmarks.measure_growth").main())

@@ -1,6 +1,6 @@
 """Measure what authentication and encryption cost: links with credentials beside links without.
 
-    python -m scripts.measure_sealed [--passes 15] [--mib 256]
+    python -m benchmarks.measure_sealed [--passes 15] [--mib 256]
 
 A plain and a sealed link, each between a process of its own and this one, take turns. Linking, one block of 4 KiB over
 shm and over tcp, and blocks of 64 KiB over tcp: speed, and CPU seconds per GiB of both ends together. Before every
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._links.credentials import new_secret
 from llm_datadist.bench.progress import steps
 from llm_datadist.views import tensor_views
-from scripts.two_ends import two_ends
 from tests.support.linking import SUCCESS, info, link, unlink
 
 if TYPE_CHECKING:
@@ -144,4 +144,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(importlib.import_module("scripts.measure_sealed").main())
+    sys.exit(importlib.import_module("benchmarks.measure_sealed").main())

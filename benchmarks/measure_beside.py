@@ -1,6 +1,6 @@
 """Measure what a large pull leaves to the Python beside it: a counting thread's speed, and private memory.
 
-    python -m scripts.measure_beside [--gib 4] [--mib 512] [--block-kib 64] [--transport shm] [--copy-threads 1]
+    python -m benchmarks.measure_beside [--gib 4] [--mib 512] [--block-kib 64] [--transport shm] [--copy-threads 1]
 
 One process owns a blocks cache, this one pulls all its blocks, shuffled, in calls of --mib until --gib have moved.
 Meanwhile a thread here counts in pure Python. Pulls take turns with pauses as long as the pull before, in which the
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType
 from llm_datadist.views import tensor_views
-from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -252,4 +252,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other process by theirs.
-    sys.exit(importlib.import_module("scripts.measure_beside").main())
+    sys.exit(importlib.import_module("benchmarks.measure_beside").main())

@@ -1,6 +1,6 @@
 """Profile one small pull from a blocks cache that was resolved before, call by call, over shm between two processes.
 
-    python -m scripts.profile_pull [--kib 64] [--pulls 2000]
+    python -m benchmarks.profile_pull [--kib 64] [--pulls 2000]
 
 Each part of the pull is called alone in a loop, on the very objects that the pull uses; the best of several loops is
 printed, in nanoseconds, because other work of the machine only adds to it. A part that others contain is indented
@@ -17,13 +17,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.initiator import TransferOp, _current
 from llm_datadist.cache_manager import CacheManager
-from scripts.two_ends import two_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,4 +124,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other process by theirs.
-    sys.exit(importlib.import_module("scripts.profile_pull").main())
+    sys.exit(importlib.import_module("benchmarks.profile_pull").main())

@@ -1,6 +1,6 @@
 """Show where the microseconds of a ``pull_cache`` by key go, at both ends, on one clock.
 
-    python -m scripts.timeline_by_key [--kib 64] [--pulls 50] [--rounds 20] [--pause-ms 0]
+    python -m benchmarks.timeline_by_key [--kib 64] [--pulls 50] [--rounds 20] [--pause-ms 0]
 
 Two processes over shm. The functions between a pull's call and its return are wrapped to note ``time.monotonic_ns()``,
 which is one clock for all processes of a host; nothing is printed before the end. For each step: the median of when it
@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from benchmarks.two_ends import two_ends
 from llm_datadist import CacheDesc, CacheKey, DataType
 from llm_datadist._links import channel as channels
 from llm_datadist._links.channel import Channel
@@ -28,7 +29,7 @@ from llm_datadist._links.messages import Release, Resolve
 from llm_datadist._transfer import initiator as initiators
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transport.connection import Connection
-from scripts.two_ends import two_ends
+from llm_datadist.datadist import life_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,7 @@ class _Poll:
 
 def watch_target(world: World) -> None:
     """Note the steps of the target."""
-    engine: Any = world.dd._engine
+    engine: Any = life_of(world.dd).require_engine("watch_target")
     selector = engine._control.loop._selector
     selector._outer = _Poll(selector._outer, "target")
     handlers: dict[type, Callable[..., None]] = engine.links._handlers
@@ -199,4 +200,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # By its own name: functions go to the other process by theirs.
-    sys.exit(importlib.import_module("scripts.timeline_by_key").main())
+    sys.exit(importlib.import_module("benchmarks.timeline_by_key").main())

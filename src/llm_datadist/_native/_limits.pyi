@@ -1,0 +1,13 @@
+import numpy as np
+from numpy.typing import NDArray
+
+def streaming_bits() -> int:
+    """Return the width in bits of ``limit_memcpy``'s streaming stores, 0 without any."""
+
+def limit_memcpy(
+    dst: NDArray[np.uint64], src: NDArray[np.uint64], block_bytes: int, threads: int, streaming: bool
+) -> None: ...
+def limit_process(
+    pid: int, write: bool, near: NDArray[np.uint64], far: NDArray[np.uint64], block_bytes: int, threads: int
+) -> None: ...
+def limit_stream(fd: int, send: bool, addresses: NDArray[np.uint64], block_bytes: int, wait: int) -> None: ...

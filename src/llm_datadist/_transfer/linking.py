@@ -1,0 +1,231 @@
+"""Linking after argument checks, in v1 mode and in v2 mode.
+
+``link_clusters`` and ``unlink_clusters`` return the remaining work, a function of the call's deadline. It links several
+clusters at once, in threads ``llm-datadist-link_<n>`` that end with the call, and returns a status for each. In v1 mode
+a call links all its clusters or none. To undo a link it asks the peer, then unlinks by force.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist._checks import check_uint64
+from llm_datadist._deadline import Deadline, wait_all
+from llm_datadist._log import logger, named
+from llm_datadist._threads import Threads
+from llm_datadist._transfer.v1 import v1_code, v1_codes
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinked, ParamError
+from llm_datadist.types.cluster import host_of
+from llm_datadist.types.enums import LLMRole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llm_datadist._links.link import Link
+    from llm_datadist._links.manager import LinkManager
+    from llm_datadist._transfer.engine import Engine
+    from llm_datadist.types import LLMClusterInfo
+
+    Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
+    Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
+    Pending = Callable[[Deadline], Statuses]
+
+_OK: Final = LLMStatusCode.LLM_SUCCESS
+#: Clusters linked at once: a silent one must not use the time of the next (interface R19).
+_THREADS: Final = 128
+#: Milliseconds for undoing; afterwards this side unlinks without the peer's agreement.
+_UNDO_MS: Final = 1000
+
+
+def link_clusters(engine: Engine, clusters: Clusters) -> Pending:
+    """Return the work that links. It logs the reason of each failure, and keeps it for ``explain``."""
+    links, mutual = engine.links, engine.options.transfer_backend is not None
+
+    def link(cluster: LLMClusterInfo, deadline: Deadline) -> None:
+        try:
+            links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
+        except LLMException as error:
+            if cluster.remote_cluster_id is not None:
+                links.note(cluster.remote_cluster_id, "link_clusters failed", error)
+            raise
+
+    in_v1 = partial(_link_all_or_none, links, engine.options.role, clusters)
+    return partial(_run, engine, "link", clusters, link, in_v1)
+
+
+def unlink_clusters(engine: Engine, clusters: Clusters, *, force: bool) -> Pending:
+    """Return the work that unlinks. It logs the reason of each failure."""
+    v2, forced = engine.options.cache_manager, force or engine.options.transfer_backend is not None
+    give_up = engine.links.unlink if v2 else partial(_unlink_idle, engine.links)
+
+    def unlink(cluster: LLMClusterInfo, deadline: Deadline) -> None:
+        if v2 and not forced:
+            _remote_address(cluster)
+        give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
+
+    return partial(_run, engine, "unlink", clusters, unlink, lambda each, _: _v1_unlinked(each()[1]))
+
+
+def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
+    remotes = cluster.remote_ip_info_list
+    if len(remotes) != 1:
+        raise ParamError(f"cluster {cluster.remote_cluster_id} has {len(remotes)} remote ips: exactly one is needed")
+    ip, port = remotes[0]
+    return host_of(ip), port
+
+
+def _run(
+    engine: Engine,
+    verb: str,
+    clusters: Clusters,
+    work: Callable[[LLMClusterInfo, Deadline], None],
+    in_v1: Callable[[Callable[[], Statuses], Deadline], Statuses],
+    deadline: Deadline,
+) -> Statuses:
+    """Do ``work`` for every cluster; in v1 mode ``in_v1`` makes the result."""
+    with engine.meters.call(f"{verb}_clusters", [each.remote_cluster_id for each in clusters]) as call:
+
+        def status(cluster: LLMClusterInfo) -> LLMStatusCode:
+            try:
+                work(cluster, deadline)
+            except LLMException as error:
+                call.error = error
+                cluster_id, code = cluster.remote_cluster_id, error.status_code
+                logger.warning("%s cluster %s: %s: %s", verb, cluster_id, code, named(error))
+                return code.because(error)
+            return _OK
+
+        each = partial(_each, clusters, status, deadline)
+        statuses = each() if engine.options.cache_manager else in_v1(each, deadline)
+        call.status = statuses[0]
+    return statuses
+
+
+def _each(clusters: Clusters, status: Callable[[LLMClusterInfo], LLMStatusCode], deadline: Deadline) -> Statuses:
+    """Do the clusters in parallel; return the last status that is not SUCCESS, and one each."""
+    if not clusters:
+        return LLMStatusCode.LLM_PARAM_INVALID, []
+    if len(clusters) == 1:
+        codes = [status(clusters[0])]
+    else:
+        with Threads(min(_THREADS, len(clusters)), "llm-datadist-link") as threads:
+            codes = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
+    return next((code for code in reversed(codes) if code is not _OK), _OK), codes
+
+
+def _link_all_or_none(
+    links: LinkManager, role: LLMRole, clusters: Clusters, each: Callable[[], Statuses], deadline: Deadline
+) -> Statuses:
+    """Link to all clusters or to none: give up the new links when one cluster fails.
+
+    ``each`` links to every cluster separately. Undoing may take a second more than the deadline. If :func:`_refusals`
+    has any, no peer is asked. Otherwise, with ``LLM_LINK_FAILED``, the statuses name the failed clusters and their
+    failures; the other clusters, which have ``LLM_LINK_FAILED`` too, are not linked.
+    """
+    refused = _refusals(role, clusters)
+    if refused:
+        for status in refused.values():
+            logger.warning("link_clusters: %s: %s", status, status.error)
+        untried = LLMStatusCode.LLM_LINK_FAILED
+        return list(refused.values())[-1], [refused.get(i, untried) for i in range(len(clusters))]
+    before = links.all()
+    try:
+        overall, statuses = each()
+    except BaseException:  # of the handler of a signal
+        for made in links.all():
+            if made.origin.dialled and made not in before:
+                links.unlink(made.peer.cluster_id, Deadline(0), force=True)
+        raise
+    codes = [v1_code(status) for status in statuses]
+    if overall is _OK or not clusters:
+        return overall, codes
+    dialled = {link.origin.address: link for link in links.all() if link.origin.dialled}
+    undoing = Deadline(min(deadline.budget_ms, _UNDO_MS))
+    for i, cluster in enumerate(clusters):
+        if codes[i] is _OK:
+            codes[i] = LLMStatusCode.LLM_LINK_FAILED
+            ip, port = cluster.remote_ip_info_list[0]
+            link = dialled.get((host_of(ip), port))
+            if link is not None:
+                _undo(links, link, undoing)
+    return LLMStatusCode.LLM_LINK_FAILED, codes
+
+
+def _refusals(role: LLMRole, clusters: Clusters) -> dict[int, LLMStatusCode]:
+    """Return the errors found before any peer is asked: position -> status, with its error."""
+    invalid, twice = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQUEST
+    if role is not LLMRole.DECODER:
+        error = ParamError(f"only a DECODER links, and this is a {role.name}")
+        return dict.fromkeys(range(len(clusters)), invalid.because(error))
+    refused: dict[int, LLMStatusCode] = {}
+    seen: set[int] = set()
+    for i, cluster in enumerate(clusters):
+        ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
+        number = cluster.remote_cluster_id
+        if not ours == theirs == 1:
+            text = f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1"
+            refused[i] = invalid.because(ParamError(text))
+        elif number in seen:
+            text = f"clusters[{i}]: cluster {number} is in the list twice"
+            refused[i] = twice.because(ParamError(text, status_code=twice))
+        if number is not None:
+            seen.add(number)
+    return refused
+
+
+def _undo(links: LinkManager, link: Link, deadline: Deadline) -> None:
+    """Unlink what this call has linked, if necessary by force."""
+    try:
+        links.unlink(link.peer.cluster_id, deadline, force=False)
+    except LLMException as error:
+        logger.info("undoing the link to %s by force: %s", link.peer, named(error))
+        links.unlink(link.peer.cluster_id, deadline, force=True)
+
+
+def _unlink_idle(links: LinkManager, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
+    """Unlink; keep the link while a pull runs on it, or if the peer does not agree in time."""
+    try:
+        link = links.get(cluster_id)
+    except NotLinked:
+        links.unlink(cluster_id, deadline, force=force)  # ends the redialling of a lost one
+        raise
+    if link.busy:
+        raise _link_busy(link, "unlink_clusters")
+    links.unlink(cluster_id, deadline, force=force)
+
+
+def _v1_unlinked(statuses: list[LLMStatusCode]) -> Statuses:
+    """Return v1's result of unlinking; a cluster that was not linked is not a failure."""
+    codes = [v1_code(status) for status in statuses]
+    failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
+    if not codes:
+        return LLMStatusCode.LLM_PARAM_INVALID, []
+    return (failed[-1] if failed else _OK), codes
+
+
+def check_link_status(links: LinkManager, cluster_id: int, deadline: Deadline) -> None:
+    """Ping the peer and wait for its answer. Errors as :meth:`LLMDataDist.check_link_status`."""
+    link = links.get(cluster_id)
+    if link.busy:
+        raise _link_busy(link, "check_link_status")
+    answered = link.responds(deadline, deadline.budget_ms)
+    if link.ended:
+        raise link.lost_error("check_link_status", "ping")
+    if not answered:
+        with v1_codes():
+            raise deadline.error(f"check_link_status of {link.peer}", "ping", cluster_id)
+
+
+def _link_busy(link: Link, call: str) -> LinkError:
+    return LinkError(
+        f"{call}: a transfer is running on the link to {link.peer}; ask again when it has ended",
+        status_code=LLMStatusCode.LLM_LINK_BUSY,
+        peer=link.peer.cluster_id,
+    )
+
+
+#: ``link()`` of every LLMDataDist opens a communicator by the last one; a test may append its own.
+openers: Final[list[Callable[[Engine, str, dict[int, int], str], int]]] = [
+    lambda engine, name, ranks, rank_table: engine.open_communicator(name, ranks, rank_table)
+]
