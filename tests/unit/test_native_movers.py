@@ -601,7 +601,7 @@ def test_peek_returns_the_bytes(holder: Holder) -> None:
         assert caught.value.errno == errno.EFAULT
 
 
-# The limits of the bench, which move without a plan; their callers: tests/bench/test_sides.py
+# The limits of the bench, which move without a plan; their callers: tests/bench/test_contenders.py
 
 ONE, NULL, ME = np.array([MIB], np.uint64), np.zeros(1, np.uint64), os.getpid()
 

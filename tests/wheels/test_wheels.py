@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PULLS: Final = Path(__file__).with_name("pulls.py")
-#: The sizes of tests/bench/test_sides.py, where this processor's streaming stores are tested.
+#: The sizes of tests/bench/test_contenders.py, where this processor's streaming stores are tested.
 STREAMS: Final = """
 import numpy as np
 from llm_datadist.bench.contenders.limits import RawBlocks, copy_raw, streaming_bits
