@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, surviving
+from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors, surviving
+from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest
 from llm_datadist.errors import ParamError
 from tests.support import twin
 

@@ -50,19 +50,12 @@ from llm_datadist._native._native import (
     readable,
     retract_writer,
     send_now,
+    surviving,
     unmap_elsewhere,
     writer_sequence,
 )
 from llm_datadist._native.cpus import usable_cpus
-from llm_datadist._native.lane_engine import (
-    LaneEngine,
-    LaneEvent,
-    LaneLost,
-    Outcome,
-    ReadAsked,
-    WriteAsked,
-    check_plan,
-)
+from llm_datadist._native.lane_engine import LaneEngine, LaneEvent, LaneLost, Outcome, ReadAsked, WriteAsked, check_plan
 from llm_datadist._native.plan import NO_DEADLINE, Tensors
 from llm_datadist.errors import NoneArgument, ParamError
 
@@ -73,9 +66,7 @@ if TYPE_CHECKING:
 def parse_blocks(name: str, values: object) -> BlockList:
     """Parse a list or tuple of ints, or a 1-D integer array. Errors begin with ``name``.
 
-    Raises:
-        TypeError: Another container or element; NoneArgument for None.
-        ParamError: A number is negative or beyond int64.
+    Raises TypeError for others, NoneArgument for None, ParamError for a negative number or one beyond int64.
     """
     try:
         parsed = _native.parse_blocks(name, values)
@@ -116,11 +107,7 @@ def execute(
     Above 256 KiB it releases the GIL and runs signal handlers. Above 1 MiB threads of ``pool`` help, unless the plan is
     ordered or a run overlaps itself. Such a run moves like ``memmove``. It stops at ``deadline_ns`` (of
     ``time.monotonic_ns()``) or once the byte ``cancelled`` is not zero, both checked about every 4 MiB.
-
-    Returns:
-        Bytes copied; fewer than ``plan.nbytes`` only if it stopped.
-
-    Raises:
-        ParamError: A tensor is missing, a run leaves its tensor, or ``plan.nbytes`` is wrong: nothing is written.
+    Returns the bytes copied, fewer than ``plan.nbytes`` only if it stopped. Raises ParamError, and writes nothing, if a
+    tensor is missing, a run leaves its tensor, or ``plan.nbytes`` is wrong.
     """
     return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled)

@@ -496,11 +496,8 @@ class LaneEngine:
         """Stop all use of memory under ``tag``; reads end as ABORTED, writes as TORN. Advance its guards first."""
 
 def digest(
-    bases: NDArray[np.uint64],
-    extent: int,
-    first: int,
-    count: int,
-    runs: NDArray[np.uint64],
+    plan: Plan,
+    tensors: TensorList,
     dst: bool,
     each_run: bool,
     nonce: bytes,
@@ -508,7 +505,12 @@ def digest(
     deadline_ns: int,
     cancelled: bytearray | None = None,
 ) -> NDArray[np.uint64] | None: ...
-def surviving_runs(runs: NDArray[np.uint64], alias: bool) -> NDArray[np.uint64]: ...
+def surviving(plan: Plan, *, alias: bool) -> Plan:
+    """Return the surviving runs of an executed plan: those whose bytes can still be compared.
+
+    In an ordered plan (interface R26) later runs may have overwritten bytes that earlier ones wrote. With ``alias``,
+    the same tensors on both sides, also bytes that they read.
+    """
 
 class HoldingCall:
     """Python function that holds signals; see ``signals.py``."""

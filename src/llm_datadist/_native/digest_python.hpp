@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "digest.hpp"
+#include "plan_python.hpp"
 #include "stop_python.hpp"
 #include "surviving.hpp"
 
@@ -19,10 +20,7 @@ namespace datadist {
 
 namespace nb = nanobind;
 
-using DigestBases = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using DigestRuns = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using Digests = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 2>>;
-using SurvivingRuns = nb::ndarray<nb::numpy, std::uint64_t, nb::shape<-1, 3>>;
 
 constexpr std::uint64_t digest_without_gil_above = 256 << 10;  // as for copies
 
@@ -40,16 +38,14 @@ inline DigestKey key_of(const nb::bytes& nonce) {
     return DigestKey(load_word(nonce.c_str()), load_word(nonce.c_str() + 8));
 }
 
-inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t extent, std::int64_t first,
-                                        std::int64_t count, const DigestRuns& runs, bool dst, bool each_run,
+inline std::optional<Digests> py_digest(const MovePlan& plan, const TensorList& tensors, bool dst, bool each_run,
                                         const nb::bytes& nonce, CopyPool* pool, std::int64_t deadline_ns,
                                         const std::optional<Flag>& cancelled) {
-    const DigestSide side{{bases.data(), bases.size(), extent, first, dst ? "dst" : "src"},
-                    static_cast<std::size_t>(count),
-                    reinterpret_cast<const Run*>(runs.data()),
-                    runs.shape(0),
-                    dst ? &Run::dst : &Run::src};
-    const std::uint64_t total = check_side(side, count);
+    const Pairing& pairing = plan.pairing();
+    const auto [runs, run_count] = plan.run_list();
+    const DigestSide side{dst ? tensors.side(pairing.dst_first, "dst") : tensors.side(pairing.src_first, "src"),
+                          static_cast<std::size_t>(pairing.count), runs, run_count, dst ? &Run::dst : &Run::src};
+    const std::uint64_t total = check_side(side, pairing.count);
     const DigestKey key = key_of(nonce);
     Stop stop = stop_of(deadline_ns, cancelled);
     std::vector<Digest> out;
@@ -61,16 +57,19 @@ inline std::optional<Digests> py_digest(const DigestBases& bases, std::int64_t e
     return give_rows<Digests>(std::move(out));
 }
 
-inline SurvivingRuns py_surviving_runs(const DigestRuns& runs, bool alias) {
-    return give_rows<SurvivingRuns>(surviving_runs(reinterpret_cast<const Run*>(runs.data()), runs.shape(0), alias));
+inline nb::object py_surviving(nb::handle_t<MovePlan> given, bool alias) {
+    const auto& plan = nb::cast<const MovePlan&>(given);
+    if (!plan.ordered()) return nb::borrow(given);
+    const auto [runs, run_count] = plan.run_list();
+    return nb::cast(MovePlan(plan.pairing(), {surviving_runs(runs, run_count, alias), false}));
 }
 
 inline void bind_digest(nb::module_& m) {
     using namespace nb::literals;
 
-    m.def("digest", &py_digest, "bases"_a.noconvert(), "extent"_a, "first"_a, "count"_a, "runs"_a.noconvert(), "dst"_a,
-          "each_run"_a, "nonce"_a, "pool"_a.none(), "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none());
-    m.def("surviving_runs", &py_surviving_runs, "runs"_a.noconvert(), "alias"_a);
+    m.def("digest", &py_digest, "plan"_a, "tensors"_a, "dst"_a, "each_run"_a, "nonce"_a, "pool"_a.none(),
+          "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none());
+    m.def("surviving", &py_surviving, "plan"_a, nb::kw_only(), "alias"_a);
 }
 
 }  // namespace datadist

@@ -32,8 +32,7 @@ struct Job {
     std::string meta;
     std::shared_ptr<Payload> payload;
     std::shared_ptr<Ticket> ticket;
-    bool sent = false;      // its whole frame
-    bool given_up = false;  // its answer will be dropped
+    bool sent = false;  // its whole frame
 };
 
 // Reply of the memory's owner to a request of the peer.
@@ -113,8 +112,7 @@ public:
         job.ticket->finish({Ending::timeout, half_sent ? lost : good, job.payload->done(), ""});
         if (half_sent) break_lane("a WRITE was given up half way");
         if (sender_.withdraw(job.kind, id)) return forget(found);
-        job.given_up = true;
-        detach(*job.payload);
+        detach(*job.payload);  // so its answer is dropped
     }
 
 

@@ -1,4 +1,4 @@
-"""Sides of copy plans: tensors, digests, and surviving runs."""
+"""Sides of copy plans: tensors, digests, and parts."""
 
 from __future__ import annotations
 
@@ -60,42 +60,14 @@ def digest(
 ) -> NDArray[np.uint64] | None:
     """Digest the bytes of one side of a plan, in the plan's order. Merging or splitting runs does not change it.
 
-    Above 256 KiB it releases the GIL, above 1 MiB threads of ``pool`` help; it stops as ``execute`` does.
-
-    Args:
-        nonce: 16 bytes that were unknown when the bytes were written.
-        each_run: True for one digest per run, False for one per tensor.
-
-    Returns:
-        Shape ``(count, R or 1, 2)``: 128 bits each; None if it stopped early.
+    Above 256 KiB it releases the GIL, above 1 MiB threads of ``pool`` help; it stops as ``execute`` does. ``nonce``:
+    16 bytes that were unknown when the bytes were written. With ``each_run`` each run has a digest, else each tensor.
+    Returns shape ``(count, R or 1, 2)``: 128 bits each; None if it stopped early.
     """
     plan, tensors, is_dst = side
-    found = _native.digest(
-        tensors.bases,
-        tensors.extent,
-        plan.dst_first if is_dst else plan.src_first,
-        plan.count,
-        plan.runs,
-        is_dst,
-        each_run,
-        nonce,
-        pool,
-        min(deadline_ns, NO_DEADLINE),
-        cancelled,
-    )
+    until = min(deadline_ns, NO_DEADLINE)
+    found = _native.digest(plan, tensors.native, is_dst, each_run, nonce, pool, until, cancelled)
     return None if found is None else found.reshape(plan.count, len(plan.runs) if each_run else 1, 2)
-
-
-def surviving(plan: Plan, *, alias: bool) -> Plan:
-    """Return the surviving runs of an executed plan: those whose bytes can still be compared.
-
-    In an ordered plan (interface R26) later runs may have overwritten bytes that earlier ones wrote. With ``alias``,
-    the same tensors on both sides, also bytes that they read.
-    """
-    if not plan.ordered:
-        return plan
-    runs = _native.surviving_runs(plan.runs, alias)
-    return plan.replace(runs=runs, ordered=False, nbytes=int(runs[:, 2].sum()) * plan.count)
 
 
 def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:

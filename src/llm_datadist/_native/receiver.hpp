@@ -66,7 +66,6 @@ public:
 
     const char* header() const { return small_.data(); }
     std::string& meta() { return meta_; }
-    const Payload& payload() const { return *payload_; }
     std::uint64_t trailer() const { return load<std::uint64_t>(small_.data()); }
     bool discarding() const { return stage_ == Stage::payload && payload_->detached(); }
 
