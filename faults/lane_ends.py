@@ -104,9 +104,10 @@ class Target:
 
     def answer(self, event: native.LaneEvent) -> None:
         if isinstance(event, native.ReadAsked | native.WriteAsked):
-            verb = self.engine.accept_write if isinstance(event, native.WriteAsked) else self.engine.serve_read
+            write = isinstance(event, native.WriteAsked)
             try:
-                verb(event.lane, event.id, decode_plan(event.meta), self.tensors, self.guards, self.tag)
+                plan = decode_plan(event.meta)
+                self.engine.reply(event.lane, event.id, plan, self.tensors, self.guards, self.tag, write=write)
             except (ValueError, TypeError, struct.error) as error:
                 self.engine.refuse(event.lane, event.id, 22, str(error))
 
@@ -125,8 +126,7 @@ class Ends:
         return self.lanes[-1]
 
     def start(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> int:
-        start = self.near.start_write if write else self.near.start_read
-        return start(lane, encode_plan(plan), plan, local)
+        return self.near.start(lane, encode_plan(plan), plan, local, write=write)
 
     def move(self, lane: int, plan: native.Plan, local: native.Tensors, *, write: bool = False) -> native.Outcome:
         return self.near.wait(self.start(lane, plan, local, write=write), deadline())
@@ -215,7 +215,7 @@ class Wire:
         memory = np.zeros(1000, np.uint8)
         self.send(WRITE, id, b"", b"x" * 1000)
         asked = next_event(engine, native.WriteAsked)
-        engine.accept_write(asked.lane, id, one_row(1000), twin.tensors_of([memory]), [], 0)
+        engine.reply(asked.lane, id, one_row(1000), twin.tensors_of([memory]), [], 0, write=True)
         return (asked.id, asked.nbytes, self.result(), memory.tobytes()) == (id, 1000, (id, 0, ""), b"x" * 1000)
 
     def is_closed(self) -> bool:

@@ -98,7 +98,7 @@ class LanePeerProcess(OwnerProcess):
             return wire.dial_lanes(address, token, count, deadline)
 
         group = self.lanes.open(dial(self._count, Deadline(10_000)))
-        self.lanes.begin(group, None)
+        group.begin(None)
         regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
         return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
 
@@ -154,7 +154,7 @@ class _LaneChild(OwnerChild):
 
     def _listen(self, token: bytes) -> int:
         self._groups[token] = group = self._lanes.open()
-        self._lanes.begin(group, token)
+        group.begin(token)
         return int(self._server.getsockname()[1])
 
     def _quiesce(self) -> None:

@@ -82,9 +82,9 @@ class Tampered(Report):
 def _answer(engine: native.LaneEngine, event: native.LaneEvent, memory: native.Tensors) -> None:
     if isinstance(event, native.LaneLost):
         return
-    verb = engine.accept_write if isinstance(event, native.WriteAsked) else engine.serve_read
+    write = isinstance(event, native.WriteAsked)
     try:
-        verb(event.lane, event.id, decode_request(event.meta).plan, memory, [], 0)
+        engine.reply(event.lane, event.id, decode_request(event.meta).plan, memory, [], 0, write=write)
     except LLMException as error:
         engine.refuse(event.lane, event.id, 1, str(error))
 
@@ -126,8 +126,7 @@ class Lanes:
 
         with here, there:
             lane, far_lane = self._join(ours, theirs, far)
-            start = self._near.start_write if write else self._near.start_read
-            job = start(lane, native.encode_request(_HANDLE, _EXTENT, plan, write), plan, near)
+            job = self._near.start(lane, native.encode_request(_HANDLE, _EXTENT, plan, write), plan, near, write=write)
             carry(here, there, ways, serve, (self._far.event_fd(),))
         outcome = self._near.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
         self._near.drop_lane(lane)

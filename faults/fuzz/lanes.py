@@ -9,7 +9,6 @@ import random
 import socket
 import time
 from contextlib import closing, suppress
-from functools import partial
 from typing import Any, Final, Self
 
 import msgspec
@@ -24,7 +23,7 @@ from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Keys, Sealer
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
-from llm_datadist._native import Ending, LaneEngine, Plan, encode_request, plan_row
+from llm_datadist._native import Ending, LaneEngine, LaneEvent, LaneLost, Plan, encode_request, plan_row
 from llm_datadist._transport.lanes import (
     TOKEN_BYTES,
     LaneGroup,
@@ -50,7 +49,7 @@ class _Owner:
         self.lost = 0
         self.granted = 0  # requests of the bad ones
 
-    def on_lost(self, link: object, left: int, reason: str) -> None:
+    def on_lost(self, link: object, reason: str) -> None:
         self.lost += 1
         # A peer that says its last and goes is no breach.
         if self.verdicts is not None and link != "honest" and "closed" not in reason and "ended" not in reason:
@@ -66,11 +65,22 @@ class _Owner:
         return MoveReply(tensors_of(list(memory)))
 
 
+class _WatchedLanes(Lanes):
+    def __init__(self, owner: _Owner) -> None:
+        super().__init__(1, owner)
+        self._watcher = owner
+
+    def _dispatch(self, group: LaneGroup, event: LaneEvent) -> None:
+        super()._dispatch(group, event)
+        if isinstance(event, LaneLost):
+            self._watcher.on_lost(group.link, event.reason)
+
+
 class _Scene:
     def __init__(self) -> None:
         self.owner = _Owner()
         self._control = ControlLoop()
-        self.lanes = Lanes(1, self.owner)
+        self.lanes = _WatchedLanes(self.owner)
         self._honest = LaneEngine(1)
         self._into = np.zeros((4, _EXTENT), np.uint8)
 
@@ -79,7 +89,7 @@ class _Scene:
         self._control.call(self.lanes.start, self._control.loop)
         near, far = socket.socketpair()
         self._lane = self._honest.add_lane(near.detach())
-        self.lanes.begin(self._group(LaneSocket(far), "honest"), "honest")
+        self.lanes.open([LaneSocket(far)]).begin("honest")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -88,16 +98,11 @@ class _Scene:
         self.lanes.close()
         self._control.stop()
 
-    def _group(self, lane: LaneSocket, link: str) -> LaneGroup:
-        group = self.lanes.open([lane])
-        group.on_lost = partial(self.owner.on_lost, link)
-        return group
-
     def look(self) -> None:
         self._into[:] = 0
         plan = Plan(0, 0, 4, plan_row(0, 0, _EXTENT), False, 4 * _EXTENT)
         meta = encode_request(b"mine", _EXTENT, plan, False)
-        job = self._honest.start_read(self._lane, meta, plan, tensors_of(list(self._into)))
+        job = self._honest.start(self._lane, meta, plan, tensors_of(list(self._into)), write=False)
         outcome = self._honest.wait(job, time.monotonic_ns() + int(_SECONDS * 1e9))
         if outcome.ending is not Ending.GOOD or not np.array_equal(self._into, self.owner.memory):
             raise Finding(f"an honest read beside the bad lanes ended with {outcome}")
@@ -107,7 +112,7 @@ class _Scene:
         ours, theirs = socket.socketpair()
         with ours:
             lost = self.owner.lost
-            self.lanes.begin(self._group(LaneSocket(theirs, keys), "bad"), "bad")
+            self.lanes.open([LaneSocket(theirs, keys)]).begin("bad")
             ours.settimeout(_SECONDS)
             with suppress(ConnectionError):
                 ours.sendall(data)

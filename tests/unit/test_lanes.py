@@ -81,7 +81,7 @@ def bytes_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def test_a_group_gives_the_lane_with_the_least_to_do_and_keeps_the_oldest_for_small_transfers() -> None:
-    group = transport.LaneGroup()
+    group = transport.LaneGroup(Lanes(1, Handler()))
     with pytest.raises(PeerLost, match="no data lane"):
         group.take(1)
     assert group.add(5)
@@ -101,7 +101,7 @@ def test_a_group_gives_the_lane_with_the_least_to_do_and_keeps_the_oldest_for_sm
     assert group.close() == ([3, 4], [])
     assert group.close() == ([], [])
     assert not group.add(3)
-    assert repr(group) == "<LaneGroup 0 lanes, closed>"
+    assert (len(group), group.closed) == (0, True)
 
 
 class Handler:
@@ -118,9 +118,6 @@ class Handler:
             raise self.error
         return MoveReply(Tensors(tensors_over(self.memory).bases, self.extent))
 
-    def on_lost(self, left: int, reason: str) -> None:
-        self.lost.append(left)
-
 
 def move(connection: Connection, data: twin.Bytes, *, write: bool = False) -> int:
     """Read one run into ``data``, or write it."""
@@ -135,8 +132,8 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
     with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
         loop.call_soon_threadsafe(far.start, loop)
         group = far.open(map(LaneSocket, theirs))
-        group.on_lost = handler.on_lost
-        far.begin(group, "the link")
+        group.redial_soon = lambda: handler.lost.append(len(group))  # type: ignore[method-assign]
+        group.begin("the link")
         with TcpConnection(near, near.open(map(LaneSocket, ours)), [], writable=True) as connection:
             connection.begin("near")
             for error, extent, kind, text in (
@@ -153,7 +150,7 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
             handler.extent = 64
             assert (move(connection, into), into.tolist()) == (64, list(range(64)))
         wait_until(lambda: handler.lost == [1, 0])
-        assert repr(far) == "<Lanes 0 lanes, 1 threads>"
+        assert not far._groups
         loop.call_soon_threadsafe(far.stop)
 
 
@@ -192,7 +189,7 @@ def test_lanes_are_sealed_with_the_keys_they_are_added_with(late: bool) -> None:
             for begins in (late, not late):
                 if begins:
                     connection.begin("near")
-                    far.begin(ends[1][1], "the link")
+                    ends[1][1].begin("the link")
                 else:
                     for (lanes, group, keys), sock in zip(ends, socket.socketpair(), strict=True):
                         lanes.add(group, LaneSocket(sock, keys))

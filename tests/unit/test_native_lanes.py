@@ -224,14 +224,14 @@ def test_a_read_given_up_half_way_writes_nothing_more(plan: Plan, extent: int, s
     into, again = np.zeros(extent, np.uint8), np.zeros(8, np.uint8)
     first = int(plan.runs[0, 0])
     with Wire(engine) as wire:
-        job = engine.start_read(wire.lane, b"", plan, mapped([into]) if small else tensors(into))
+        job = engine.start(wire.lane, b"", plan, mapped([into]) if small else tensors(into), write=False)
         kind, id, _, _ = wire.header()
         assert kind == READ
         wire.send(DATA, id, payload=bytes([9]), declared=plan.nbytes)
         wait_until(lambda: into[first] == 9)
         assert engine.give_up(job) == (Ending.TIMEOUT, 0, 1, "")
         wire.sendall(bytes([9]) * (plan.nbytes - 1) + bytes(8))
-        later = engine.start_read(wire.lane, b"", one_row(8), tensors(again))
+        later = engine.start(wire.lane, b"", one_row(8), tensors(again), write=False)
         wire.send(DATA, wire.header()[1], payload=b"good" * 2 + bytes(8), declared=8)
         assert engine.wait(later, deadline()).ending is Ending.GOOD  # so that what was dropped has come, too
         assert again.tobytes() == b"good" * 2
@@ -246,7 +246,7 @@ def test_quiesce_takes_memory_from_under_a_running_write(
     with Wire(engine) as wire:
         wire.send(WRITE, 5, b"", bytes([9]), declared=plan.nbytes)
         asked = next_event(engine, WriteAsked)
-        engine.accept_write(asked.lane, asked.id, plan, mapped([memory]) if small else tensors(memory), [], 4)
+        engine.reply(asked.lane, asked.id, plan, mapped([memory]) if small else tensors(memory), [], 4, write=True)
         wait_until(lambda: memory[first] == 9)
         engine.quiesce(3)
         wire.sendall(bytes([9]))
@@ -261,7 +261,7 @@ def test_quiesce_takes_memory_from_under_a_running_write(
 def test_a_write_given_up_half_way_costs_its_lane(engine: LaneEngine) -> None:
     data = twin.noise(8, 1, 16 * MIB)[0]
     with Wire(engine) as wire:
-        queued = [engine.start_write(wire.lane, b"", one_row(data.size), tensors(data)) for _ in range(2)]
+        queued = [engine.start(wire.lane, b"", one_row(data.size), tensors(data), write=True) for _ in range(2)]
         wire.header()
         assert engine.wait(queued[1], deadline(0.01)) == (Ending.TIMEOUT, 0, 0, "")
         assert events_of(engine, 0) == []  # nothing of it was sent: the lane is as it was
@@ -270,15 +270,14 @@ def test_a_write_given_up_half_way_costs_its_lane(engine: LaneEngine) -> None:
         assert 0 < outcome.nbytes < data.size
         lost = next_event(engine, LaneLost)
         assert (lost.lane, lost.reason) == (wire.lane, "a WRITE was given up half way")
-        assert engine.wait(engine.start_write(wire.lane, b"", one_row(8), tensors(data)), deadline()).text.endswith(
-            "is not there any more"
-        )
+        later = engine.start(wire.lane, b"", one_row(8), tensors(data), write=True)
+        assert engine.wait(later, deadline()).text.endswith("is not there any more")
 
 
 def test_a_lost_lane_fails_its_jobs_only() -> None:
     into = np.zeros(8, np.uint8)
     with joined() as ends, Wire(ends.near) as wire:
-        jobs = [ends.near.start_read(wire.lane, b"", one_row(8), tensors(into)) for _ in range(40)]
+        jobs = [ends.near.start(wire.lane, b"", one_row(8), tensors(into), write=False) for _ in range(40)]
         wire.receive(40 * 32)
         wire.sock.close()
         for job in jobs:
@@ -357,11 +356,10 @@ def test_memory_of_the_user_that_cannot_be_used_costs_the_lane_only(memory: str,
 
 def test_threads_are_named_and_take_no_signals() -> None:
     before = kernel_threads()
-    with joined(threads=2) as ends:
+    with joined(threads=2):
         names = [name for number, name in kernel_threads().items() if number not in before]
         ours = sorted(name for name in names if name.startswith("lldd-"))
         assert ours == ["lldd-data-0", "lldd-data-0", "lldd-data-1", "lldd-data-1"]  # of either engine
-        assert repr(ends.near) == "<LaneEngine 2 threads>"
 
 
 def test_a_forked_child_closes_its_copies_and_harms_nobody() -> None:
@@ -396,15 +394,14 @@ def test_plans_outside_the_local_tensors_start_nothing() -> None:
             for write in (False, True):
                 with pytest.raises(ParamError):
                     ends.start(ends.lanes[0], plan, local, write=write)
-            for verb in (ends.far.serve_read, ends.far.accept_write):
                 with pytest.raises(ParamError):
-                    verb(ends.far_lanes[0], 1, plan, local, [], 0)
+                    ends.far.reply(ends.far_lanes[0], 1, plan, local, [], 0, write=write)
             with pytest.raises(ParamError):
                 native.check_plan(plan, local, local)
         with pytest.raises(ParamError, match="meta has 1048577 bytes"):
-            ends.near.start_read(ends.lanes[0], bytes(MIB + 1), one_row(8), local)
+            ends.near.start(ends.lanes[0], bytes(MIB + 1), one_row(8), local, write=False)
         with pytest.raises(ParamError, match="divisible by 8"):
-            ends.far.serve_read(ends.far_lanes[0], 1, one_row(8), local, [(12, 1)], 0)
+            ends.far.reply(ends.far_lanes[0], 1, one_row(8), local, [(12, 1)], 0, write=False)
         with pytest.raises(ParamError, match="success"):
             ends.far.refuse(ends.far_lanes[0], 1, 0, "")
         assert events_of(ends.far, 0) == []

@@ -104,7 +104,7 @@ def test_no_bytes_go_out_in_the_clear(engine: LaneEngine) -> None:
     with far, closing(Opener(NEAR_KEYS[0])) as opener:
         far.settimeout(lane_ends.BUDGET_S)
         lane = engine.add_lane(near.detach(), NEAR_KEYS)
-        engine.start_write(lane, b"the meta " * 20, one_row(payload.size), tensors(payload))
+        engine.start(lane, b"the meta " * 20, one_row(payload.size), tensors(payload), write=True)
         seen = b""
         while len(opener.plain) < lane_ends.HEADER.size + 180 + payload.size:
             seen += (more := far.recv(MIB))
@@ -166,7 +166,7 @@ def test_records_of_any_size_are_taken(engine: LaneEngine, size: int, mapped: bo
         expected[to : to + count] = payload[at : at + count]
         at += count
     with Wire(engine) as wire:
-        job = engine.start_read(wire.lane, b"", plan, Tensors(tensors(into).bases, into.size, mapped=mapped))
+        job = engine.start(wire.lane, b"", plan, Tensors(tensors(into).bases, into.size, mapped=mapped), write=False)
         id = wire.header()[1]
         frame = frame_of(DATA, id, b"", payload.tobytes()) + bytes(8)
         sealer = Sealer(FAR_KEYS[0])
@@ -219,7 +219,7 @@ def test_a_lane_that_breaks_in_its_payload_breaks_nothing_else(at: str) -> None:
     """Nor does a wrong trailer make a job good."""
     source, into, other = twin.noise(4, 1, BIG)[0], np.zeros(BIG, np.uint8), np.zeros(BIG, np.uint8)
     with joined() as ends, Wire(ends.near) as wire, Target(ends.far, tensors(source)):
-        job = ends.near.start_read(wire.lane, b"", one_row(BIG), tensors(into))
+        job = ends.near.start(wire.lane, b"", one_row(BIG), tensors(into), write=False)
         wire.sendall(frame_of(DATA, wire.header()[1], b"", bytes(MIB), BIG))
         if at == "trailer":
             wire.sendall(bytes(BIG - MIB))
@@ -267,7 +267,7 @@ def test_requests_behind_a_write_that_waits_for_its_grant(size: int, threads: in
             if n % 4 == 3:
                 engine.refuse(asked.lane, n, 7, "no")
             else:
-                engine.accept_write(asked.lane, n, one_row(3000), tensors(memory[n]), [], 0)
+                engine.reply(asked.lane, n, one_row(3000), tensors(memory[n]), [], 0, write=True)
             assert wire.result()[:2] == (n, 7 if n % 4 == 3 else 0)
         assert next_event(engine, ReadAsked).meta == b"end"
     engine.close()
@@ -305,7 +305,7 @@ def test_the_last_bytes_of_a_payload_wake_the_thread_over_tcp(cut: int, engine: 
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lane = engine.add_lane(descriptor, NEAR_KEYS)
-        job = engine.start_read(lane, b"", one_row(MIB), tensors(into))
+        job = engine.start(lane, b"", one_row(MIB), tensors(into), write=False)
         assert far.recv(1000)
         stream = sealer.seal(frame_of(DATA, job, b"", payload.tobytes()) + bytes(8))
         far.sendall(stream[:-cut])
@@ -325,7 +325,7 @@ def test_what_a_caller_leaves_in_hand_the_thread_takes() -> None:
         into = np.zeros(2 * nbytes, np.uint8)
         engine = LaneEngine(1)
         with Wire(engine, buffer=1 << 20) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
-            job = engine.start_read(wire.lane, b"", plan, tensors(into))
+            job = engine.start(wire.lane, b"", plan, tensors(into), write=False)
             stream = sealer.seal(frame_of(DATA, wire.header()[1], b"", payload.tobytes()) + bytes(8))
             sender = threading.Thread(target=wire.sock.sendall, args=(stream,))
             sender.start()
@@ -341,7 +341,7 @@ def test_answers_in_one_record_reach_callers_that_wait_by_themselves(engine: Lan
     first, second = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
     with Wire(engine) as wire, closing(Sealer(FAR_KEYS[0])) as sealer:
         for n in range(50):
-            jobs = [engine.start_read(wire.lane, b"", one_row(100), tensors(into)) for into in (first, second)]
+            jobs = [engine.start(wire.lane, b"", one_row(100), tensors(into), write=False) for into in (first, second)]
             for _ in jobs:
                 wire.header()
             frames = [frame_of(DATA, job, b"", bytes([n]) * 100) + bytes(8) for job in jobs]

@@ -73,8 +73,8 @@ def test_a_breach_costs_the_lane_and_nothing_else(job: str, frame: bytes, reason
     ours = np.full(BIG, 5, np.uint8)
     with joined() as ends, Wire(ends.near) as wire:
         if job:
-            nbytes, start = (16, ends.near.start_read) if job == "read" else (BIG, ends.near.start_write)
-            assert start(wire.lane, b"", one_row(nbytes), tensors(ours[:nbytes])) == 1
+            nbytes, write = (BIG, True) if job == "write" else (16, False)
+            assert ends.near.start(wire.lane, b"", one_row(nbytes), tensors(ours[:nbytes]), write=write) == 1
             wire.header()
         wire.sendall(frame)
         if job:
@@ -137,7 +137,7 @@ def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardT
         pairs = [(guards.address_of(guard.slot), guard.generation) for guard in kept]
         if change == "before":
             guards.advance(kept[2].slot)
-        engine.serve_read(asked.lane, asked.id, one_row(nbytes), tensors(memory), pairs, 0)
+        engine.reply(asked.lane, asked.id, one_row(nbytes), tensors(memory), pairs, 0, write=False)
         if change == "before":
             id, code, text = wire.result()
             assert (id, code) == (5, CHANGED)
@@ -153,7 +153,7 @@ def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardT
 def test_the_initiator_learns_of_the_trailer(engine: LaneEngine) -> None:
     into = np.zeros(16, np.uint8)
     with Wire(engine) as wire:
-        job = engine.start_read(wire.lane, b"what", one_row(16), tensors(into))
+        job = engine.start(wire.lane, b"what", one_row(16), tensors(into), write=False)
         _, id, meta, _ = wire.header()
         assert wire.receive(meta) == b"what"
         wire.send(DATA, id, payload=bytes(16) + CHANGED.to_bytes(8, "little"), declared=16)
@@ -177,7 +177,7 @@ def test_a_write_whose_guard_changes_on_its_way_is_not_good(
         if wrong == "guard before":
             guards.advance(guard.slot)
         plan = one_row(BIG + (wrong == "size of the grant"))
-        engine.accept_write(asked.lane, asked.id, plan, tensors(memory), [pair], 0)
+        engine.reply(asked.lane, asked.id, plan, tensors(memory), [pair], 0, write=True)
         if wrong == "guard on its way":
             wait_for(lambda: memory[0] == 9)
             guards.advance(guard.slot)
@@ -206,7 +206,7 @@ def test_a_refused_write_reads_nothing_more_of_local_memory(engine: LaneEngine) 
     """What is left of its frame is zeros, and the lane goes on."""
     data = np.full(BIG, 9, np.uint8)
     with Wire(engine) as wire:
-        job = engine.start_write(wire.lane, b"", one_row(BIG), tensors(data))
+        job = engine.start(wire.lane, b"", one_row(BIG), tensors(data), write=True)
         kind, id, _, nbytes = wire.header()
         assert (kind, nbytes) == (WRITE, BIG)
         wire.send(RESULT, id, (77).to_bytes(4, "little") + b"no")
@@ -217,7 +217,7 @@ def test_a_refused_write_reads_nothing_more_of_local_memory(engine: LaneEngine) 
         assert payload[0] == 9
         assert payload[-1] == 0
         assert lane_ends.events_of(engine, 0) == []
-        later = engine.start_read(wire.lane, b"", one_row(8), tensors(data))
+        later = engine.start(wire.lane, b"", one_row(8), tensors(data), write=False)
         wire.send(DATA, wire.header()[1], payload=b"x" * 8 + bytes(8), declared=8)
         assert engine.wait(later, deadline()).ending is Ending.GOOD
 
@@ -239,8 +239,8 @@ def test_answers_to_what_is_gone_or_was_answered(engine: LaneEngine) -> None:
         engine.refuse(asked.lane, asked.id, 1, "no")
         engine.refuse(asked.lane, asked.id, 1, "no")
         for lane, id in ((asked.lane, asked.id), (asked.lane, 99), (12345, 1)):
-            engine.serve_read(lane, id, one_row(8), tensors(memory), [], 0)
-            engine.accept_write(lane, id, one_row(8), tensors(memory), [], 0)
+            engine.reply(lane, id, one_row(8), tensors(memory), [], 0, write=False)
+            engine.reply(lane, id, one_row(8), tensors(memory), [], 0, write=True)
         assert wire.result() == (5, 1, "no")
         assert wire.write_is_good(engine, 6)
 
@@ -253,7 +253,7 @@ def test_quiesce_takes_memory_from_under_a_running_read(engine: LaneEngine) -> N
     with Wire(engine) as wire:
         first, second, other = (ask_read(engine, wire, id, BIG) for id in (5, 6, 7))
         for asked, tag in ((first, 1), (second, 1), (other, 2)):
-            engine.serve_read(asked.lane, asked.id, one_row(BIG), tensors(memory), [], tag)
+            engine.reply(asked.lane, asked.id, one_row(BIG), tensors(memory), [], tag, write=False)
         assert wire.header() == (DATA, 5, 0, BIG)
         engine.quiesce(1)
         memory[:] = 7
@@ -271,7 +271,7 @@ def test_a_lane_that_is_lost_with_grants_on_it_is_told_of_once(engine: LaneEngin
     with Wire(engine) as wire:
         for id in (5, 6):
             asked = ask_read(engine, wire, id, BIG)
-            engine.serve_read(asked.lane, asked.id, one_row(BIG), tensors(memory), [], 0)
+            engine.reply(asked.lane, asked.id, one_row(BIG), tensors(memory), [], 0, write=False)
         wire.header()
     next_event(engine, LaneLost)
     assert lane_ends.events_of(engine, 0) == []

@@ -6,7 +6,6 @@ fails, its jobs end as lost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
@@ -32,18 +31,16 @@ class Outcome(NamedTuple):
     text: str  # reason, one line
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAsked:
-    """Request for bytes; answer by :meth:`LaneEngine.serve_read` or ``refuse``."""
+class ReadAsked(NamedTuple):
+    """Request for bytes; answer by :meth:`LaneEngine.reply` or ``refuse``."""
 
     lane: int
     id: int
     meta: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WriteAsked:
-    """Request to send bytes; answer by :meth:`LaneEngine.accept_write` or ``refuse``.
+class WriteAsked(NamedTuple):
+    """Request to send bytes; answer by :meth:`LaneEngine.reply` or ``refuse``.
 
     Until then the engine reads nothing from the lane.
     """
@@ -54,8 +51,7 @@ class WriteAsked:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class LaneLost:
+class LaneLost(NamedTuple):
     """End of a lane without :meth:`LaneEngine.drop_lane`."""
 
     lane: int
@@ -73,17 +69,12 @@ def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
 
 
 class LaneEngine:
-    """Native threads that serve stream sockets (lanes).
+    """1 to 64 native threads ``lldd-data-<n>`` that serve stream sockets (lanes). ``_native.pyi`` has native methods.
 
     Frames on a lane go one after the other in each direction. Lanes take turns, so a slow peer delays only its own
-    jobs. A bad frame costs the lane. With keys a lane is encrypted. ``_native.pyi`` describes native methods.
-
+    jobs. A bad frame costs the lane, and so does a discarded payload after ``drain_ms``. With keys a lane is encrypted.
     Owns: both, until :meth:`close`.
     Threads: any. In a forked child only :meth:`close`, :attr:`closed` and ``reserve_lane`` do not raise.
-
-    Args:
-        threads: Number of threads ``lldd-data-<n>``, 1 to 64.
-        drain_ms: Milliseconds that a discarded payload may take before its lane is dropped.
     """
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None:
@@ -105,17 +96,13 @@ class LaneEngine:
         """Return the events since the last call, in order for each lane."""
         return [_EVENTS[name](*fields) for name, *fields in self._native.poll_events()]
 
-    def start_read(self, lane: int, meta: bytes, plan: Plan, dst: Tensors) -> int:
-        """Ask the target for ``plan.nbytes`` bytes, in the plan's order; return the job's number.
+    def start(self, lane: int, meta: bytes, plan: Plan, local: Tensors, *, write: bool) -> int:
+        """Send the bytes of a plan's source, or ask the target for those of its destination; return the job's number.
 
-        Only the plan's destination side is used. One :meth:`wait` or :meth:`give_up` must follow; until the job has
-        ended ``dst`` stays valid. ``meta``, at most 1 MiB, is for the target.
+        One :meth:`wait` or :meth:`give_up` must follow; until the job has ended ``local`` stays valid. ``meta``, at
+        most 1 MiB, is for the target.
         """
-        return self._native.start(lane, False, meta, plan, dst.native, dst.mapped)
-
-    def start_write(self, lane: int, meta: bytes, plan: Plan, src: Tensors) -> int:
-        """Send the bytes of ``plan``. Otherwise as :meth:`start_read`."""
-        return self._native.start(lane, True, meta, plan, src.native, src.mapped)
+        return self._native.start(lane, write, meta, plan, local.native, local.mapped)
 
     def move(
         self,
@@ -150,21 +137,12 @@ class LaneEngine:
         """
         return Outcome(*self._native.give_up(job))
 
-    def serve_read(
-        self, lane: int, id: int, plan: Plan, src: Tensors, guards: Sequence[tuple[int, int]], tag: int
+    def reply(
+        self, lane: int, id: int, plan: Plan, mine: Tensors, guards: Sequence[tuple[int, int]], tag: int, *, write: bool
     ) -> None:
-        """Answer a :class:`ReadAsked` with the bytes of the plan's source side.
+        """Receive the bytes of a :class:`WriteAsked` (``write``), or answer a :class:`ReadAsked` with its bytes.
 
-        ``src`` stays valid until :meth:`quiesce` has returned for ``tag``. The ``guards``, (address, generation), must
+        ``mine`` stays valid until :meth:`quiesce` has returned for ``tag``. The ``guards``, (address, generation), must
         hold before the first byte and after the last. If this raises, the request still needs an answer.
         """
-        self._native.reply(lane, id, False, plan, src.native, guards, tag, src.mapped)
-
-    def accept_write(
-        self, lane: int, id: int, plan: Plan, dst: Tensors, guards: Sequence[tuple[int, int]], tag: int
-    ) -> None:
-        """Receive the ``plan.nbytes`` bytes of a :class:`WriteAsked`. Otherwise as :meth:`serve_read`."""
-        self._native.reply(lane, id, True, plan, dst.native, guards, tag, dst.mapped)
-
-    def __repr__(self) -> str:
-        return f"<LaneEngine {self._native.threads} threads{', closed' if self.closed else ''}>"
+        self._native.reply(lane, id, write, plan, mine.native, guards, tag, mine.mapped)

@@ -9,6 +9,7 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -39,6 +40,8 @@ _REFUSED: Final = "the peer rejected the lane token, or has lanes enough"
 _UNSENT_BYTES: Final = 512 << 10
 
 _KEEPALIVE_SECONDS: Final = 5
+# A lane counts as idle as a silent one if its last byte came at most so much later.
+_AS_IDLE_NS: Final = 1_000_000
 #: Limit of one attempt to dial all lanes of a link again; finalize may wait for it.
 _REDIAL_MS: Final = 1000
 
@@ -135,33 +138,32 @@ async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> N
 
 
 class LaneGroup:
-    """The lanes of one link and their loads. Threads: any.
+    """The lanes of one link, their loads, and their :class:`~.connection.Recovery`. Threads: any.
 
     Until it begins, lanes wait as sockets, and requests in the kernel: none precedes its link.
-
-    Attributes:
-        link: The link, opaque here; None until the group begins.
-        token: Admits lanes of the peer; empty if this side dials.
-        grants: Memory that the peer may use without asking the owner again.
-        on_lost: Called with the number of lanes left and the reason when a lane breaks.
-        secret: Encrypts the lanes, unless empty. Set before the peer gets the token.
-        doubted: Newest lane with a write that ended without the owner's answer; 0 for none (lanes count from 1).
-        told: Newest lane when the owner was last told to drop all, and the ``Ping`` after that.
-        given_up: Newest lane that the owner is known to have dropped.
     """
 
-    def __init__(self, token: bytes = b"") -> None:
-        self.link: object = None
-        self.token = token
-        self.grants = ReplyCache()
-        self.on_lost: Callable[[int, str], None] | None = None
-        self.secret = b""
-        self.doubted, self.told, self.given_up = 0, (0, 0), 0
+    def __init__(self, owner: Lanes, token: bytes = b"") -> None:
+        self._owner = owner
+        self.link: object = None  # opaque here; None until the group begins
+        self.token = token  # admits lanes of the peer; empty if this side dials
+        self.grants = ReplyCache()  # memory that the peer may use without asking the owner again
+        self.secret = b""  # encrypts the lanes, unless empty; set before the peer gets the token
+        self.doubted = 0  # newest lane with a write that ended without the owner's answer; lanes count from 1
+        self.told = 0, 0  # newest lane when the owner was last told to drop all, and the Ping after that
+        self.given_up = 0  # newest lane that the owner is known to have dropped
+        self.reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None  # None if only the peer dials
+        self.wanted = 0  # lanes, if this side dials
+        self._reconnecting = threading.Lock()  # held while dialling
+        # Single operations on dicts and sets only.
+        self._moved: dict[int, int] = {}  # lane -> time of its last byte (monotonic, ns); absent: never
+        # Lanes on which a transfer timed out without a byte, and those as idle, until drop_suspects().
+        self._suspects: set[int] = set()
         self._changed = threading.Condition(threading.Lock())  # protects all below
         self.loads: dict[int, int] = {}  # lane -> bytes of this side's jobs on it
         self._waiting: list[LaneSocket] = []
         self._begun = False
-        self._closed = False
+        self.closed = False
 
     def __len__(self) -> int:
         return len(self.loads) + len(self._waiting)
@@ -169,17 +171,17 @@ class LaneGroup:
     def wait(self, sock: LaneSocket) -> bool:
         """Keep a socket until the group begins; return False if it has begun. Raises LinkRefused once closed."""
         with self._changed:
-            if self._closed:
+            if self.closed:
                 raise LinkRefused("the link of this lane has ended")
             if not self._begun:
                 self._waiting.append(sock)
             return not self._begun
 
-    def begin(self, link: object) -> list[LaneSocket]:
+    def begin(self, link: object) -> None:
         with self._changed:
             self.link, self._begun = link, True
             waiting, self._waiting = self._waiting, []
-            return waiting
+        self._owner.add_all(self, waiting)
 
     def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
         """Return the lane with the smallest load, and add ``nbytes`` to it. Raises PeerLost if there is none.
@@ -188,7 +190,7 @@ class LaneGroup:
         the call waits for a lane that the peer dials.
         """
         if deadline is not None and not self.loads:
-            deadline.wait_for(self._changed, lambda: self._closed or bool(self.loads))
+            deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
         with self._changed:
             if not self.loads:
                 raise PeerLost("no data lane to the peer is left; link again", phase="copy")
@@ -208,12 +210,13 @@ class LaneGroup:
     def add(self, lane: int) -> bool:
         """Add a new lane; return False if the group is closed."""
         with self._changed:
-            if not self._closed:
+            if not self.closed:
                 self.loads[lane] = 0
                 self._changed.notify_all()
-            return not self._closed
+            return not self.closed
 
     def discard(self, lane: int) -> None:
+        self._moved.pop(lane, None)
         with self._changed:
             self.loads.pop(lane, None)
 
@@ -221,21 +224,81 @@ class LaneGroup:
         with self._changed:
             return list(self.loads)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> tuple[list[int], list[LaneSocket]]:
         """Take all lanes out and refuse others; return them, and the sockets that waited."""
         with self._changed:
-            self._closed, self.on_lost = True, None
+            self.closed = True
             lanes, self.loads = list(self.loads), {}
             waiting, self._waiting = self._waiting, []
             self._changed.notify_all()
             return lanes, waiting
 
-    def __repr__(self) -> str:
-        return f"<LaneGroup {len(self)} lanes{', closed' if self._closed else ''}>"
+    def moved(self, lane: int) -> None:
+        """Note that a byte has moved over a lane."""
+        self._moved[lane] = time.monotonic_ns()
+        self._suspects.discard(lane)
+
+    def suspect(self, lane: int) -> None:
+        """Suspect a lane, and all as idle: the network may have dropped the connections unnoticed."""
+        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
+        self._suspects |= {each for each in self.lanes() if self._moved.get(each, 0) <= latest} | {lane}
+
+    @property
+    def suspects(self) -> bool:
+        return bool(self._suspects)
+
+    def drop_suspects(self, *, peer_lives: bool) -> int:
+        suspects, self._suspects = self._suspects, set()
+        lost = sorted(suspects.intersection(self.lanes())) if peer_lives else []
+        self._owner.drop(self, lost)
+        return len(lost)
+
+    def drop(self) -> None:
+        self._owner.drop(self, self.lanes())
+
+    @property
+    def doubts_writes(self) -> bool:
+        return self.doubted > self.given_up
+
+    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
+        told = self.told  # read once: other threads replace it
+        if self.doubted > told[0]:
+            newest = max([self.doubted, *self.lanes()])  # older than any lane dialled from here on
+            self.told = told = newest, tell()
+        return told
+
+    def writes_given_up(self, newest: int) -> None:
+        self._owner.drop(self, [each for each in self.lanes() if each <= newest])
+        self.given_up = max(self.given_up, newest)
+
+    def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
+        """Dial lost lanes again, one thread at a time; others ``wait``. Raises LLMException if no lane is left."""
+        if self.reconnect is None or len(self) >= self.wanted:
+            return
+        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
+            if not wait or deadline.expired():
+                return
+        try:
+            missing = self.wanted - len(self)
+            if missing > 0 and not self.closed:
+                self._owner.add_all(self, self.reconnect(missing, deadline))
+        except LLMException:
+            if not len(self):
+                raise
+        finally:
+            self._reconnecting.release()
+
+    def redial_soon(self) -> None:
+        def attempt() -> None:
+            try:
+                self.redial(Deadline(_REDIAL_MS))
+            except LLMException as error:
+                # The link is ending, or the next transfer dials again.
+                logger.info("data lanes to %s were not brought back: %s", self.link, error)
+
+        if self.reconnect is not None and not self.closed:
+            with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
+                self._owner.redialling.submit(attempt)
 
 
 class Lanes:
@@ -253,7 +316,7 @@ class Lanes:
         self._groups: dict[int, LaneGroup] = {}
         self._by_token: dict[bytes, LaneGroup] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._redialling = Threads(1, "llm-datadist-lanes")  # no thread before the first lost lane
+        self.redialling = Threads(1, "llm-datadist-lanes")  # no thread before the first lost lane
         self._making = threading.Lock()  # protects the two below
         self._engine: LaneEngine | None = None
         self._closed = False
@@ -297,13 +360,13 @@ class Lanes:
         if engine is not None:
             engine.close()
         if self._pid == HERE["pid"]:
-            self._redialling.shutdown(cancel_futures=True)
+            self.redialling.shutdown(cancel_futures=True)
         self._groups.clear()
         self._by_token.clear()
 
     def open(self, socks: Iterable[LaneSocket] = (), token: bytes = b"") -> LaneGroup:
         """Return the group of a future link, which takes over the sockets."""
-        group = LaneGroup(token)
+        group = LaneGroup(self, token)
         for sock in socks:
             group.wait(sock)
         if token:
@@ -313,7 +376,7 @@ class Lanes:
     def group(self, token: bytes) -> LaneGroup:
         """Return the group opened with this token; an empty one if it has ended."""
         group = self._by_token.get(token)
-        return LaneGroup(token) if group is None else group
+        return LaneGroup(self, token) if group is None else group
 
     def find(self, token: bytes) -> LaneGroup:
         """Return the group for a new lane of a peer. Raises LinkRefused if there is none, or it is full."""
@@ -323,9 +386,6 @@ class Lanes:
         if len(group) >= MAX_LANES:
             raise LinkRefused(f"a link has at most {MAX_LANES} lanes")
         return group
-
-    def begin(self, group: LaneGroup, link: object) -> None:
-        self.add_all(group, group.begin(link))
 
     def add_all(self, group: LaneGroup, socks: Sequence[LaneSocket]) -> None:
         """:meth:`add` each socket; after an error, close all that are not lanes yet."""
@@ -373,19 +433,6 @@ class Lanes:
         for sock in waiting:
             sock.socket.close()
 
-    def redial_soon(self, group: LaneGroup, redial: Callable[[Deadline], None]) -> None:
-        """Have lost lanes of a link dialled again. Threads: any; never waits."""
-
-        def attempt() -> None:
-            try:
-                redial(Deadline(_REDIAL_MS))
-            except LLMException as error:
-                # The link is ending, or the next transfer dials again.
-                logger.info("data lanes to %s were not brought back: %s", group.link, error)
-
-        with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
-            self._redialling.submit(attempt)
-
     def quiesce(self, tag: int) -> None:
         """As :meth:`.Transport.quiesce`."""
         if self._engine is not None:
@@ -403,8 +450,7 @@ class Lanes:
                 self._groups.pop(event.lane, None)
                 group.discard(event.lane)  # after that line, as add() needs it
                 logger.info("a data lane of %s ended, %d are left: %s", group.link, len(group), event.reason)
-                if (on_lost := group.on_lost) is not None:
-                    on_lost(len(group), event.reason)
+                group.redial_soon()
             else:
                 self._answer(group, event)
         except Exception:  # noqa: BLE001 (a bug in a handler must neither end the loop nor keep a peer waiting)
@@ -419,10 +465,6 @@ class Lanes:
             tensors, guards, tag = reply.tensors, reply.guards, reply.tag
             if reply.standing:
                 group.grants.keep(handle, write, tensors.native, guards, tag, tensors.mapped)
-            give = self.engine.accept_write if write else self.engine.serve_read
-            give(event.lane, event.id, plan, tensors, guards, tag)
+            self.engine.reply(event.lane, event.id, plan, tensors, guards, tag, write=write)
         except LLMException as error:
             self.engine.refuse(event.lane, event.id, *status_of(error))
-
-    def __repr__(self) -> str:
-        return f"<Lanes {len(self._groups)} lanes, {self._threads if self._engine else 0} threads>"

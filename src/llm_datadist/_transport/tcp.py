@@ -7,7 +7,6 @@ last. The side that dialled the link dials lost lanes again.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections import deque
 from functools import partial
@@ -31,15 +30,7 @@ from llm_datadist._transport.lanes import (
 )
 from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.transport import Context, Meeting, Transport
-from llm_datadist.errors import (
-    AuthFailed,
-    LinkError,
-    LinkRefused,
-    LLMException,
-    PeerLost,
-    TransferAborted,
-    TransferFailed,
-)
+from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, PeerLost, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
     import asyncio
@@ -60,9 +51,6 @@ _PARTS_PER_LANE: Final = 2
 
 # Endings that the owner has reported.
 _ANSWERED: Final = (Ending.GOOD, Ending.REFUSED, Ending.TRAILER)
-
-# A lane counts as idle as a silent one if its last byte came at most so much later.
-_AS_IDLE_NS: Final = 1_000_000
 
 #: One thread fills a network of 100 Gb/s; copies of this process need the other cores.
 _MAX_THREADS: Final = 4
@@ -143,8 +131,7 @@ class TcpTransport(Transport):
     def close(self) -> None:
         self.lanes.close()
 
-    def abandon(self) -> None:
-        self.lanes.close()
+    abandon = close
 
 
 class TcpConnection(ServedConnection):
@@ -163,12 +150,13 @@ class TcpConnection(ServedConnection):
     ) -> None:
         self._lanes = lanes
         self.group = group
-        self.recovery: LaneRecovery = LaneRecovery(lanes, group, reconnect)
-        group.on_lost = self.recovery.on_lost
+        self.recovery: LaneGroup = group
+        if reconnect is not None:
+            group.reconnect, group.wanted = reconnect, len(group)
         super().__init__(regions, writable=writable)
 
     def begin(self, link: object) -> None:
-        self._lanes.begin(self.group, link)
+        self.group.begin(link)
 
     def abort(self) -> None:
         super().abort()
@@ -181,7 +169,7 @@ class TcpConnection(ServedConnection):
             raise transfer.timeout(0)
         try:
             # With a lane left, waiting for another thread that dials is not worth it.
-            self.recovery.redial(deadline, wait=not len(self.group))
+            self.group.redial(deadline, wait=not len(self.group))
             _LaneTransfer(self, transfer).run()
         except LinkError as error:
             if self._aborted:
@@ -190,93 +178,6 @@ class TcpConnection(ServedConnection):
 
     def _release(self) -> None:
         self._lanes.shut(self.group)
-
-
-class LaneRecovery:
-    """Recovery of one connection's lanes: lost ones, silent ones, those that may carry old writes.
-
-    Threads: any; beside the lock, single operations on dicts and sets only.
-    """
-
-    def __init__(
-        self, lanes: Lanes, group: LaneGroup, reconnect: Callable[[int, Deadline], list[LaneSocket]] | None
-    ) -> None:
-        self.reconnect = reconnect  # None if only the peer dials
-        self._lanes = lanes
-        self._group = group
-        self._wanted = len(group)
-        self._reconnecting = threading.Lock()  # held while dialling
-        self._moved: dict[int, int] = {}  # lane -> time of its last byte (monotonic, ns); absent: never
-        # Lanes on which a transfer timed out without a byte, and those as idle, until drop_suspects().
-        self._suspects: set[int] = set()
-
-    def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
-        """Dial lost lanes again, one thread at a time; others ``wait``. Raises LLMException if no lane is left."""
-        group = self._group
-        if self.reconnect is None or len(group) >= self._wanted:
-            return
-        while not self._reconnecting.acquire(timeout=deadline.next_turn() if wait else 0):
-            if not wait or deadline.expired():
-                return
-        try:
-            missing = self._wanted - len(group)
-            if missing > 0 and not group.closed:
-                self._lanes.add_all(group, self.reconnect(missing, deadline))
-        except LLMException:
-            if not len(group):
-                raise
-        finally:
-            self._reconnecting.release()
-
-    def redial_soon(self) -> None:
-        if self.reconnect is not None and not self._group.closed:
-            self._lanes.redial_soon(self._group, self.redial)
-
-    def on_lost(self, left: int, reason: str) -> None:
-        self.redial_soon()
-
-    @property
-    def suspects(self) -> bool:
-        return bool(self._suspects)
-
-    def drop_suspects(self, *, peer_lives: bool) -> int:
-        suspects, self._suspects = self._suspects, set()
-        lost = sorted(suspects.intersection(self._group.lanes())) if peer_lives else []
-        self._lanes.drop(self._group, lost)
-        return len(lost)
-
-    def drop(self) -> None:
-        self._lanes.drop(self._group, self._group.lanes())
-
-    @property
-    def doubts_writes(self) -> bool:
-        return self._group.doubted > self._group.given_up
-
-    def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
-        group, told = self._group, self._group.told  # read once: other threads replace it
-        if group.doubted > told[0]:
-            newest = max([group.doubted, *group.lanes()])  # older than any lane dialled from here on
-            group.told = told = newest, tell()
-        return told
-
-    def writes_given_up(self, newest: int) -> None:
-        group = self._group
-        self._lanes.drop(group, [each for each in group.lanes() if each <= newest])
-        group.given_up = max(group.given_up, newest)
-
-    # Findings of a transfer about its lane
-
-    def moved(self, lane: int) -> None:
-        self._moved[lane] = time.monotonic_ns()
-        self._suspects.discard(lane)
-
-    def lost(self, lane: int) -> None:
-        self._moved.pop(lane, None)
-        self._group.discard(lane)  # the event follows later
-
-    def suspect(self, lane: int) -> None:
-        latest = self._moved.get(lane, 0) + _AS_IDLE_NS
-        self._suspects |= {each for each in self._group.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
 
 class _Part(NamedTuple):
@@ -310,7 +211,6 @@ class _LaneTransfer:
 
     def _run_parts(self) -> None:
         plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
-        start = self._engine.start_write if write else self._engine.start_read
         large = plan.nbytes > _MAX_PART_BYTES
         shared = max(1, len(self._group) - large)
         part_bytes = min(max(-(-plan.nbytes // shared), ONE_REQUEST_BYTES), _MAX_PART_BYTES)
@@ -318,14 +218,15 @@ class _LaneTransfer:
         try:
             for part in split_plan(plan, part_bytes, MAX_REQUEST_RUNS):
                 if len(self._started) >= _PARTS_PER_LANE * shared:
-                    self._finish_first()
+                    self._judge(self._wait_for_first())
                 # One lane keeps the parts of an ordered plan in order.
                 if lane is None or not plan.ordered:
                     lane = self._group.take(part.nbytes, self._deadline, large=large)
                 meta = encode_request(remote.handle, remote.extent, part, write)
-                self._started.append(_Part(start(lane, meta, part, self._transfer.local), lane, part.nbytes))
+                job = self._engine.start(lane, meta, part, self._transfer.local, write=write)
+                self._started.append(_Part(job, lane, part.nbytes))
             while self._started:
-                self._finish_first()
+                self._judge(self._wait_for_first())
         finally:
             self._give_up()
 
@@ -342,10 +243,8 @@ class _LaneTransfer:
         self._ended(_Part(0, lane, plan.nbytes), outcome)
         self._judge(outcome)
 
-    def _finish_first(self) -> None:
-        self._judge(self._wait_for_first())
-
     def _judge(self, outcome: Outcome) -> None:
+        """Raise the exception for a part that did not move."""
         if outcome.ending is Ending.GOOD:
             return
         if outcome.ending is Ending.TIMEOUT:
@@ -355,7 +254,14 @@ class _LaneTransfer:
         if untouched:
             while self._started:  # a part on another lane may have moved before the memory changed
                 untouched &= _untouched(self._wait_for_first())
-        raise self._failure(outcome, progress, untouched=untouched)
+        if self._connection._aborted:
+            raise TransferAborted(f"{progress}: the tcp connection was aborted", phase="copy")
+        if outcome.ending is Ending.TRAILER:
+            raise TransferFailed(f"{progress}: {outcome.text}; the bytes are not to be used", phase="copy")
+        if outcome.ending is Ending.REFUSED:
+            raise refusal(outcome, progress, untouched=untouched)
+        # The caller, which has the link, finds out whether the peer or only the lane is lost.
+        raise PeerLost(f"{progress}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
     def _wait_for_first(self) -> Outcome:
         part = self._started.popleft()
@@ -375,23 +281,12 @@ class _LaneTransfer:
     def _ended(self, part: _Part, outcome: Outcome) -> None:
         self._done += outcome.nbytes
         self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write and outcome.ending not in _ANSWERED)
-        recovery = self._connection.recovery
         if outcome.nbytes:
-            recovery.moved(part.lane)
+            self._group.moved(part.lane)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
-            recovery.lost(part.lane)
+            self._group.discard(part.lane)  # the event follows later
         elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not self._deadline.was_cancelled():
-            recovery.suspect(part.lane)  # the network may have dropped the connection unnoticed
-
-    def _failure(self, outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
-        if self._connection._aborted:
-            return TransferAborted(f"{progress}: the tcp connection was aborted", phase="copy")
-        if outcome.ending is Ending.TRAILER:
-            return TransferFailed(f"{progress}: {outcome.text}; the bytes are not to be used", phase="copy")
-        if outcome.ending is Ending.REFUSED:
-            return refusal(outcome, progress, untouched=untouched)
-        # The caller, which has the link, finds out whether the peer or only the lane is lost.
-        return PeerLost(f"{progress}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
+            self._group.suspect(part.lane)
 
 
 def _untouched(outcome: Outcome) -> bool:
