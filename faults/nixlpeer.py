@@ -15,13 +15,15 @@ from concurrent.futures import TimeoutError as LateAnswer
 from contextlib import suppress
 from functools import partial
 from typing import Final
+from unittest import mock
 
 from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport.nixl import Nixl, NixlConnection, NixlWorker
+from llm_datadist._transport.nixl import NixlConnection, NixlWorker
 from llm_datadist._transport.nixl_agent import fabric, usable
+from llm_datadist._transport.transport import Context
 from llm_datadist.errors import LinkError, PeerLost
 from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main
 
@@ -97,7 +99,7 @@ class SocketConnection(Handles, NixlConnection):
             self.server.join()
 
     def close_wire(self) -> None:
-        wire = self.nixl.wire
+        wire = self.context.wire
         assert isinstance(wire, SocketWire)
         wire.close()
 
@@ -106,9 +108,9 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     """Return one end of a connection; what the other end asks is granted by ``handler``."""
     server: list[NixlWorker] = []  # not the connection, which may be forgotten
     wire = SocketWire(sock, lambda data, reply: server[0].on_request(data, reply))  # noqa: PLW0108 (made later)
-    pools = [(segment.address, segment.nbytes) for segment in peer.exports.regions.values()]
     regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]
-    connection = SocketConnection(Nixl(wire, handler, pools), fabric(), regions, writable=writable)
+    context = Context(mock.sentinel.no_options, peer.exports, handler, wire)
+    connection = SocketConnection(context, fabric(), regions, writable=writable)
     connection.server.reads = True  # as over RDMA: tests read over TCP too
     server.append(connection.server)
     wire.start()

@@ -17,8 +17,9 @@ from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.moves import MoveReply, MoveRequest
-from llm_datadist._transport.nixl import Ask, Done, Meet, Moved, Nixl, NixlConnection, NixlRefused, Ready
+from llm_datadist._transport.nixl import Ask, Done, Meet, Moved, NixlConnection, NixlRefused, Ready
 from llm_datadist._transport.nixl_agent import Address, BytesDone, NixlFailed
+from llm_datadist._transport.transport import Context
 from llm_datadist.errors import CacheNotFound, ProtocolError
 from tests.support.twin import tensors_of
 
@@ -98,7 +99,8 @@ class _NoWire:
 def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
     """Yield the owner's end of a connection whose agents are those; afterwards nothing may be left of its requests."""
     with mock.patch("llm_datadist._transport.nixl.Agent", agent):
-        connection = NixlConnection(Nixl(_NoWire(), _Owner(), []), "tcp", writable=True)
+        context = Context(mock.sentinel.no_options, mock.Mock(regions={}), _Owner(), _NoWire())
+        connection = NixlConnection(context, "tcp", writable=True)
         with connection:
             connection.begin("the link")
             yield connection

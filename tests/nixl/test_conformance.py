@@ -42,7 +42,7 @@ class TestNixl(ServedConformance):
     def test_quiesce_ends_what_is_held_for_a_push(self, peer: NixlPeerProcess, connection: SocketConnection) -> None:
         """The owner takes its memory back from an initiator that was told where it is, before that has written."""
         remote = beginning_of(peer, connection, 1, 64, writable=True)
-        wire, told = connection.nixl.wire, threading.Event()
+        wire, told = connection.context.wire, threading.Event()
         ask = wire.ask
 
         def stops_after_the_grant(link: object, data: bytes, deadline: Deadline) -> bytes:
@@ -71,7 +71,7 @@ class TestNixl(ServedConformance):
         # So that either end knows the other's agent.
         move(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
         peer.poke(1, np.full(64, 5, np.uint8))
-        wire, ask, asked = connection.nixl.wire, connection.nixl.wire.ask, []
+        wire, ask, asked = connection.context.wire, connection.context.wire.ask, []
 
         def ends_an_agent(link: object, data: bytes, deadline: Deadline) -> bytes:
             asked.append(data)

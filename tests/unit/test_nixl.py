@@ -33,7 +33,6 @@ from llm_datadist._transport.nixl import (
     Ask,
     Done,
     Moved,
-    Nixl,
     NixlConnection,
     NixlRefused,
     NixlTransport,
@@ -42,7 +41,7 @@ from llm_datadist._transport.nixl import (
 )
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist._transport.peer_memory import why_other_user
-from llm_datadist._transport.transport import Meeting
+from llm_datadist._transport.transport import Context, Meeting
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
 from tests.support.linking import has_ipv6
@@ -287,13 +286,13 @@ class CountingAgent(NamedAgent):
 def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -> None:
     """However long that may take, as its peer says."""
     with owner(SlowAgent) as end:
-        shared, tags = end.connection.nixl, iter([TAG, 8] if held else [8, TAG])
-        honest = shared.owner.on_move
+        context, tags = end.connection.context, iter([TAG, 8] if held else [8, TAG])
+        honest = context.owner.on_move
 
         def grant(*asked: Any) -> MoveReply:
             return replace(honest(*asked), tag=next(tags))
 
-        shared.owner = mock.Mock(on_move=grant)
+        end.server._context = replace(context, owner=mock.Mock(on_move=grant))
         end.hear(ask(1, write=held, budget_ms=2**62), ask(2, budget_ms=2**62))
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)
@@ -394,9 +393,10 @@ class Peer:
 
 
 def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
+    context = Context(mock.sentinel.no_options, mock.Mock(regions={}), mock.sentinel.nobody, peer)
     with (
         mock.patch("llm_datadist._transport.nixl.Agent", agent),
-        NixlConnection(Nixl(peer, mock.sentinel.nobody, []), "tcp", writable=True) as connection,
+        NixlConnection(context, "tcp", writable=True) as connection,
     ):
         remote = connection.map(np.array([PRIVATE], np.uint32), np.zeros(1, np.uint64), 64, writable=True)
         plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
@@ -33,7 +33,7 @@ from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
-from llm_datadist._transport.moves import MoveOwner, MoveReply, answer, is_one_request, refusal, status_of
+from llm_datadist._transport.moves import MoveReply, answer, is_one_request, refusal, status_of
 from llm_datadist._transport.nixl_agent import (
     NOT_INSTALLED,
     Address,
@@ -47,7 +47,7 @@ from llm_datadist._transport.nixl_agent import (
     usable,
 )
 from llm_datadist._transport.peer_memory import why_other_user
-from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
+from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import (
     DeadlineExceeded,
@@ -60,7 +60,7 @@ from llm_datadist.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -168,8 +168,9 @@ class NixlTransport(Transport):
         if self.why_not and self.asked:
             raise LLMException(f"{TRANSPORT}=nixl: {self.why_not}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
         self.fabric = "" if self.why_not else fabric()
-        pools = [(segment.address, segment.nbytes) for segment in context.exports.regions.values()]
-        self.shared = Nixl(context.wire, context.owner, pools, fallback=options.nixl_fallback)
+        self._context = context
+        self._lock = threading.Lock()  # protects the next
+        self._connections: WeakSet[NixlConnection] = WeakSet()
 
     def offer(self, meeting: Meeting) -> bytes:
         return self.fabric.encode()
@@ -198,26 +199,41 @@ class NixlTransport(Transport):
     def connect(self, meeting: Meeting) -> Connection:
         lanes = meeting.transports["tcp"]
         # The dialer of a link decides about the fallback.
-        fallback = self.shared.fallback if meeting.dialled else not lanes.lacks(meeting)
+        fallback = self._context.options.nixl_fallback if meeting.dialled else not lanes.lacks(meeting)
         with ExitStack() as undo:
             connection = meeting.connect(lanes.name) if fallback else None
             if connection is not None:
                 undo.callback(connection.close)
             made = NixlConnection(
-                self.shared,
+                self._context,
                 _common(self.fabric, self._theirs(meeting)),
                 writable=meeting.exports.writable,
                 dialled=meeting.dialled,
                 fallback=connection,
             )
             undo.pop_all()
+        with self._lock:
+            self._connections.add(made)
         return made
 
     def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
-        self.shared.quiesce(tag, private)
+        """Wait for the peers' requests; agents forget the ``private`` tensors."""
+        for each in self._living():
+            each.server.quiesce(tag)
+            if private is not None:
+                for end in each.server.ends:
+                    end.forget(private.tolist())
 
     def close(self) -> None:
-        self.shared.close()
+        connections = self._living()
+        for each in connections:
+            each.abort()
+        for each in connections:
+            each.server.join()
+
+    def _living(self) -> list[NixlConnection]:
+        with self._lock:
+            return list(self._connections)
 
 
 def _common(mine: str, theirs: str) -> str:
@@ -236,52 +252,15 @@ def _why_not(options: Options) -> str:
     return "" if fabric() else NOT_INSTALLED
 
 
-@dataclass(eq=False)
-class Nixl:
-    """Parts that an instance's links over NIXL share, and their connections.
-
-    ``pools``: spans (address, bytes) that every agent registers. ``fallback``: dialled links have lanes too, for use
-    once NIXL has failed.
-    """
-
-    wire: Wire
-    owner: MoveOwner
-    pools: Sequence[tuple[int, int]]
-    fallback: bool = field(default=False, kw_only=True)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _connections: WeakSet[NixlConnection] = field(default_factory=WeakSet, init=False)
-
-    def add(self, connection: NixlConnection) -> None:
-        with self._lock:
-            self._connections.add(connection)
-
-    def quiesce(self, tag: int, private: NDArray[np.uint64] | None) -> None:
-        """As :meth:`.Transport.quiesce`; agents forget the ``private`` tensors."""
-        with self._lock:
-            connections = list(self._connections)
-        for each in connections:
-            each.server.quiesce(tag)
-            if private is not None:
-                for end in each.server.ends:
-                    end.forget(private.tolist())
-
-    def close(self) -> None:
-        with self._lock:
-            connections = list(self._connections)
-        for each in connections:
-            each.abort()
-        for each in connections:
-            each.server.join()
-
-
 class AgentSlot:
     """Holder of one agent of a link, made at first use, and again after its end; ``users``: transfers into a receiver.
 
     Threads: any; one at a time is inside :meth:`using`.
     """
 
-    def __init__(self, nixl: Nixl, fabric: str, *, progress: bool) -> None:
-        self._make = partial(Agent, fabric, progress=progress, pools=nixl.pools)
+    def __init__(self, context: Context, fabric: str, *, progress: bool) -> None:
+        pools = [(segment.address, segment.nbytes) for segment in context.exports.regions.values()]
+        self._make = partial(Agent, fabric, progress=progress, pools=pools)
         self._lock = threading.RLock()  # protects all below; held while the agent is used
         self.agent: Agent | None = None
         self._closed = False
@@ -404,7 +383,7 @@ class NixlConnection(ServedConnection):
 
     def __init__(
         self,
-        nixl: Nixl,
+        context: Context,
         fabric: str,
         regions: Iterable[RegionDescriptor] = (),
         *,
@@ -412,24 +391,19 @@ class NixlConnection(ServedConnection):
         dialled: bool = False,
         fallback: Connection | None = None,
     ) -> None:
-        self.nixl = nixl
+        self.context = context
         self.fallback = fallback
         self.recovery = None if fallback is None else fallback.recovery
         self._dialled = dialled
         # Pulls as READs: UCX only emulates READ over tcp, and readable memory is writable too.
         self.reads = fabric == "rdma" and writable
-        self.sender = AgentSlot(nixl, fabric, progress=False)
-        self.receiver = AgentSlot(nixl, fabric, progress=True)  # of pulls
-        self.pushed = AgentSlot(nixl, fabric, progress=False)  # the receiver of pushes
-        self.server: NixlWorker = NixlWorker(
-            nixl, self.sender, self.receiver, self.pushed, reads=self.reads, writable=writable
-        )
+        self.server: NixlWorker = NixlWorker(context, fabric, reads=self.reads, writable=writable)
+        self.sender, self.receiver, self.pushed = self.server.ends
         self._known = ""  # receiver here that the peer's sender knows
         self._pushed_to = ""  # name of the peer's receiver of pushes
         self._failed = ""  # reason of the fallback
         self._moves = iter(range(1, 2**63))
         super().__init__(regions, writable=writable)
-        nixl.add(self)
 
     def begin(self, link: object) -> None:
         # The dialer usually pulls.
@@ -538,7 +512,7 @@ class _NixlTransfer:
                 failed = error  # the owner knows whether its receiver has ended
             done = self._ask(Done(ready.move, good=bool(moved)))
         except BaseException:
-            connection.nixl.wire.tell(connection.server.link, _encode(Done(ready.move, good=False)))
+            connection.context.wire.tell(connection.server.link, _encode(Done(ready.move, good=False)))
             raise
         if isinstance(done, Moved) and moved:
             return True
@@ -571,7 +545,7 @@ class _NixlTransfer:
         connection = self._connection
         self._turn()
         try:
-            answer = connection.nixl.wire.ask(connection.server.link, _encode(request), self._transfer.deadline)
+            answer = connection.context.wire.ask(connection.server.link, _encode(request), self._transfer.deadline)
         except DeadlineExceeded as error:
             raise self._transfer.timeout(self._progress.done) from error
         return _answer_of(answer)
@@ -643,23 +617,14 @@ class NixlWorker:
     Owns: the thread, from the first job on, and the agents in ``ends``.
     """
 
-    def __init__(
-        self,
-        nixl: Nixl,
-        sender: AgentSlot,
-        receiver: AgentSlot,
-        pushed: AgentSlot,
-        *,
-        reads: bool = False,
-        writable: bool = False,
-    ) -> None:
+    def __init__(self, context: Context, fabric: str, *, reads: bool, writable: bool) -> None:
         self.link: object = None
-        self.ends = (sender, receiver, pushed)
         self.reads = reads  # the peer may read
         self._writable = writable  # the peer may push; else no receiver of pushes is made
-        self._pushed = pushed  # this thread makes its progress
-        self._nixl = nixl
-        self._sender = sender
+        self._context = context
+        self._sender = AgentSlot(context, fabric, progress=False)
+        self._pushed = AgentSlot(context, fabric, progress=False)  # receiver of pushes; this thread makes its progress
+        self.ends = self._sender, AgentSlot(context, fabric, progress=True), self._pushed  # in between that of pulls
         self._queue: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()  # jobs, bytes until they begin
         self._held: dict[int, _Served] = {}  # in use by the peer; for the thread only
         self._overdue: deque[int] = deque(maxlen=64)  # last moves dropped at their time limit; for the thread only
@@ -718,7 +683,7 @@ class NixlWorker:
                 "pushes over nixl need remote cache access at the owner (LLMConfig.enable_remote_cache_accessible)",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        move = answer(self._nixl.owner, self.link, ask.meta, write=ask.write)
+        move = answer(self._context.owner, self.link, ask.meta, write=ask.write)
         return _Served(move.plan, move.reply, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
     def _put(self, job: Callable[[], None], nbytes: int = 0, served: _Served | None = None) -> None:
@@ -813,7 +778,7 @@ class NixlWorker:
                 return
             with item.using(self._turn) as agent:
                 receiver = agent.address("")
-            self._nixl.wire.tell(self.link, _encode(Meet(receiver)))
+            self._context.wire.tell(self.link, _encode(Meet(receiver)))
         except (NixlFailed, LLMException) as error:
             logger.info("nixl: the agents of %s are not connected yet: %s", self.link, error)
 
