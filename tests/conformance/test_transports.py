@@ -8,9 +8,10 @@ import pytest
 from faults.lanepeer import LanePeerProcess
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE
-from llm_datadist._transport import inproc, instances
+from llm_datadist._transport import instances
 from llm_datadist._transport.cma import CmaConnection
 from llm_datadist._transport.connection import Connection
+from llm_datadist._transport.inproc import InprocConnection
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, ProtocolError, TransferFailed
@@ -79,4 +80,4 @@ def test_peers_are_found_by_incarnation_only_while_registered() -> None:
             instances.register(type(other.exports)(peer.exports.incarnation, {}, other.exports.guards, True))
     assert not instances.lives_here(peer.exports.incarnation)
     with pytest.raises(LinkError, match="does not live"):
-        inproc.connect(peer.exports)
+        InprocConnection(peer.exports)

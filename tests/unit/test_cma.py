@@ -41,20 +41,23 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
     met: tuple[PeerProcess, PeerMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The header of the guard table serves as cookie too; an address comes from the wire and is not trusted."""
-    (process, peer), cookie = met, secrets.token_bytes(16)
+    (process, peer), cookie, own = met, secrets.token_bytes(16), met[1].cookie
     process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
     place, pid = process.address(PRIVATE), f"pid {peer.pid}"
     for address, shown, reason in (
         (place, cookie, None),
-        (process.cookie_address(), peer.cookie, None),
+        (process.cookie_address(), own, None),
         (place + 1, cookie, f"{pid} shows another cookie than the peer's: it is another process"),
         (8, cookie, f"{pid} has no cookie where the peer has it: it is another process"),
     ):
-        assert probe(peer, address, shown) == reason
+        monkeypatch.setattr(peer, "cookie_address", address)
+        monkeypatch.setattr(peer, "cookie", shown)
+        assert probe(peer) == reason
     for address in (-1, 0, 2**63 - 1, 2**63, 2**64, 2**200):
-        assert probe(peer, address, cookie) == f"the peer told an impossible address of its cookie: {address}"
+        monkeypatch.setattr(peer, "cookie_address", address)
+        assert probe(peer) == f"the peer told an impossible address of its cookie: {address}"
     monkeypatch.setattr(peer, "pid", 0)  # what SO_PEERCRED says of another pid namespace
-    assert probe(peer, 4096, cookie) == "the peer's process is not visible from our pid namespace"
+    assert probe(peer) == "the peer's process is not visible from our pid namespace"
 
 
 def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_scope(
@@ -65,12 +68,12 @@ def test_why_the_kernel_refuses_is_told_with_the_users_or_the_value_of_ptrace_sc
     monkeypatch.setattr(cma, "_YAMA", scope)
     monkeypatch.setattr(cma, "peek_process", Mock(side_effect=PermissionError(errno.EPERM, "no")))
     refused = f"the kernel does not let us into pid {peer.pid}: "
-    assert f"{refused}it is not dumpable" in str(probe(peer, 4096, peer.cookie))
+    assert f"{refused}it is not dumpable" in str(probe(peer))
     for value, part in ((0, "it is not dumpable"), (1, f"{scope} is 1, so that only its parent")):
         scope.write_text(f"{value}\n")
-        assert refused + part in str(probe(peer, 4096, peer.cookie))
+        assert refused + part in str(probe(peer))
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert probe(peer, 4096, peer.cookie) == f"{refused}it runs as uid {peer.uid}, this process as uid 12345"
+    assert probe(peer) == f"{refused}it runs as uid {peer.uid}, this process as uid 12345"
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["a recycled pid", "another program"])
@@ -96,7 +99,8 @@ def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_writt
             verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
     assert mine.tolist() == list(range(64))
     if ended:
-        assert probe(peer, mine.ctypes.data, mine[:16].tobytes()) == f"the peer process {os.getpid()} has ended"
+        peer.cookie_address, peer.cookie = mine.ctypes.data, mine[:16].tobytes()
+        assert probe(peer) == f"the peer process {os.getpid()} has ended"
     stranger.close()
     peer.pid = pid
 

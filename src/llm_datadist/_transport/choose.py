@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from llm_datadist.errors import LinkRefused, ParamError
 
@@ -23,13 +23,13 @@ class Verdict:
     final: bool = False  # impossible, and no other transport reaches that memory either
 
 
-class Candidate(Protocol):
+class Candidate:
     """A transport, as far as the choice needs it."""
 
-    name: str
-    capabilities: Capabilities
-    beside: bool  # may carry non-pool memory beside a transport that does not reach it
-    peer_cannot: str  # reason if only the peer cannot use it
+    name: str  # as in ``llm.Transport``
+    capabilities: Capabilities  # of its connections
+    beside: bool = False  # may carry non-pool memory beside a transport that does not reach it
+    peer_cannot: str = "the peer cannot use it"  # reason if only the peer cannot use it
 
 
 C = TypeVar("C", bound=Candidate)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +39,7 @@ class CmaTransport(Transport):
             return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
         if not memory.cookie_address:
             return Verdict(False, "the peer lets this side into none of its memory", final=True)
-        reason = probe(memory, memory.cookie_address, memory.cookie)
+        reason = probe(memory)
         if reason is None and memory.shut_out:
             reason = self.peer_cannot
         return Verdict(reason is None, reason or "the kernel lets us into the peer's memory")
@@ -77,24 +78,21 @@ class CmaConnection(SameHostConnection):
             raise transfer.timeout(done)
 
     def _failure(self, what: str, error: OSError) -> LLMException:
-        reason = probe(self._peer, self._peer.cookie_address, self._peer.cookie)
+        reason = probe(self._peer)
         if reason is None and error.errno != errno.ESRCH:
             return TransferFailed(f"{what}: {error.strerror}; the bytes addressed are undefined", phase="copy")
         lost = LinkRefused if error.errno == errno.EPERM else PeerLost
         return lost(f"{what}: {reason or error.strerror}", phase="copy")
 
 
-def probe(peer: PeerMemory, cookie_address: int, cookie: bytes) -> str | None:
-    """Return None if cma can be used, else the reason in one line.
-
-    Reads the guard table's cookie at the address that the peer told.
-    """
+def probe(peer: PeerMemory) -> str | None:
+    """Return None if cma reads the guard table's cookie where the peer has it, else why not, in one line."""
     if peer.pid == 0:
         return "the peer's process is not visible from our pid namespace"
-    if not 0 < cookie_address <= ADDRESS_SPACE - len(cookie):
-        return f"the peer told an impossible address of its cookie: {cookie_address}"
+    if not 0 < peer.cookie_address <= ADDRESS_SPACE - len(peer.cookie):
+        return f"the peer told an impossible address of its cookie: {peer.cookie_address}"
     try:
-        same = peek_process(peer.pid, cookie_address, len(cookie)) == cookie
+        same = peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie
         reason = None if same else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
     except OSError as error:
         reason = _refusal(peer, error)
@@ -114,14 +112,8 @@ def _refusal(peer: PeerMemory, error: OSError) -> str:
 def _why_not_permitted(peer: PeerMemory) -> str:
     if peer.uid != os.getuid():
         return f"it runs as uid {peer.uid}, this process as uid {os.getuid()}"
-    scope = _ptrace_scope()
-    if scope not in ("", "0"):
-        return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
+    with suppress(OSError):  # a kernel without Yama
+        scope = _YAMA.read_text().strip()
+        if scope not in ("", "0"):
+            return f"{_YAMA} is {scope}, so that only its parent or a tracer it names may; 0 lets all of one user"
     return "it is not dumpable, has more capabilities than we, or lives in another user namespace"
-
-
-def _ptrace_scope() -> str:
-    try:
-        return _YAMA.read_text().strip()
-    except OSError:  # a kernel without Yama
-        return ""

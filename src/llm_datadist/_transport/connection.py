@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
 from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
-from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, execute
-from llm_datadist._transport.lifetime import Lifetime, unusable
-from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
+from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute
+from llm_datadist._native.signals import hold_signals
+from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -167,10 +169,11 @@ class Usage(NamedTuple):
     remark: str = ""  # follows the reason of the choice
 
 
-class Connection(Lifetime):
+class Connection(AbstractContextManager["Connection"]):
     """Access to one peer's memory over one transport, for reads and writes.
 
-    Owns: mappings and descriptors; after :meth:`close` the last running call frees them.
+    Owns: mappings and descriptors. After :meth:`close` the last running call frees them, so a lost link never unmaps
+        memory during a copy.
     Threads: any, concurrently.
     Errors: in a forked child calls raise StateError; close drops only its references.
     """
@@ -181,7 +184,9 @@ class Connection(Lifetime):
     server: PeerServer | None = None  # None if the peer asks nothing over the control channel
 
     def __init__(self) -> None:
-        super().__init__(f"{self.capabilities.name} connection")
+        self._pid = HERE["pid"]
+        self._users = UseGate()  # counts running calls; shut by close()
+        self._aborted = False  # True: running calls shall fail
         self._read, self._written = Meter(), Meter()
 
     @abstractmethod
@@ -195,6 +200,10 @@ class Connection(Lifetime):
     @abstractmethod
     def _move(self, transfer: Transfer) -> None:
         """Move every byte; the arguments are checked."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what the connection owns: once, without a lock, after the last call."""
 
     def begin(self, link: object) -> None:
         """Serve the peer of ``link`` from now on. Raises LinkRefused during finalize."""
@@ -219,17 +228,12 @@ class Connection(Lifetime):
         writable: bool,
         located: bool = False,
     ) -> RemoteTensors:
-        """Return the peer's tensors, each checked against its region.
+        """Return the peer's tensors of ``extent`` bytes, each checked against its region.
 
-        Args:
-            regions: Region ids, shape (T,).
-            offsets: Byte offsets, or absolute addresses for :data:`PRIVATE`, shape (T,).
-            extent: Bytes of each tensor.
-            located: Found by address: the peer's non-pool memory may be written without RCA.
-
-        Raises:
-            ProtocolError: No such region, a tensor outside it, or pools and non-pool memory in one cache.
-            LinkError: The connection is closed, cannot reach the region, or may not write it.
+        ``regions`` and byte ``offsets``, for :data:`PRIVATE` absolute addresses, have shape (T,). If ``located`` (found
+        by address), the peer's non-pool memory may be written without RCA.
+        Raises ProtocolError for no such region, a tensor outside it, or pools and non-pool memory in one cache;
+        LinkError if the connection is closed, cannot reach the region, or may not write it.
         """
         if regions.ndim != 1 or regions.shape != offsets.shape:
             raise ParamError(f"map: regions and offsets must be 1-D and as long, got {regions.shape}, {offsets.shape}")
@@ -256,7 +260,7 @@ class Connection(Lifetime):
         Raises ProtocolError for a slot outside the peer's guard table, LinkError if the transport maps no guards.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
-            raise unusable(self, "guards_unchanged")
+            raise _unusable(self, "guards_unchanged")
         guards = self._guards()  # keeps the table mapped after a close
         try:
             return guard_set.unchanged(guards.base, guards.nbytes)
@@ -270,7 +274,7 @@ class Connection(Lifetime):
         LinkError if a side is closed, ProtocolError for no such slot, DeadlineExceeded while the intent page is full.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
-            raise unusable(self, "announce")
+            raise _unusable(self, "announce")
         # The owner waits for no reader: a generation fails it.
         if self.intent_writer is None or not (write or self.capabilities.announces_reads):
             return None
@@ -279,11 +283,9 @@ class Connection(Lifetime):
     def read(self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline) -> int:
         """Move ``plan`` from ``remote`` tensors to ``local`` ones; return its bytes.
 
-        Raises:
-            ParamError: ``remote`` is of another connection, or the plan leaves a tensor. Nothing moved.
-            MemoryChanged, CacheMismatch: The owner refused. Nothing moved.
-            DeadlineExceeded, TransferFailed, TransferAborted: The destination is undefined.
-            LinkError: The connection is closed, or the peer has ended.
+        Nothing has moved after ParamError (``remote`` is of another connection, or the plan leaves a tensor) or after
+        MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded, TransferFailed, TransferAborted or
+        LinkError (the connection is closed, or the peer has ended) the destination is undefined.
         """
         return _run(self, Transfer(plan, local, remote, pool, deadline, False), self._read)
 
@@ -297,6 +299,47 @@ class Connection(Lifetime):
         if not remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
         return _run(self, Transfer(plan, local, remote, pool, deadline, True), self._written)
+
+    @property
+    def closed(self) -> bool:
+        return not self._users.is_open
+
+    def close(self) -> None:
+        """Refuse new calls, and release everything once running calls have ended. Idempotent; never waits."""
+        if self._pid != HERE["pid"] and self._users.is_open:
+            # A thread that only the parent has may be inside; it never leaves in this process.
+            self._users = UseGate()
+        if self._users.shut() == 0:
+            self._release()
+
+    def abort(self) -> None:
+        """:meth:`close`, and let running calls fail with TransferAborted. Idempotent; never waits."""
+        self._aborted = True
+        self.close()
+
+    def _enter(self, call: str) -> None:
+        if self._pid != HERE["pid"] or not self._users.try_enter():
+            raise _unusable(self, call)
+
+    def _leave(self) -> None:
+        if not self._users.try_leave() and self._users.leave() == 0:
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @hold_signals
+    def __del__(self) -> None:
+        # The last reference, so the count does not matter. A constructor may have failed half way.
+        if not hasattr(self, "_users") or self.closed:
+            return
+        self._users.shut()
+        if self._pid == HERE["pid"]:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        self._release()
 
     def __repr__(self) -> str:
         state, usage = "closed" if self.closed else "open", self.usage()
@@ -319,6 +362,13 @@ class ServedConnection(Connection):
 
     def _guards(self) -> AddressRange:
         raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")
+
+
+def _unusable(connection: Connection, call: str) -> StateError | LinkError:
+    what = f"{connection.capabilities.name} connection"
+    if connection._pid != HERE["pid"]:
+        return StateError(f"{call}: this {what} belongs to process {connection._pid}, not us")
+    return LinkError(f"{call}: the {what} is closed; link again", phase="copy")
 
 
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
@@ -363,12 +413,8 @@ class DataPath:
         self.server = next((each.server for each in self.connections if each.server is not None), None)
         self.capabilities = shared.capabilities
         if private is not None:
-            self.capabilities = Capabilities(
-                shared.capabilities.name,
-                shared_regions=True,
-                private_memory=True,
-                announces_reads=any(each.capabilities.announces_reads for each in self.connections),
-            )
+            announces_reads = any(each.capabilities.announces_reads for each in self.connections)
+            self.capabilities = replace(shared.capabilities, private_memory=True, announces_reads=announces_reads)
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection for tensors of these regions: all of them in pools, or none."""

@@ -34,18 +34,11 @@ class InprocTransport(Transport):
 
     def connect(self, meeting: Meeting) -> Connection:
         assert meeting.here is not None, "it is chosen for a peer of this process only"
-        return connect(meeting.here)
-
-
-def connect(exports: Exports) -> InprocConnection:
-    """Return a connection to a peer of this process. Raises LinkError unless the peer lives here."""
-    if not instances.is_here(exports):
-        raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
-    return InprocConnection(exports)
+        return InprocConnection(meeting.here)
 
 
 class InprocConnection(Connection):
-    """Connection to a peer of this process.
+    """Connection to a peer of this process. Raises LinkError unless the peer lives here.
 
     Owns: views of the peer's segments, which keep them mapped until it is closed.
     Reads are announced as writes are: non-pool memory that its user frees during a read would end the process.
@@ -54,6 +47,8 @@ class InprocConnection(Connection):
     capabilities = _CAPABILITIES
 
     def __init__(self, exports: Exports) -> None:
+        if not instances.is_here(exports):
+            raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
         self._exports = exports
         self._views = {region: segment.view() for region, segment in exports.regions.items()}
         guards = exports.guards.segment.view()

@@ -13,15 +13,13 @@ from llm_datadist.errors import ParamError
 if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
 
-# Threads: any; each use is one atomic dict operation. A forked child holds none of the parent's instances.
+# Threads: any; each use is one atomic dict operation.
 _instances: dict[bytes, Exports] = {}
-os.register_at_fork(after_in_child=_instances.clear)
-
-# By the token of a handshake: exports of its dialer and of its listener. As above.
+# By the token of a handshake: exports of its dialer and of its listener.
 _offers: dict[bytes, Exports] = {}
 _answers: dict[bytes, Exports] = {}
-os.register_at_fork(after_in_child=_offers.clear)
-os.register_at_fork(after_in_child=_answers.clear)
+for _table in (_instances, _offers, _answers):  # a forked child holds none of the parent's instances
+    os.register_at_fork(after_in_child=_table.clear)
 
 
 def register(exports: Exports) -> None:

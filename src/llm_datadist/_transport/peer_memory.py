@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 from llm_datadist._checks import HERE, is_loopback
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import IntentPage, IntentWriter
+from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.connection import AddressRange, Connection, Watch
@@ -128,48 +128,45 @@ def _open_pidfd(sock: socket.socket, pid: int) -> int:
 
 
 class PeerMemory(AbstractContextManager["PeerMemory"]):
-    """Exported memory of a peer on this host, mapped here.
+    """Exported memory of a peer on this host, checked and mapped here from the descriptors of a packet.
 
-    Owns: the mappings, the pidfd, and the page of the peer's write intents; the last holder's :meth:`close` frees them.
-        :meth:`share` adds a holder to the first.
+    Owns: the mappings, the pidfd, and the ``page`` of the peer's write intents, taken from the offer; the last holder's
+        :meth:`close` frees them. :meth:`share` adds a holder to the first.
     Threads: any; each holder calls ``close`` once.
-
-    Attributes:
-        regions: Exported segments by region id, writable if the peer allows that.
-        pid: The peer's process in this pid namespace; 0 if not visible.
-        pidfd: Readable once the process has ended; -1 when closed.
-        cookie: 16 bytes of the mapped guard table's header.
-        cookie_address: Its address in the peer's process, as the peer says; so are the next three.
-        canaries: Addresses of its canaries.
-        shut_out: The kernel does not let the peer into this process.
-        incarnation: For comparison with the control channel's.
+    Errors: LinkRefused; then nothing is mapped, and unused descriptors stay in the packet.
     """
 
-    def __init__(
-        self,
-        hello: RendezvousHello,
-        guards: SharedSegment,
-        regions: dict[int, SharedSegment],
-        process: PeerProcess,
-        intent_writer: IntentWriter,
-        page: IntentPage,
-    ) -> None:
-        self.cookie = hello.cookie
+    def __init__(self, hello: RendezvousHello, packet: Packet, process: PeerProcess, offer: MemoryOffer) -> None:
+        if len(packet.fds) != 2 + len(hello.regions):
+            raise LinkRefused(
+                f"same-host peer (pid {process.pid}) sent {len(packet.fds)} descriptors for a guard table and "
+                f"{len(hello.regions)} regions"
+            )
+        with ExitStack() as undo:
+            attach = partial(_attach, undo, packet)
+            self.guards = attach("guards", hello.guards_nbytes, writable=False, sparse=True)
+            writers = attach("writers", WRITER_PAGE_BYTES, writable=True)
+            self.regions = {  # by region id; writable if the peer allows that
+                each.region: attach(each.name, each.nbytes, writable=each.writable) for each in hello.regions
+            }
+            if read_cookie(self.guards) != hello.cookie:
+                raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
+            undo.pop_all()
+        with writers:  # the view keeps it mapped
+            self.intent_writer = IntentWriter(writers.view())
+        self.cookie = hello.cookie  # this and the next four as RendezvousHello says
         self.cookie_address = hello.cookie_address
         self.canaries = hello.canaries
         self.shut_out = hello.shut_out
         self.incarnation = hello.incarnation
-        self.guards = guards
-        self.regions = regions
-        self.intent_writer = intent_writer
-        self._page = page
-        self.pid = process.pid
+        self.pid = process.pid  # in this pid namespace; 0 if not visible
         self.uid = process.uid
         self._owner = HERE["pid"]
         # One item for every holder but one. List operations are atomic: forks and __del__ could meet a held lock.
         self._others: list[None] = []
-        self.pidfd = process.take_pidfd()
-        page.belongs_to(self.pid, self.pidfd)
+        self.page = offer.take_page()
+        self.pidfd = process.take_pidfd()  # readable once the process has ended; -1 when closed
+        self.page.belongs_to(self.pid, self.pidfd)
 
     @property
     def closed(self) -> bool:
@@ -186,13 +183,10 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         self._others.append(None)
         return self
 
-    def introduce(self, who: str, cluster_id: int) -> None:
-        self._page.introduce(who, cluster_id)
-
     def close_page_fd(self) -> None:
         """Close the page's descriptor: the peer has its own."""
-        if self._page.segment is not None:
-            self._page.segment.close_descriptor()
+        if self.page.segment is not None:
+            self.page.segment.close_descriptor()
 
     def close(self) -> None:
         """End one holder's use; the last one unmaps everything that no array uses."""
@@ -206,7 +200,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
             return
         self.pidfd = -1
         self.intent_writer.close()
-        self._page.retire()  # with the pidfd, to wait for a peer in the middle of a write
+        self.page.retire()  # with the pidfd, to wait for a peer in the middle of a write
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
@@ -226,35 +220,11 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         return f"<PeerMemory of pid {self.pid}: {state}>"
 
 
-def map_peer(hello: RendezvousHello, packet: Packet, process: PeerProcess, offer: MemoryOffer) -> PeerMemory:
-    """Check and map the memory of a hello, from the packet's descriptors. Takes the offer's page.
-
-    Raises LinkRefused; then nothing is mapped, and unused descriptors stay in the packet.
-    """
-    if len(packet.fds) != 2 + len(hello.regions):
-        raise LinkRefused(
-            f"same-host peer (pid {process.pid}) sent {len(packet.fds)} descriptors for a guard table and "
-            f"{len(hello.regions)} regions"
-        )
-    with ExitStack() as undo:
-        guards = undo.enter_context(_attach(packet, "guards", hello.guards_nbytes, writable=False, sparse=True))
-        writers = undo.enter_context(_attach(packet, "writers", WRITER_PAGE_BYTES, writable=True))
-        regions = {
-            described.region: undo.enter_context(
-                _attach(packet, described.name, described.nbytes, writable=described.writable)
-            )
-            for described in hello.regions
-        }
-        if read_cookie(guards) != hello.cookie:
-            raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
-        undo.pop_all()
-    with writers:  # the view keeps it mapped
-        return PeerMemory(hello, guards, regions, process, IntentWriter(writers.view()), offer.take_page())
-
-
-def _attach(packet: Packet, name: str, nbytes: int, *, writable: bool, sparse: bool = False) -> SharedSegment:
+def _attach(
+    undo: ExitStack, packet: Packet, name: str, nbytes: int, *, writable: bool, sparse: bool = False
+) -> SharedSegment:
     try:
-        return SharedSegment.attach(packet.take(), nbytes, writable=writable, sparse=sparse)
+        return undo.enter_context(SharedSegment.attach(packet.take(), nbytes, writable=writable, sparse=sparse))
     except LLMException as error:
         raise LinkRefused(f"same-host peer: its memory {name!r} is not acceptable: {error}") from error
 

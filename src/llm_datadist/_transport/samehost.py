@@ -30,7 +30,7 @@ from llm_datadist._checks import HERE
 from llm_datadist._native import close_elsewhere, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.cma import probe
-from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, map_peer, peer_credentials
+from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, peer_credentials
 from llm_datadist._transport.rendezvous import (
     MemoryOffer,
     Packet,
@@ -187,10 +187,9 @@ class SameHostListener:
     def _exchange(self, sock: socket.socket, hello: RendezvousHello, packet: Packet, exports: Exports) -> PeerMemory:
         # Before the answer, which only a living peer can get.
         with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock, exports.users) as process:
-            peer = map_peer(hello, packet, process, offer)
+            peer = PeerMemory(hello, packet, process, offer)
             try:
-                told = peer.cookie_address
-                offer.send(sock, shut_out=told != 0 and probe(peer, told, peer.cookie) is not None)
+                offer.send(sock, shut_out=peer.cookie_address != 0 and probe(peer) is not None)
                 peer.close_page_fd()
             except OSError as error:
                 peer.close()
@@ -253,7 +252,7 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
         with PeerProcess(sock, exports.users) as process, MemoryOffer(exports, token) as offer:
             pass_rights(sock, allowed=True)
             with _ask(sock, name, offer, deadline) as packet:
-                peer = map_peer(_check_answer(packet, name, token), packet, process, offer)
+                peer = PeerMemory(_check_answer(packet, name, token), packet, process, offer)
             peer.close_page_fd()
             return peer
     finally:

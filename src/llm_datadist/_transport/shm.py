@@ -43,9 +43,7 @@ class ShmTransport(Transport):
 
     def exchange(self, meeting: Meeting, deadline: Deadline) -> None:
         """Try the rendezvous, unless the peer lives in this process or a forced transport needs none."""
-        if meeting.forced is None and meeting.here is not None:
-            return
-        if meeting.forced not in (None, self.name, "cma"):
+        if meeting.forced not in (None, self.name, "cma") or (meeting.forced is None and meeting.here is not None):
             return
         if isinstance(meeting.offered, LinkError):
             meeting.bring(meeting.offered)
@@ -80,8 +78,7 @@ class ShmTransport(Transport):
     def close(self) -> None:
         self.rendezvous.close()
 
-    def abandon(self) -> None:
-        self.rendezvous.close()
+    abandon = close
 
 
 def _proven(meeting: Meeting, memory: PeerMemory | LinkError) -> PeerMemory | LinkError:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llm_datadist._transport import instances
-from llm_datadist._transport.choose import Choice, Verdict, agree, choose, yield_to
-from llm_datadist._transport.connection import Capabilities, Connection, DataPath
+from llm_datadist._transport.choose import Candidate, Choice, Verdict, agree, choose, yield_to
+from llm_datadist._transport.connection import Connection, DataPath
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist.errors import LinkError, LinkRefused
 
@@ -49,7 +49,7 @@ class Context:
     wire: Wire
 
 
-class Transport:
+class Transport(Candidate):
     """One way of moving bytes; one object for each LLMDataDist.
 
     Owns: what its connections share, until :meth:`close`.
@@ -57,10 +57,6 @@ class Transport:
     Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused and leaves nothing behind.
     """
 
-    name: str  # as in ``llm.Transport``
-    capabilities: Capabilities  # of its connections
-    beside: bool = False  # as in :class:`~.choose.Candidate`; so is the next
-    peer_cannot: str = "the peer cannot use it"
     preamble: bytes = b""  # begins connections to the listener for :meth:`admit`
 
     def __init__(self, context: Context) -> None:
@@ -204,7 +200,7 @@ class Meeting:
         if choice.private is not None and (lacks := self.transports[choice.private].lacks(self)):
             choice = self.choice = Choice(choice.name, None, f"{choice.reason}; but the peer {lacks}")
         if isinstance(self.memory, PeerMemory):
-            self.memory.introduce(self.peer, self.cluster_id)
+            self.memory.page.introduce(self.peer, self.cluster_id)
         shared = self.connect(choice.name)
         try:
             private = None if choice.private in (None, choice.name) else self.connect(choice.private)

@@ -23,7 +23,8 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import PRIVATE, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._transport import inproc, instances
+from llm_datadist._transport import instances
+from llm_datadist._transport.inproc import InprocConnection
 from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 
@@ -98,7 +99,7 @@ class LocalPeer(Peer):
         instances.register(self.exports)
 
     def connect(self) -> Connection:
-        return inproc.connect(self.exports)
+        return InprocConnection(self.exports)
 
     def poke(self, region: int, data: NDArray[np.uint8]) -> None:
         self._bytes(region)[: data.size] = data
