@@ -200,17 +200,10 @@ class NixlTransport(Transport):
         lanes = meeting.transports["tcp"]
         # The dialer of a link decides about the fallback.
         fallback = self._context.options.nixl_fallback if meeting.dialled else not lanes.lacks(meeting)
+        over, writable = _common(self.fabric, self._theirs(meeting)), meeting.exports.writable
         with ExitStack() as undo:
-            connection = meeting.connect(lanes.name) if fallback else None
-            if connection is not None:
-                undo.callback(connection.close)
-            made = NixlConnection(
-                self._context,
-                _common(self.fabric, self._theirs(meeting)),
-                writable=meeting.exports.writable,
-                dialled=meeting.dialled,
-                fallback=connection,
-            )
+            connection = undo.enter_context(meeting.connect(lanes.name)) if fallback else None
+            made = NixlConnection(self._context, over, writable=writable, dialled=meeting.dialled, fallback=connection)
             undo.pop_all()
         with self._lock:
             self._connections.add(made)
@@ -316,13 +309,15 @@ class AgentSlot:
                 mine = spans_of(bases, offsets, nbytes)
                 agent.move(verb, there.receiver.name, mine, spans_of(*theirs, nbytes), turn, progress)
             except BaseException:
-                self._end()
+                self.end()
                 raise
         return there.receiver.known_as
 
-    def leave(self) -> None:
-        """Count one user less."""
+    def leave(self, name: str, *, end: bool) -> None:
+        """Count one user less. With ``end``, end the agent of that name; then no byte passes through it."""
         with self._lock:
+            if end and self.is_agent(name):
+                self.end()
             self.users -= 1
             self._end_retired()
 
@@ -335,11 +330,12 @@ class AgentSlot:
         agent = self.agent
         return agent is not None and agent.name == name
 
-    def end(self, name: str | None = None) -> None:
-        """End the agent, or only that of this name; then no byte passes through it."""
+    def end(self) -> None:
+        """End the agent; then no byte passes through it."""
         with self._lock:
-            if name is None or self.is_agent(name):
-                self._end()
+            agent, self.agent, self._retired = self.agent, None, False
+            if agent is not None:
+                agent.end()
 
     def forget(self, bases: list[int]) -> None:
         """End the agent if it has registered one of these tensors, once no transfer uses it. Never waits."""
@@ -357,7 +353,7 @@ class AgentSlot:
         """End the agent, and let no other be made."""
         with self._lock:
             self._closed = True
-            self._end()
+            self.end()
 
     def cpu_seconds(self) -> float:
         agent = self.agent
@@ -365,12 +361,7 @@ class AgentSlot:
 
     def _end_retired(self) -> None:
         if self._retired and not self.users:
-            self._end()
-
-    def _end(self) -> None:
-        agent, self.agent, self._retired = self.agent, None, False
-        if agent is not None:
-            agent.end()
+            self.end()
 
 
 class NixlConnection(ServedConnection):
@@ -484,9 +475,8 @@ class _NixlTransfer:
             answer = self._ask(self._request(part, *where))
         finally:
             ended = not receiver.is_agent(address.name)  # by another transfer
-            if not (isinstance(answer, Moved) or (isinstance(answer, NixlRefused) and not answer.touched)):
-                receiver.end(address.name)  # bytes may still come
-            receiver.leave()
+            over = isinstance(answer, Moved) or (isinstance(answer, NixlRefused) and not answer.touched)
+            receiver.leave(address.name, end=not over)  # bytes may still come
         connection._known = answer.loaded if isinstance(answer, Moved) else ""
         if isinstance(answer, Moved):
             return True
@@ -831,9 +821,7 @@ class NixlWorker:
         served.reply = reply
         # A dropped move ends its receiver, and so all moves into that.
         ended = not self._pushed.is_agent(served.receiver)
-        if not done.good:
-            self._pushed.end(served.receiver)
-        self._pushed.leave()
+        self._pushed.leave(served.receiver, end=not done.good)
         if ended:
             self._refuse(served, _AGAIN, "the receiver has ended", touched=True)
         elif not done.good:
@@ -849,8 +837,7 @@ class NixlWorker:
             del self._held[served.ask.move]
             if not served.cancelled:
                 self._overdue.append(served.ask.move)
-            self._pushed.end(served.receiver)
-            self._pushed.leave()
+            self._pushed.leave(served.receiver, end=True)
             self._forget(served)
 
     def _turn(self, served: _Served | None = None) -> float:
