@@ -100,7 +100,7 @@ class LanePeerProcess(OwnerProcess):
         group = self.lanes.open(dial(self._count, Deadline(10_000)))
         group.begin(None)
         regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
-        return RegionConnection(self.lanes, group, regions, writable=self._writable, reconnect=dial)
+        return RegionConnection(group, regions, writable=self._writable, reconnect=dial)
 
     def close(self) -> None:
         self.lanes.close()

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llm_datadist._native import FIRST_DURATION_BIT, LAST_DURATION_BIT, Meter, OperationMeter, Timer, UseGate
+from llm_datadist._native import Meter, OperationMeter, Timer, UseGate
+from llm_datadist._native._native import FIRST_DURATION_BIT, LAST_DURATION_BIT
 from llm_datadist.metrics import DURATION_BOUNDS, quantile
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from llm_datadist._native import _native
 from llm_datadist._native._native import (
-    FIRST_DURATION_BIT,
-    LAST_DURATION_BIT,
     MAX_REQUEST_RUNS,
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,

@@ -40,10 +40,7 @@ class ReadAsked(NamedTuple):
 
 
 class WriteAsked(NamedTuple):
-    """Request to send bytes; answer by :meth:`LaneEngine.reply` or ``refuse``.
-
-    Until then the engine reads nothing from the lane.
-    """
+    """Request to send bytes; until :meth:`LaneEngine.reply` or ``refuse`` answers it, the lane is not read."""
 
     lane: int
     id: int

@@ -71,10 +71,7 @@ async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, cou
 
 
 class DialledSocket:
-    """Connection whose calls share one deadline; ``addresses``, of one host, are tried until one accepts.
-
-    Errors: DeadlineExceeded or LinkRefused.
-    """
+    """Connection to the first of a host's ``addresses`` that accepts. Calls raise DeadlineExceeded or LinkRefused."""
 
     def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str) -> None:
         self._left = list(addresses)

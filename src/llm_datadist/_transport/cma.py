@@ -55,7 +55,7 @@ class CmaConnection(SameHostConnection):
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
-        self._private = AddressRange(0, ADDRESS_SPACE, writable)
+        self._ranges = {PRIVATE: AddressRange(0, ADDRESS_SPACE, writable)}
         # The pidfd reports the end of the process too late for a running call, so each call proves the address space: a
         # read compares the cookie along with the bytes, a write touches the canaries before its first byte.
         self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie, peer.canaries)
@@ -64,7 +64,7 @@ class CmaConnection(SameHostConnection):
     def _range(self, region: int) -> AddressRange | None:
         if region != PRIVATE:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its non-pool memory only")
-        return self._private
+        return super()._range(region)
 
     def _move(self, transfer: Transfer) -> None:
         plan, deadline, memory = transfer.plan, transfer.deadline, self._memory

@@ -100,11 +100,8 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
 def move_mapped(transfer: Transfer) -> None:
     """Move bytes between sides that both have addresses here. Raises DeadlineExceeded."""
     plan, deadline = transfer.plan, transfer.deadline
-    destination: Tensors = transfer.local
-    source: Tensors = transfer.remote
-    if transfer.write:
-        destination, source = source, destination
-    done = execute(plan, destination, source, transfer.pool, deadline.expires_ns, deadline.cancelled)
+    dst, src = (transfer.remote, transfer.local) if transfer.write else (transfer.local, transfer.remote)
+    done = execute(plan, dst, src, transfer.pool, deadline.expires_ns, deadline.cancelled)
     if done < plan.nbytes:
         raise transfer.timeout(done)
 
@@ -182,6 +179,7 @@ class Connection(AbstractContextManager["Connection"]):
     intent_writer: IntentWriter | None = None  # announces transfers; None if the owner takes part in them
     recovery: Recovery | None = None  # None if nothing breaks but the link
     server: PeerServer | None = None  # None if the peer asks nothing over the control channel
+    _ranges: dict[int, AddressRange]  # by region
 
     def __init__(self) -> None:
         self._pid = HERE["pid"]
@@ -189,9 +187,9 @@ class Connection(AbstractContextManager["Connection"]):
         self._aborted = False  # True: running calls shall fail
         self._read, self._written = Meter(), Meter()
 
-    @abstractmethod
     def _range(self, region: int) -> AddressRange | None:
         """Return the range of a region; None if the peer exports no such region."""
+        return self._ranges.get(region)
 
     @abstractmethod
     def _guards(self) -> AddressRange:
@@ -292,10 +290,7 @@ class Connection(AbstractContextManager["Connection"]):
     def write(
         self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
     ) -> int:
-        """Move ``plan`` from ``local`` tensors to ``remote`` ones, as :meth:`read`.
-
-        Raises also ParamError if ``remote`` was mapped for reading.
-        """
+        """Move ``plan`` the other way, as :meth:`read`. ParamError also means: ``remote`` was mapped for reading."""
         if not remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
         return _run(self, Transfer(plan, local, remote, pool, deadline, True), self._written)
@@ -356,9 +351,6 @@ class ServedConnection(Connection):
         self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
         self._ranges[PRIVATE] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
-
-    def _range(self, region: int) -> AddressRange | None:
-        return self._ranges.get(region)
 
     def _guards(self) -> AddressRange:
         raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")

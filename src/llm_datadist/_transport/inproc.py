@@ -50,7 +50,12 @@ class InprocConnection(Connection):
         if not instances.is_here(exports):
             raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
         self._exports = exports
-        self._views = {region: segment.view() for region, segment in exports.regions.items()}
+        views = {region: segment.view() for region, segment in exports.regions.items()}
+        self._ranges = {
+            region: AddressRange(view.ctypes.data, view.nbytes, exports.writable, memory=view)
+            for region, view in views.items()
+        }
+        self._ranges[PRIVATE] = AddressRange(0, ADDRESS_SPACE, exports.writable)
         guards = exports.guards.segment.view()
         self._guard_range: AddressRange | None = AddressRange(
             guards.ctypes.data, guards.nbytes, writable=False, memory=guards
@@ -65,10 +70,7 @@ class InprocConnection(Connection):
 
     def _range(self, region: int) -> AddressRange | None:
         self._check_peer()
-        if region == PRIVATE:
-            return AddressRange(0, ADDRESS_SPACE, self._exports.writable)
-        view = self._views.get(region)
-        return None if view is None else AddressRange(view.ctypes.data, view.nbytes, self._exports.writable)
+        return super()._range(region)
 
     def _guards(self) -> AddressRange:
         self._check_peer()
@@ -88,5 +90,5 @@ class InprocConnection(Connection):
     def _release(self) -> None:
         self.intent_writer.close()
         self._page.retire()
-        del self._views
+        self._ranges.clear()
         self._guard_range = None

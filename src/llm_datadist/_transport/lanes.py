@@ -25,7 +25,7 @@ from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
 MAX_LANES: Final = 10
 """Lanes of a peer on one link: twice what it dials, as losses may be unnoticed here."""
@@ -144,7 +144,7 @@ class LaneGroup:
     """
 
     def __init__(self, owner: Lanes, token: bytes = b"") -> None:
-        self._owner = owner
+        self.owner = owner
         self.link: object = None  # opaque here; None until the group begins
         self.token = token  # admits lanes of the peer; empty if this side dials
         self.grants = ReplyCache()  # memory that the peer may use without asking the owner again
@@ -181,7 +181,7 @@ class LaneGroup:
         with self._changed:
             self.link, self._begun = link, True
             waiting, self._waiting = self._waiting, []
-        self._owner.add_all(self, waiting)
+        self.owner.add(self, *waiting)
 
     def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
         """Return the lane with the smallest load, and add ``nbytes`` to it. Raises PeerLost if there is none.
@@ -224,14 +224,19 @@ class LaneGroup:
         with self._changed:
             return list(self.loads)
 
-    def close(self) -> tuple[list[int], list[LaneSocket]]:
-        """Take all lanes out and refuse others; return them, and the sockets that waited."""
+    def close(self) -> None:
+        """Close all lanes, and refuse others: jobs fail, and none touches memory afterwards. Idempotent."""
+        if self.owner._pid != HERE["pid"]:  # its copies end with the engine; a thread of the parent may lock
+            return
+        self.owner._by_token.pop(self.token, None)
         with self._changed:
             self.closed = True
             lanes, self.loads = list(self.loads), {}
             waiting, self._waiting = self._waiting, []
             self._changed.notify_all()
-            return lanes, waiting
+        self.owner.drop(self, lanes)
+        for sock in waiting:
+            sock.socket.close()
 
     def moved(self, lane: int) -> None:
         """Note that a byte has moved over a lane."""
@@ -250,11 +255,11 @@ class LaneGroup:
     def drop_suspects(self, *, peer_lives: bool) -> int:
         suspects, self._suspects = self._suspects, set()
         lost = sorted(suspects.intersection(self.lanes())) if peer_lives else []
-        self._owner.drop(self, lost)
+        self.owner.drop(self, lost)
         return len(lost)
 
     def drop(self) -> None:
-        self._owner.drop(self, self.lanes())
+        self.owner.drop(self, self.lanes())
 
     @property
     def doubts_writes(self) -> bool:
@@ -268,7 +273,7 @@ class LaneGroup:
         return told
 
     def writes_given_up(self, newest: int) -> None:
-        self._owner.drop(self, [each for each in self.lanes() if each <= newest])
+        self.owner.drop(self, [each for each in self.lanes() if each <= newest])
         self.given_up = max(self.given_up, newest)
 
     def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
@@ -281,7 +286,7 @@ class LaneGroup:
         try:
             missing = self.wanted - len(self)
             if missing > 0 and not self.closed:
-                self._owner.add_all(self, self.reconnect(missing, deadline))
+                self.owner.add(self, *self.reconnect(missing, deadline))
         except LLMException:
             if not len(self):
                 raise
@@ -298,7 +303,7 @@ class LaneGroup:
 
         if self.reconnect is not None and not self.closed:
             with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
-                self._owner.redialling.submit(attempt)
+                self.owner.redialling.submit(attempt)
 
 
 class Lanes:
@@ -387,27 +392,21 @@ class Lanes:
             raise LinkRefused(f"a link has at most {MAX_LANES} lanes")
         return group
 
-    def add_all(self, group: LaneGroup, socks: Sequence[LaneSocket]) -> None:
-        """:meth:`add` each socket; after an error, close all that are not lanes yet."""
+    def add(self, group: LaneGroup, *socks: LaneSocket) -> None:
+        """Make lanes of connected sockets, which are taken over even if this raises."""
         with ExitStack() as left:
             for sock in socks:
-                left.callback(sock.socket.close)  # no effect on one that was added: it is detached
+                left.callback(sock.socket.close)  # no effect on one that became a lane: it is detached
             for sock in socks:
-                self.add(group, sock)
+                if not group.wait(sock):
+                    self._attach(group, sock)
+            left.pop_all()
 
-    def add(self, group: LaneGroup, sock: LaneSocket) -> None:
-        """Make a lane of a connected socket, which is taken over even if this raises."""
-        try:
-            if group.wait(sock):
-                return
-            engine = self.engine
-        except LinkRefused:
-            sock.socket.close()
-            raise
-        lane = engine.reserve_lane()
+    def _attach(self, group: LaneGroup, sock: LaneSocket) -> None:
+        lane = self.engine.reserve_lane()
         self._groups[lane] = group  # before its first event
         try:
-            engine.attach_lane(lane, sock.socket.detach(), group.grants, sock.keys)
+            self.engine.attach_lane(lane, sock.socket.detach(), group.grants, sock.keys)
         except BaseException:  # there is no libcrypto
             self._groups.pop(lane, None)
             raise
@@ -422,16 +421,6 @@ class Lanes:
             self._groups.pop(lane, None)
             if self._engine is not None:
                 self._engine.drop_lane(lane)
-
-    def shut(self, group: LaneGroup) -> None:
-        """Close all lanes of a link: its jobs fail, and none touches memory afterwards. Idempotent."""
-        if self._pid != HERE["pid"]:  # a forked child's copies end with the engine; a thread of the parent may lock
-            return
-        self._by_token.pop(group.token, None)
-        lanes, waiting = group.close()
-        self.drop(group, lanes)
-        for sock in waiting:
-            sock.socket.close()
 
     def quiesce(self, tag: int) -> None:
         """As :meth:`.Transport.quiesce`."""

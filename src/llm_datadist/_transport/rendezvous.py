@@ -164,7 +164,12 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         segments = [shared[described.region] for described in regions]
         # The receiver may ignore RegionDescriptor.writable, but not the mode of a descriptor.
         sealed = exports.writable or all(segment.sealed for segment in segments)
-        self._opened = [] if sealed else self._open_for_reading(segments)
+        self._opened: list[int] = []
+        try:
+            self._opened.extend(segment.open_for_reading() for segment in ([] if sealed else segments))
+        except OSError as error:
+            self.__exit__()
+            raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
         pools = self._opened or [segment.fd for segment in segments]
         first, second = guards.canaries
         self.hello = RendezvousHello(
@@ -178,17 +183,6 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
             (first.address, second.address) if exports.private else (0, 0),
         )
         self.fds = [guards.segment.fd, memory.fd, *pools]
-
-    def _open_for_reading(self, segments: list[SharedSegment]) -> list[int]:
-        opened: list[int] = []
-        try:
-            opened.extend(segment.open_for_reading() for segment in segments)
-        except OSError as error:
-            for fd in opened:
-                os.close(fd)
-            self.take_page().retire()
-            raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
-        return opened
 
     def send(self, sock: socket.socket, *, shut_out: bool = False) -> None:
         send_packet(sock, msgspec.structs.replace(self.hello, shut_out=shut_out), self.fds)

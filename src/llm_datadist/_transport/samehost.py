@@ -167,10 +167,8 @@ class SameHostListener:
             hello = decode(packet.data)
             if isinstance(hello, Refusal):
                 raise ProtocolError("a same-host dialer began with a refusal")
-            expected = self._expected.pop(hello.token, None)
-            if expected is None:
-                raise LinkRefused("unknown or already used token")
-            callback, offered = expected
+            unknown = None, LinkRefused("unknown or already used token")
+            callback, offered = self._expected.pop(hello.token, unknown)
             if isinstance(offered, LinkError):
                 raise offered
             result = self._exchange(sock, hello, packet, offered)

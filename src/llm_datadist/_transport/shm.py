@@ -105,9 +105,6 @@ class ShmConnection(SameHostConnection):
         }
         super().__init__(peer)
 
-    def _range(self, region: int) -> AddressRange | None:
-        return self._ranges.get(region)
-
     def _move(self, transfer: Transfer) -> None:
         move_mapped(transfer)
         # The mapping outlives its owner: a write into an ended process's memory is not delivered. For a read, the

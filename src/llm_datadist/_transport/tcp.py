@@ -84,9 +84,8 @@ class TcpTransport(Transport):
     def judge(self, meeting: Meeting) -> Verdict:
         if meeting.dialled and len(meeting.theirs.get(self.name, b"")) != TOKEN_BYTES:
             return Verdict(False, "the peer takes no data lanes")
-        return Verdict(
-            True, "data lanes reach every peer" if meeting.forced is None else "data lanes, as llm.Transport asks"
-        )
+        reach = "data lanes reach every peer" if meeting.forced is None else "data lanes, as llm.Transport asks"
+        return Verdict(True, reach)
 
     def lacks(self, meeting: Meeting) -> str:
         """At the listener: name the lanes that the dialer has left out."""
@@ -95,19 +94,19 @@ class TcpTransport(Transport):
     def connect(self, meeting: Meeting) -> TcpConnection:
         writable = meeting.exports.writable
         if not meeting.dialled:
-            return TcpConnection(self.lanes, self._group(meeting), writable=writable)
+            return TcpConnection(self._group(meeting), writable=writable)
         assert meeting.deadline is not None, "a dial has a deadline"
         if not (verdict := self.judge(meeting)).possible:  # a transport that falls back on lanes has not asked
             raise LinkRefused(verdict.reason)
         dial = partial(dial_lanes, meeting.address, meeting.theirs[self.name], secret=meeting.secret)
         group = self.lanes.open(dial(LANES_PER_LINK, meeting.deadline))
-        return TcpConnection(self.lanes, group, writable=writable, reconnect=dial)
+        return TcpConnection(group, writable=writable, reconnect=dial)
 
     def _group(self, meeting: Meeting) -> LaneGroup:
         return self.lanes.group(meeting.mine[self.name])
 
     def forget(self, meeting: Meeting) -> None:
-        self.lanes.shut(self._group(meeting))
+        self._group(meeting).close()
 
     async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
         """Check a data lane of a link that is established, or soon will be."""
@@ -141,14 +140,12 @@ class TcpConnection(ServedConnection):
 
     def __init__(
         self,
-        lanes: Lanes,
         group: LaneGroup,
         regions: Iterable[RegionDescriptor] = (),
         *,
         writable: bool,
         reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None,
     ) -> None:
-        self._lanes = lanes
         self.group = group
         self.recovery: LaneGroup = group
         if reconnect is not None:
@@ -160,7 +157,7 @@ class TcpConnection(ServedConnection):
 
     def abort(self) -> None:
         super().abort()
-        self._lanes.shut(self.group)  # running calls wait for their jobs, which end with the lanes
+        self.group.close()  # running calls wait for their jobs, which end with the lanes
 
     def _move(self, transfer: Transfer) -> None:
         local, remote, deadline = transfer.local, transfer.remote, transfer.deadline
@@ -177,7 +174,7 @@ class TcpConnection(ServedConnection):
             raise
 
     def _release(self) -> None:
-        self._lanes.shut(self.group)
+        self.group.close()
 
 
 class _Part(NamedTuple):
@@ -195,7 +192,7 @@ class _LaneTransfer:
 
     def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
         self._connection = connection
-        self._engine = connection._lanes.engine
+        self._engine = connection.group.owner.engine
         self._group = connection.group
         self._transfer = transfer
         self._deadline = transfer.deadline
