@@ -83,13 +83,8 @@ def split_plan(plan: Plan, part_bytes: int, max_runs: int) -> Iterator[Plan]:
     for begin in range(0, plan.count, pairs):
         count = min(pairs, plan.count - begin)
         for runs, nbytes in slices:
-            yield plan.replace(
-                dst_first=plan.dst_first + begin,
-                src_first=plan.src_first + begin,
-                count=count,
-                runs=runs,
-                nbytes=count * nbytes,
-            )
+            dst, src = plan.dst_first + begin, plan.src_first + begin
+            yield plan.replace(dst_first=dst, src_first=src, count=count, runs=runs, nbytes=count * nbytes)
 
 
 def _slices(runs: NDArray[np.uint64], part_bytes: int, max_runs: int) -> Iterator[tuple[NDArray[np.uint64], int]]:

@@ -37,8 +37,6 @@ C = TypeVar("C", bound=Candidate)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transports of a link."""
-
     name: str  # for the peer's pools
     private: str | None  # for the peer's non-pool memory; None if no transport reaches it
     reason: str  # one line: why these, and why none of the better ones

@@ -33,8 +33,6 @@ _ELSEWHERE: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Abilities of a transport, as data."""
-
     name: str  # as in ``llm.Transport``
     shared_regions: bool  # reaches exported regions (ids from 1)
     private_memory: bool  # reaches non-pool memory (:data:`PRIVATE`)

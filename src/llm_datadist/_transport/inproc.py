@@ -50,16 +50,13 @@ class InprocConnection(Connection):
         if not instances.is_here(exports):
             raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
         self._exports = exports
-        views = {region: segment.view() for region, segment in exports.regions.items()}
         self._ranges = {
-            region: AddressRange(view.ctypes.data, view.nbytes, exports.writable, memory=view)
-            for region, view in views.items()
+            region: AddressRange(segment.address, segment.nbytes, exports.writable, segment.view())
+            for region, segment in exports.regions.items()
         }
         self._ranges[PRIVATE] = AddressRange(0, ADDRESS_SPACE, exports.writable)
-        guards = exports.guards.segment.view()
-        self._guard_range: AddressRange | None = AddressRange(
-            guards.ctypes.data, guards.nbytes, writable=False, memory=guards
-        )
+        guards = exports.guards.segment
+        self._guard_range: AddressRange | None = AddressRange(guards.address, guards.nbytes, False, guards.view())
         self._page = exports.writers.open_here()
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()

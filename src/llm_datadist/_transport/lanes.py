@@ -239,7 +239,6 @@ class LaneGroup:
             sock.socket.close()
 
     def moved(self, lane: int) -> None:
-        """Note that a byte has moved over a lane."""
         self._moved[lane] = time.monotonic_ns()
         self._suspects.discard(lane)
 
@@ -423,7 +422,6 @@ class Lanes:
                 self._engine.drop_lane(lane)
 
     def quiesce(self, tag: int) -> None:
-        """As :meth:`.Transport.quiesce`."""
         if self._engine is not None:
             self._engine.quiesce(tag)
 

@@ -90,7 +90,6 @@ def status_of(error: LLMException) -> tuple[int, str]:
 
 
 def is_one_request(plan: Plan) -> bool:
-    """Return True if a plan travels as one request."""
     return 0 < plan.nbytes <= ONE_REQUEST_BYTES and len(plan.runs) <= MAX_REQUEST_RUNS
 
 

@@ -519,17 +519,9 @@ class _NixlTransfer:
 
     def _request(self, part: Plan, receiver: Address | None = None, bases: bytes = b"", offsets: bytes = b"") -> Ask:
         connection, remote, write = self._connection, self._transfer.remote, self._transfer.write
-        return Ask(
-            next(connection._moves),
-            write,
-            receiver is None,
-            encode_request(remote.handle, remote.extent, part, write),
-            receiver,
-            bases,
-            offsets,
-            connection.sender.loaded(connection._pushed_to),
-            self._transfer.deadline.remaining_ms(),
-        )
+        number, meta = next(connection._moves), encode_request(remote.handle, remote.extent, part, write)
+        loaded, budget_ms = connection.sender.loaded(connection._pushed_to), self._transfer.deadline.remaining_ms()
+        return Ask(number, write, receiver is None, meta, receiver, bases, offsets, loaded, budget_ms)
 
     def _ask(self, request: Ask | Done) -> _Answer:
         connection = self._connection

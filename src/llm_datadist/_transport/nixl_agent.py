@@ -71,7 +71,6 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @property
     def known_as(self) -> str:
-        """Name of a loaded address."""
         return f"{self.name}/{self.version}"
 
 

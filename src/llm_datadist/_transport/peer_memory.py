@@ -235,10 +235,8 @@ class SameHostConnection(Connection):
     def __init__(self, peer: PeerMemory) -> None:
         self._peer = peer
         self.intent_writer: IntentWriter = peer.intent_writer
-        guards = peer.guards.view()
-        self._guard_range: AddressRange | None = AddressRange(
-            guards.ctypes.data, guards.nbytes, writable=False, memory=guards
-        )
+        guards = peer.guards
+        self._guard_range: AddressRange | None = AddressRange(guards.address, guards.nbytes, False, guards.view())
         super().__init__()
 
     def peer_ended(self) -> bool:

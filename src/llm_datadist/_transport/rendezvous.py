@@ -161,7 +161,7 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         self._page: IntentPage | None = page
         memory = page.segment
         assert memory is not None
-        segments = [shared[described.region] for described in regions]
+        segments = shared.values()  # in the order of the regions
         # The receiver may ignore RegionDescriptor.writable, but not the mode of a descriptor.
         sealed = exports.writable or all(segment.sealed for segment in segments)
         self._opened: list[int] = []
@@ -171,18 +171,14 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
             self.__exit__()
             raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
         pools = self._opened or [segment.fd for segment in segments]
-        first, second = guards.canaries
-        self.hello = RendezvousHello(
-            VERSION,
-            token,
-            exports.incarnation,
-            guards.cookie,
-            guards.segment.nbytes,
-            regions,
-            guards.segment.address if exports.private else 0,
-            (first.address, second.address) if exports.private else (0, 0),
-        )
-        self.fds = [guards.segment.fd, memory.fd, *pools]
+        table = guards.segment
+        self.hello = RendezvousHello(VERSION, token, exports.incarnation, guards.cookie, table.nbytes, regions)
+        if exports.private:
+            first, second = guards.canaries
+            self.hello = msgspec.structs.replace(
+                self.hello, cookie_address=table.address, canaries=(first.address, second.address)
+            )
+        self.fds = [table.fd, memory.fd, *pools]
 
     def send(self, sock: socket.socket, *, shut_out: bool = False) -> None:
         send_packet(sock, msgspec.structs.replace(self.hello, shut_out=shut_out), self.fds)

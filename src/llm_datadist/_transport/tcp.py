@@ -241,7 +241,6 @@ class _LaneTransfer:
         self._judge(outcome)
 
     def _judge(self, outcome: Outcome) -> None:
-        """Raise the exception for a part that did not move."""
         if outcome.ending is Ending.GOOD:
             return
         if outcome.ending is Ending.TIMEOUT:
