@@ -76,7 +76,13 @@ def parse_blocks(name: str, values: object) -> BlockList:
     if parsed is not None:
         return parsed
     if isinstance(values, np.ndarray):
-        return BlockList(_parse_array(name, values))
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")
+        array = values.astype(np.int64)  # uint64 beyond int64 turns negative
+        if array.size and array.min() < 0:
+            at = int(np.argmax(array < 0))
+            raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
+        return BlockList(array)
     if values is None:
         raise NoneArgument(f"{name} is None: must be a list of block numbers")
     raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
@@ -85,16 +91,6 @@ def parse_blocks(name: str, values: object) -> BlockList:
 def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     """Return block numbers as a read-only int64 array. Errors as in :func:`parse_blocks`."""
     return parse_blocks(name, values).array
-
-
-def _parse_array(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")
-    parsed = values.astype(np.int64)  # uint64 beyond int64 turns negative
-    if parsed.size and parsed.min() < 0:
-        at = int(np.argmax(parsed < 0))
-        raise ParamError(f"{name}[{at}] is {values[at]}: must be in [0, 2**63)")
-    return parsed
 
 
 def execute(

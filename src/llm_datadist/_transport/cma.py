@@ -17,7 +17,7 @@ from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.transport import Meeting, Transport
-from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, TransferFailed
+from llm_datadist.errors import LinkError, LinkRefused, PeerLost, TransferFailed
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -73,16 +73,14 @@ class CmaConnection(SameHostConnection):
         try:
             done = move(plan, local, remote, transfer.pool, until_ns, deadline.cancelled)
         except OSError as error:
-            raise self._failure(transfer.what, error) from error
+            reason = probe(self._peer)
+            if reason is None and error.errno != errno.ESRCH:
+                text = f"{transfer.what}: {error.strerror}; the bytes addressed are undefined"
+                raise TransferFailed(text, phase="copy") from error
+            lost = LinkRefused if error.errno == errno.EPERM else PeerLost
+            raise lost(f"{transfer.what}: {reason or error.strerror}", phase="copy") from error
         if done < plan.nbytes:
             raise transfer.timeout(done)
-
-    def _failure(self, what: str, error: OSError) -> LLMException:
-        reason = probe(self._peer)
-        if reason is None and error.errno != errno.ESRCH:
-            return TransferFailed(f"{what}: {error.strerror}; the bytes addressed are undefined", phase="copy")
-        lost = LinkRefused if error.errno == errno.EPERM else PeerLost
-        return lost(f"{what}: {reason or error.strerror}", phase="copy")
 
 
 def probe(peer: PeerMemory) -> str | None:
@@ -95,18 +93,13 @@ def probe(peer: PeerMemory) -> str | None:
         same = peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie
         reason = None if same else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
     except OSError as error:
-        reason = _refusal(peer, error)
+        reasons = {
+            errno.ESRCH: f"the peer process {peer.pid} has ended",
+            errno.EFAULT: f"pid {peer.pid} has no cookie where the peer has it: it is another process",
+            errno.EPERM: f"the kernel does not let us into pid {peer.pid}: {_why_not_permitted(peer)}",
+        }
+        reason = reasons.get(error.errno or 0, str(error.strerror))
     return reason if peer.alive() else f"the peer process {peer.pid} has ended"
-
-
-def _refusal(peer: PeerMemory, error: OSError) -> str:
-    if error.errno == errno.ESRCH:
-        return f"the peer process {peer.pid} has ended"
-    if error.errno == errno.EFAULT:
-        return f"pid {peer.pid} has no cookie where the peer has it: it is another process"
-    if error.errno == errno.EPERM:
-        return f"the kernel does not let us into pid {peer.pid}: {_why_not_permitted(peer)}"
-    return str(error.strerror)
 
 
 def _why_not_permitted(peer: PeerMemory) -> str:

@@ -67,10 +67,9 @@ class Move(NamedTuple):
 def decode_request(meta: bytes, *, write: bool = False) -> MoveRequest:
     """Return the request in ``meta``. Raises ProtocolError if it is malformed."""
     try:
-        handle, extent, plan = _native.decode_request(meta)
+        return MoveRequest(*_native.decode_request(meta), write)
     except ParamError as error:
         raise ProtocolError(str(error)) from None
-    return MoveRequest(handle, extent, plan, write)
 
 
 def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:

@@ -321,11 +321,6 @@ class AgentSlot:
             self.users -= 1
             self._end_retired()
 
-    def loaded(self, name: str) -> str:
-        """Return how the agent knows a receiver of the peer; empty if it does not."""
-        agent = self.agent
-        return "" if agent is None else agent.loaded.get(name, "")
-
     def is_agent(self, name: str) -> bool:
         agent = self.agent
         return agent is not None and agent.name == name
@@ -354,10 +349,6 @@ class AgentSlot:
         with self._lock:
             self._closed = True
             self.end()
-
-    def cpu_seconds(self) -> float:
-        agent = self.agent
-        return 0.0 if agent is None else agent.cpu_seconds()
 
     def _end_retired(self) -> None:
         if self._retired and not self.users:
@@ -405,7 +396,8 @@ class NixlConnection(ServedConnection):
 
     def usage(self) -> Usage:
         remark = f"; by tcp, because NIXL failed: {self._failed}" if self._failed else ""
-        seconds = self.sender.cpu_seconds() + self.receiver.cpu_seconds()
+        agents = self.sender.agent, self.receiver.agent
+        seconds = sum((each.cpu_seconds() for each in agents if each is not None), 0.0)
         return super().usage()._replace(progress_seconds=seconds, remark=remark)
 
     def abort(self) -> None:
@@ -520,7 +512,8 @@ class _NixlTransfer:
     def _request(self, part: Plan, receiver: Address | None = None, bases: bytes = b"", offsets: bytes = b"") -> Ask:
         connection, remote, write = self._connection, self._transfer.remote, self._transfer.write
         number, meta = next(connection._moves), encode_request(remote.handle, remote.extent, part, write)
-        loaded, budget_ms = connection.sender.loaded(connection._pushed_to), self._transfer.deadline.remaining_ms()
+        sender, budget_ms = connection.sender.agent, self._transfer.deadline.remaining_ms()
+        loaded = "" if sender is None else sender.loaded.get(connection._pushed_to, "")
         return Ask(number, write, receiver is None, meta, receiver, bases, offsets, loaded, budget_ms)
 
     def _ask(self, request: Ask | Done) -> _Answer:

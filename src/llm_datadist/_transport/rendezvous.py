@@ -108,17 +108,16 @@ class Packet(AbstractContextManager["Packet"]):
         check_closers()
         data, ancillary, flags, _ = sock.recvmsg(_MAX_PACKET, _ROOM, socket.MSG_CMSG_CLOEXEC)
         packet = cls(data, array.array("i", b"".join(sent for _, _, sent in ancillary)).tolist())
-        if reason := packet._defect(flags):
-            packet.close()
-            raise ProtocolError(reason)
-        return packet
-
-    def _defect(self, flags: int) -> str | None:
-        if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_DESCRIPTORS:
-            return f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
-        if flags & socket.MSG_TRUNC:
-            return f"same-host packet is larger than {_MAX_PACKET} bytes"
-        return None if self.data else "the peer closed the rendezvous socket before sending data"
+        if flags & socket.MSG_CTRUNC or len(packet.fds) > _MAX_DESCRIPTORS:
+            reason = f"same-host packet has more than {_MAX_DESCRIPTORS} descriptors, or this process has none left"
+        elif flags & socket.MSG_TRUNC:
+            reason = f"same-host packet is larger than {_MAX_PACKET} bytes"
+        elif not data:
+            reason = "the peer closed the rendezvous socket before sending data"
+        else:
+            return packet
+        packet.close()
+        raise ProtocolError(reason)
 
     def take(self) -> int:
         """Return the next descriptor, for the caller to close. Raises LinkRefused unless it is a memfd."""
