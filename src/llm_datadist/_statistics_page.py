@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from llm_datadist._log import logger
+from llm_datadist._memory.segment import new_memfd
 
 if TYPE_CHECKING:
     import asyncio
@@ -55,7 +56,7 @@ class StatisticsPage:
         self._cluster_id, self._content = cluster_id, content
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = new_memfd(_NAME)
         try:
             os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, _CAPACITY)

@@ -122,7 +122,7 @@ def _pins_end_within(world: World) -> float:
 
 
 def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
-    tcp_pair.start(extra={"llm.MaxLinks": "8"})
+    tcp_pair.start(extra={"llm.MaxLinks": "8", "llm.PeerTimeout": "600"})  # the strangers send no beats
     prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
     before = prompt.do(residue_of)["fds"].total()
     with ExitStack() as stack:

@@ -3,6 +3,7 @@ lie."""
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -182,6 +183,12 @@ def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
         next_one.stop()
 
 
+def be_patient(world: World) -> None:
+    """Give later calls a minute."""
+    engine = world.probe.engine
+    engine.options = replace(engine.options, sync_kv_timeout_ms=60_000)
+
+
 @OVER_BOTH
 @pytest.mark.parametrize("after", [False, True], ids=["asked", "answered"])
 @pytest.mark.parametrize("killed", [False, True], ids=["stands still", "is killed"])
@@ -203,6 +210,7 @@ def test_r07_r22_an_owner_that_stands_still_costs_one_transfer_its_time_and_one_
     # Where it has been told, the push may find the owner still, or finish beside it.
     assert after or result is LLMStatusCode.LLM_TIMEOUT
     Gate(tmp_path).open()
+    end.do(be_patient)
     if not after:
         same_bytes(received(victim), before)
     assert end.do(links) == {1: "ready"}

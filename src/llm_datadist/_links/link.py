@@ -222,6 +222,9 @@ class Link:
         self._unlink_ack: Callable[[], None] | None = None
         self._end_reason, self._lost = "", False
 
+    def __str__(self) -> str:
+        return str(self.peer)
+
     @property
     def state(self) -> LinkState:
         return self._machine.state

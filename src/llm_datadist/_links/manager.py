@@ -75,7 +75,7 @@ class LinkHooks:
     """Callbacks into the transfer layer, on the control thread except ``on_end``."""
 
     handlers: Mapping[type[Message], Callable[[Link, Any], None]]
-    on_end: Callable[[Link], None]  # once for each link; any thread; messages may follow
+    on_end: Callable[[Link], None]  # any thread; again once no message or request can follow
     on_tick: Callable[[float], None]  # at every beat, with the monotonic time
 
 
@@ -422,7 +422,7 @@ class LinkManager:
 
     def dispatch(self, link: Link, message: Message) -> None:
         """Handle a message. On the control thread."""
-        if self._answers(link, message) or isinstance(message, _IGNORED):
+        if link.ended or self._answers(link, message) or isinstance(message, _IGNORED):
             return
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -474,6 +474,7 @@ class LinkManager:
     def _on_channel_lost(self, link: Link, reason: str) -> None:
         unlinked = link.unlink_acknowledged
         self.end(link, "the peer unlinked" if unlinked else reason, lost=not unlinked)
+        self._on_end(link)  # what a handler took for the peer while another thread ended the link
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
         """End the link to a cluster, also one that is being dialled again; without a link it succeeds.

@@ -77,7 +77,7 @@ def _failed(error: Exception) -> typer.Exit:
 def _new_secret(path: Path, name: str) -> None:
     present = read_secrets(path) if path.exists() else []
     if name in {each.id for each in present} or not name or name.split() != [name] or name.startswith("#"):
-        raise typer.BadParameter(f"--id {name!r} is taken, or is not one word")
+        raise typer.BadParameter(f"{path} has a secret {name!r} already, or that is not one word: choose another --id")
     new_secret(path, name)
     print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by instances that use this file")
 

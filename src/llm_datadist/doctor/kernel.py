@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_datadist._memory.huge_pages import ALIGNMENT
-from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._memory.segment import SharedSegment, new_memfd
 from llm_datadist._native import peek_process
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.errors import LLMException
@@ -42,7 +42,7 @@ def memfd() -> Finding:
     """Make and seal a memfd."""
     meaning = "pools are sealed memfds, which peers map: without them no instance with a pool starts"
     try:
-        fd = os.memfd_create("doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = new_memfd("doctor")
         try:
             os.ftruncate(fd, 4096)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
