@@ -88,7 +88,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return the context that allocates the KV cache from the pool."""
-        return self._worker.placement
+        return self._worker.allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)

@@ -35,7 +35,7 @@ from llm_datadist.integrations.vllm.offers import (
     RankEndpoint,
     Targets,
 )
-from llm_datadist.integrations.vllm.placement import PoolAllocation
+from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.cluster import show_address
@@ -83,7 +83,7 @@ class RankWorker:
         nbytes = max(sizes, default=0)  # vLLM's one allocation
         self.datadist = self._start(option, nbytes)
         #: Puts the cache into the pool; None without one.
-        self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
+        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self._given: dict[str, tuple[Grant, float]] = {}  # by offered request; time of renewal, 0 until claimed
@@ -130,8 +130,8 @@ class RankWorker:
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
         key = BlocksCacheKey(self.cluster_id, _MODEL_ID) if self._producer else None
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
-        placed = self.placement is not None and self.placement.cache is not None
-        where = "in a pool that peers of this host map" if placed else "in vLLM's own memory"
+        in_pool = self.allocation is not None and self.allocation.cache is not None
+        where = "in a pool that peers of this host map" if in_pool else "in vLLM's own memory"
         said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
         logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
 
