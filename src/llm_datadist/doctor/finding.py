@@ -10,8 +10,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Finding", "Severity", "exit_code", "run_checks"]
-
 
 class Severity(StrEnum):
     """Severity of a finding; ``unknown``: the check could not be made."""

@@ -15,8 +15,6 @@ from llm_datadist._native import peek_process
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.errors import LLMException
 
-__all__ = ["CHECKS"]
-
 _OLDEST: Final = (5, 3)
 _WANTED: Final = (6, 5)
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")

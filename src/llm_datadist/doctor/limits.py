@@ -12,8 +12,6 @@ from llm_datadist._native import usable_cpus
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.versions import installed
 
-__all__ = ["CHECKS"]
-
 _FEW_DESCRIPTORS: Final = 4096
 _TOO_FEW_DESCRIPTORS: Final = 256
 _LOCKED: Final = 64 << 20

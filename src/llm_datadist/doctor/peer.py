@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from llm_datadist import LLMDataDist
     from llm_datadist.metrics import LinkStatistics
 
-__all__ = ["examine"]
-
 #: For all questions to a peer: enough at 2.5 MB/s.
 _TOTAL_MS: Final = 120_000
 _LINK_MS: Final = 5000

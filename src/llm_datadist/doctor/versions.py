@@ -9,8 +9,6 @@ from typing import Final
 
 from llm_datadist.doctor.finding import Finding, Severity
 
-__all__ = ["CHECKS", "installed"]
-
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 

@@ -28,8 +28,6 @@ from llm_datadist.types.grant import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SECRET_FILE", "ReferenceKeys", "runtime_secret_file", "secret_file"]
-
 SECRET_FILE: Final = "reference_secret_file"
 
 _VERSION: Final = "2"

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection
 
-__all__ = ["ProcessConformance", "ServedConformance", "TransportConformance", "one_row"]
-
 
 def one_row(nbytes: int) -> Plan:
     """Return a plan of one run, between the beginnings of tensors."""

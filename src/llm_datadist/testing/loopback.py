@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.engine import Engine
 
-__all__ = ["Loopback", "loopback_links"]
-
 _JOIN_MS: Final = 10_000
 
 

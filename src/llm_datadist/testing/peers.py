@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection
 
-__all__ = ["REGION_BYTES", "LocalPeer", "Peer", "PeerProcess", "new_exports"]
-
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
 """Bytes of each exported region, by its id."""
 PRIVATE_BYTES: Final = 1 << 20

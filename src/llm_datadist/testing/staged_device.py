@@ -13,8 +13,6 @@ from llm_datadist.errors import OutOfMemory
 if TYPE_CHECKING:
     from llm_datadist._memory.segment import Segment
 
-__all__ = ["CopyCount", "Direction", "StagedDevice"]
-
 Direction = Literal["to_device", "from_device", "on_device"]
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["LLMDataDistConnector"]
-
 
 class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves a prompt's KV cache from a prefill engine to a decode engine.

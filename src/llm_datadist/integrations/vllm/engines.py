@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.grant import Grant
 
-__all__ = ["ClaimedOffer", "Engines"]
-
 logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64

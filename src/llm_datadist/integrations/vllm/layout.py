@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Layout", "Share", "describe", "rows_of", "shares", "unsupported"]
-
 Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 

@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.references import ReferenceKeys
 
-__all__ = [
-    "ClaimedRequests",
-    "EndpointMetadata",
-    "KvOffer",
-    "Orders",
-    "RankEndpoint",
-    "Targets",
-    "asked_of",
-    "prompt_digest",
-]
-
 FIELD: Final = "datadist"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache, LLMDataDist
 
-__all__ = ["PoolAllocation"]
-
 
 class PoolAllocation(TorchFunctionMode):
     """While active, answers one ``torch.zeros`` of ``nbytes`` int8 bytes on the CPU with pool memory.

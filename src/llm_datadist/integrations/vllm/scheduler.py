@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.layout import Layout
     from llm_datadist.integrations.vllm.offers import RankEndpoint
 
-__all__ = ["Scheduler", "init_options"]
-
 logger = init_logger("vllm.datadist.scheduler")
 
 

@@ -11,8 +11,6 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["COUNTERS", "Stats", "StatsMetrics"]
-
 #: Name and meaning of each counter.
 COUNTERS: Final = {
     "fetched_requests": "Requests whose KV came.",

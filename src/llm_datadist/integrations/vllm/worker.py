@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.layout import Share
     from llm_datadist.types.grant import Grant
 
-__all__ = ["RankWorker"]
-
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 _MODEL_ID: Final = 0
