@@ -30,6 +30,11 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
+def judge(name: str, good: bool, value: str, meaning: str, mend: str, bad: Severity = Severity.WARNING) -> Finding:
+    """Return an ok finding if ``good``, else a ``bad`` one with the command that mends it."""
+    return Finding(name, Severity.OK, value, meaning) if good else Finding(name, bad, value, meaning, mend)
+
+
 _EXIT: Final = {Severity.OK: 0, Severity.WARNING: 1, Severity.UNKNOWN: 1, Severity.PROBLEM: 2}
 
 
