@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from llm_datadist._memory.host import cgroup_limits
 from llm_datadist._native import usable_cpus
 from llm_datadist.doctor.finding import Finding, Severity, judge
 from llm_datadist.doctor.versions import installed
@@ -17,7 +18,6 @@ _TOO_FEW_DESCRIPTORS: Final = 256
 _LOCKED: Final = 64 << 20
 _CGROUP_BYTES: Final = 1 << 30
 _BUFFER: Final = 4 << 20
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 _NODES: Final = Path("/sys/devices/system/node")
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63
 
@@ -61,34 +61,11 @@ def overcommit() -> Finding:
 
 def cgroup_memory() -> Finding:
     """Find the lowest memory limit of this cgroup and its ancestors."""
-    limits = [limit for folder in _memory_folders() if (limit := _limit_of(folder)) is not None]
+    limits = [limit for _, limit in cgroup_limits(Path("/proc")) if limit < _UNLIMITED]
     meaning = "pools larger than this are refused by init; pages of pools count in the cgroup that touches them first"
     value = f"{min(limits) >> 20} MiB" if limits else "no limit"
     mend = "docker update --memory 8g CONTAINER (or: echo 8G > /sys/fs/cgroup/GROUP/memory.max)"
     return judge("cgroup_memory", all(limit >= _CGROUP_BYTES for limit in limits), value, meaning, mend)
-
-
-def _memory_folders() -> list[Path]:
-    """Return the folders of this cgroup and its ancestors, of v2 and v1."""
-    folders = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            mount = _CGROUPS / controllers
-            own = mount / path.lstrip("/")
-            folders += [own, *(parent for parent in own.parents if mount == parent or mount in parent.parents)]
-    return folders
-
-
-def _limit_of(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        try:
-            limit = int((folder / name).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        if limit < _UNLIMITED:
-            return limit
-    return None
 
 
 def cpus() -> Finding:

@@ -11,11 +11,12 @@ import os
 import signal
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import pytest
@@ -38,12 +39,12 @@ from llm_datadist.testing.scene import (
     BLOCKS,
     BUDGET_MS,
     TENSORS,
-    TRIES,
     PassesLater,
     Scene,
     beginning_of,
     child_of_fork,
     held,
+    one_row,
     open_and_forget,
     random_blocks,
     read_beginning,
@@ -60,9 +61,9 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import Connection
 
 
-def one_row(nbytes: int) -> Plan:
-    """Return a plan of one run, between the beginnings of tensors."""
-    return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+_TRIES: Final = 20  # repetitions of races
+#: The blocks of the ordered plan, as they are at its end.
+_LATER: Final = (0, 0), TENSORS, [3, 4, 5], [2, 9, 3]
 
 
 class TransportConformance:
@@ -89,32 +90,22 @@ class TransportConformance:
     @pytest.mark.parametrize("seed", range(6))
     def test_read_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
         """Random blocks arrive; no other byte changes."""
-        scene = Scene.build(seed, peer)
-        first, count, dst, src = random_blocks(seed)
-        plan = scene.plan(first, count, dst, src)
-        local = scene.local
-        expected = scene.memory.copy()
-        moved = connection.read(plan, local, scene.remote(connection, writable=False), None, Deadline(BUDGET_MS))
-        got, scene.memory[:] = scene.memory.copy(), expected
-        for tensor in range(count):
-            for to, of in zip(dst, src, strict=True):
-                scene.local_block(first[0] + tensor, to)[:] = scene.image_block(first[1] + tensor, of)
-        assert np.array_equal(got, scene.memory)
+        scene, blocks = Scene.build(seed, peer), random_blocks(seed)
+        plan, expected = scene.plan(*blocks), scene.after_read(*blocks)
+        remote = scene.remote(connection, writable=False)
+        moved = connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        assert np.array_equal(scene.memory, expected)
         scene.check_peer()
         assert moved == connection.usage().read_bytes == plan.nbytes
 
     @pytest.mark.parametrize("seed", range(6))
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
         """Random blocks reach the owner; no other byte changes."""
-        scene = Scene.build(seed, peer)
-        first, count, dst, src = random_blocks(seed)
-        plan = scene.plan(first, count, dst, src)
-        before = scene.memory.copy()
+        scene, blocks = Scene.build(seed, peer), random_blocks(seed)
+        plan, before = scene.plan(*blocks), scene.memory.copy()
         remote = scene.remote(connection, writable=True)
         moved = connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-        for tensor in range(count):
-            for to, of in zip(dst, src, strict=True):
-                scene.image_block(first[0] + tensor, to)[:] = scene.local_block(first[1] + tensor, of)
+        scene.expect_write(*blocks)
         scene.check_peer()
         assert np.array_equal(scene.memory, before)
         assert moved == connection.usage().written_bytes == plan.nbytes
@@ -124,15 +115,11 @@ class TransportConformance:
         scene = Scene.build(7, peer)
         plan = scene.plan((0, 0), TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
         assert plan.ordered
-        remote = scene.remote(connection, writable=True)
+        remote, expected = scene.remote(connection, writable=True), scene.after_read(*_LATER)
         connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-        for tensor in range(TENSORS):
-            for to, of in ((3, 2), (4, 9), (5, 3)):
-                assert np.array_equal(scene.local_block(tensor, to), scene.image_block(tensor, of))
+        assert np.array_equal(scene.memory, expected)
         connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-        for tensor in range(TENSORS):
-            for to, of in ((3, 2), (4, 9), (5, 3)):
-                scene.image_block(tensor, to)[:] = scene.local_block(tensor, of)
+        scene.expect_write(*_LATER)
         scene.check_peer()
 
     def test_a_large_transfer_with_helpers(self, peer: Peer, connection: Connection) -> None:
@@ -205,11 +192,9 @@ class TransportConformance:
         before, remote = scene.memory.copy(), scene.remote(connection, writable=True)
         beyond = Plan(0, 0, 1, plan_row(0, scene.extent - 8, 9), False, 9)
         missing = Plan(0, 1, TENSORS, plan_row(0, 0, 1), False, TENSORS)
-        for plan in (beyond, missing):
+        for plan, verb in product((beyond, missing), (connection.read, connection.write)):
             with pytest.raises(ParamError):
-                connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-            with pytest.raises(ParamError):
-                connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+                verb(plan, scene.local, remote, None, Deadline(BUDGET_MS))
         assert np.array_equal(scene.memory, before)
         scene.check_peer()
 
@@ -316,7 +301,7 @@ class TransportConformance:
             peer.advance(slot)
             peer.poke(1, np.full(nbytes, new, np.uint8))
 
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             peer.poke(1, np.full(nbytes, old, np.uint8))
             slot, generation = peer.guard()
             peer.hold(slot, generation)
@@ -330,10 +315,9 @@ class TransportConformance:
             assert not whole or (into == old).all()
         slot, generation = peer.guard()
         peer.hold(slot, generation)
-        outcome: list[bool] = []
-        with held(lambda deadline: outcome.append(read(slot, generation, deadline))):
+        with held(partial(read, slot, generation)) as last:
             peer.advance(slot)
-        assert outcome == [False]
+        assert not last.result()
 
     @pytest.mark.parametrize("slot", [0, 64, 2**40])
     def test_guards_refuse_what_is_no_slot(self, connection: Connection, slot: int) -> None:
@@ -348,27 +332,20 @@ class TransportConformance:
         """Each thread gets its own bytes."""
         scene = Scene.build(5, peer)
         remote = scene.remote(connection, writable=False)
-        plan = scene.plan((0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1])
-        failures: list[BaseException] = []
+        blocks = (0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1]
+        plan, readers = scene.plan(*blocks), threading.Barrier(4)
 
-        def read() -> None:
+        def read(_: int) -> None:
             own = replace(scene, memory=np.zeros_like(scene.memory))
-            try:
-                for _ in range(10):
-                    own.memory[:] = 0
-                    connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
-                    for tensor, block in product(range(TENSORS), range(BLOCKS)):
-                        expected = own.image_block(tensor, BLOCKS - 1 - block)
-                        assert np.array_equal(own.local_block(tensor, block), expected)
-            except BaseException as error:  # noqa: BLE001 (raised by the test's thread)
-                failures.append(error)
+            expected = own.after_read(*blocks)
+            readers.wait(BUDGET_MS / 1e3)
+            for _ in range(10):
+                own.memory[:] = 0
+                connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
+                assert np.array_equal(own.memory, expected)
 
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(read, range(4)))
 
     def test_closed_connections_raise(self, peer: Peer) -> None:
         """Every verb of a closed connection is a ``LinkError``; close may be repeated."""
@@ -377,15 +354,15 @@ class TransportConformance:
             remote = beginning_of(peer, connection, 1, 64, writable=True)
             getattr(connection, end)()
             assert connection.closed
-            local = tensors_over(np.zeros(64, np.uint8))
-            with pytest.raises(LinkError, match="closed"):
-                connection.read(one_row(64), local, remote, None, Deadline(BUDGET_MS))
-            with pytest.raises(LinkError, match="closed"):
-                connection.write(one_row(64), local, remote, None, Deadline(BUDGET_MS))
-            with pytest.raises(LinkError, match="closed"):
-                unchanged(connection, 1, 0)
-            with pytest.raises(LinkError, match="closed"):
-                beginning_of(peer, connection, 1, 64, writable=False)
+            asked = one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS)
+            for call in (
+                partial(connection.read, *asked),
+                partial(connection.write, *asked),
+                partial(unchanged, connection, 1, 0),
+                partial(beginning_of, peer, connection, 1, 64, writable=False),
+            ):
+                with pytest.raises(LinkError, match="closed"):
+                    call()
             connection.close()
             connection.abort()
 
@@ -407,23 +384,12 @@ class TransportConformance:
         before = residue()
         peer.poke(1, np.full(64, 5, np.uint8))
         connection, received = peer.connect(), np.zeros(64, np.uint8)
-        outcome: list[LLMException | None] = []
-
-        def read(deadline: Deadline) -> None:
-            try:
-                read_beginning(peer, connection, received, deadline)
-                outcome.append(None)
-            except LLMException as error:
-                outcome.append(error)
-
-        with held(read):
+        with held(partial(read_beginning, peer, connection, received)) as outcome:
             getattr(connection, end)()
             with pytest.raises(LinkError, match="closed"):
                 unchanged(connection, 1, 0)
-        if end == "close":
-            assert outcome == [None]
-        else:
-            assert isinstance(outcome[0], TransferAborted)
+        error = outcome.exception()
+        assert error is None if end == "close" else isinstance(error, TransferAborted)
         # Over lanes an abort stops the bytes.
         if end == "close" or not connection.capabilities.remote_guards:
             assert (received == 5).all()
@@ -441,10 +407,11 @@ class TransportConformance:
         """In a child every call raises ``StateError`` and close works; the parent goes on."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            with held(partial(read_beginning, peer, connection, np.zeros(64, np.uint8))):  # a thread is inside
+            with held(partial(read_beginning, peer, connection, np.zeros(64, np.uint8))) as read:  # a thread is inside
                 pid = os.fork()
                 if pid == 0:
                     os._exit(child_of_fork(connection))
+            read.result()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         if not connection.capabilities.remote_guards:
             slot, generation = peer.guard()

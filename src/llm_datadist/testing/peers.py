@@ -81,6 +81,15 @@ class Peer(ABC):
     def hold(self, slot: int, generation: int) -> None:  # noqa: B027 (not every transport needs it)
         """Make every later transfer depend on a guard, if the owner checks guards (``remote_guards``)."""
 
+    def close(self) -> None:  # noqa: B027 (not every peer owns something)
+        """Free the peer. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
 
 class LocalPeer(Peer):
     """A peer in this process, registered for inproc until :meth:`close`. Owns its memory.
@@ -125,12 +134,6 @@ class LocalPeer(Peer):
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:
         return self._private[region] if region in self._private else self.exports.regions[region].view()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class PeerProcess(Peer):
@@ -195,10 +198,6 @@ class PeerProcess(Peer):
     def advance(self, slot: int) -> int:
         return self.ask(int, "advance", slot)
 
-    def cookie_address(self) -> int:
-        """Return the address of the guard table's cookie in the child."""
-        return self.ask(int, "cookie_address")
-
     def kill(self) -> None:
         """Kill the child by SIGKILL; return when it has ended."""
         self._child.kill()
@@ -216,12 +215,6 @@ class PeerProcess(Peer):
     def ask(self, answer: type[T], verb: str, *arguments: object) -> T:
         self._pipe.send_bytes(msgspec.msgpack.encode([verb, *arguments]))
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=answer)  # noqa: TID251 (of no Struct)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class PeerChild:
