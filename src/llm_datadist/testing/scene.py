@@ -37,22 +37,14 @@ BUDGET_MS: Final = 20_000  # for calls that should succeed; only a hang can use 
 
 @dataclass(frozen=True)
 class Scene:
-    """Five equal tensors on both sides, at odd places in random memory.
-
-    Attributes:
-        extent: Bytes of each tensor.
-        memory: Local memory: tensors and gaps.
-        images: Expected bytes of the peer's regions.
-        starts: Local byte offset of each tensor.
-        places: (region, offset) of each of the peer's tensors.
-    """
+    """Five equal tensors on both sides, at odd places in random memory."""
 
     block_bytes: int
-    extent: int
-    memory: NDArray[np.uint8]
-    images: dict[int, NDArray[np.uint8]]
-    starts: list[int]
-    places: list[tuple[int, int]]
+    extent: int  # bytes of each tensor
+    memory: NDArray[np.uint8]  # local: tensors and gaps
+    images: dict[int, NDArray[np.uint8]]  # expected bytes of the peer's regions
+    starts: list[int]  # local byte offset of each tensor
+    places: list[tuple[int, int]]  # (region, offset) of each of the peer's tensors
     peer: Peer
 
     @classmethod

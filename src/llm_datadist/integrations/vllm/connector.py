@@ -115,7 +115,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_claimed()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._worker or self._scheduler).take_stats()
+        return (self._worker or self._scheduler).stats.take()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -75,12 +75,9 @@ class ClaimedOffer:
 
 
 class Engines:
-    """Links to prefill engines and claims their grants.
+    """Links to prefill engines, from address ``host`` of this rank, each in ``link_ms``; claims of their grants.
 
-    Args:
-        datadist: Instance of the links; finalized before :meth:`stop`.
-        host: Address of this rank.
-        link_ms: Milliseconds for one link.
+    Their ``datadist`` is finalized before :meth:`stop`.
     """
 
     def __init__(self, datadist: LLMDataDist, host: str, link_ms: int) -> None:

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 class PoolAllocation(TorchFunctionMode):
     """While active, answers one ``torch.zeros`` of ``nbytes`` int8 bytes on the CPU with pool memory.
 
-    Args:
-        datadist: Its pool must have room.
-        nbytes: Bytes that vLLM will ask for.
+    The pool of ``datadist`` must have room for them.
     """
 
     def __init__(self, datadist: LLMDataDist, nbytes: int) -> None:

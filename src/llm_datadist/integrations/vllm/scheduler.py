@@ -78,7 +78,7 @@ class Scheduler:
         self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under an unclaimed grant
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
         self._orders = Orders()
-        self._stats = Stats()
+        self.stats = Stats()
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
@@ -175,7 +175,7 @@ class Scheduler:
     def _hold(self, request_id: str, blocks: list[int]) -> bool:
         """Count blocks kept for a reader; return False if they would be too many."""
         if len(self._held) + sum(block not in self._held for block in blocks) > self.max_unclaimed:
-            self._stats.add("refused_offers")
+            self.stats.add("refused_offers")
             return False
         self.unclaimed[request_id] = blocks
         self._held.update(blocks)
@@ -190,10 +190,6 @@ class Scheduler:
                 self._held[block] -= 1
                 if not self._held[block]:
                     del self._held[block]
-
-    def take_stats(self) -> Stats | None:
-        found, self._stats = self._stats, Stats()
-        return None if found.is_empty() else found
 
     def take_orders(self) -> Orders:
         orders, self._orders = self._orders, Orders()

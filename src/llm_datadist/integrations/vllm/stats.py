@@ -57,6 +57,14 @@ class Stats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
+    def take(self) -> Stats | None:
+        """Return the numbers since the last call, None if there are none."""
+        if self.is_empty():
+            return None
+        found = Stats(self.data)
+        self.reset()
+        return found
+
 
 class StatsMetrics(KVConnectorPromMetrics):
     """Prometheus counters ``vllm:datadist_<name>_total``."""

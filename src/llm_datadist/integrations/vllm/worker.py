@@ -16,6 +16,7 @@ import secrets
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -90,7 +91,7 @@ class RankWorker:
         self._idle = False  # this step has no tokens
         self._fetching = 0  # ordered, not reported fetches
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
-        self._stats = Stats()
+        self.stats = Stats()
 
     def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
         config = LLMConfig()
@@ -168,7 +169,7 @@ class RankWorker:
             self._over.add(request)
         else:
             self._given[request] = grant, 0
-            self._stats.add("granted_requests")
+            self.stats.add("granted_requests")
 
     def _shares(self, offer: KvOffer) -> list[Share]:
         """Return this rank's shares; raise LLMException unless the engines fit."""
@@ -224,34 +225,28 @@ class RankWorker:
             if not grant.active:
                 del self._given[request]
                 sent.add(request)
-                self._stats.add(_ENDS.get(grant.end, "revoked_grants"))
+                self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
             elif now >= renew_at and grant.claimed():
                 self._newly_claimed.add(request)
                 self._given[request] = grant, now + self._lease_s / 3
                 with suppress(LLMException):  # it has just ended
                     grant.renew(self._lease_s)
         wait = self._idle and not sent and bool(self._given or self._fetching)
-        received: set[str] = set()
-        failed: set[str] = set()
+        received: dict[str, dict[str, float]] = {}
         with suppress(Empty):
             while True:
                 request, counted = self._ended.get(wait and not received, _IDLE_STEP_S)
-                received.add(request)
-                if "failed_fetches" in counted:
-                    failed.add(request)
-                for name, number in counted.items():
-                    self._stats.add(name, number)
+                received[request] = counted
+        for name, number in chain.from_iterable(counted.items() for counted in received.values()):
+            self.stats.add(name, number)
         self._fetching -= len(received)
-        return KVConnectorTransferResults(sent, received, failed)
+        failed = {request for request, counted in received.items() if "failed_fetches" in counted}
+        return KVConnectorTransferResults(sent, set(received), failed)
 
     def take_claimed(self) -> ClaimedRequests | None:
         """Return the offered requests claimed since the last call."""
         found, self._newly_claimed = self._newly_claimed, set()
         return ClaimedRequests(found) if found else None
-
-    def take_stats(self) -> Stats | None:
-        found, self._stats = self._stats, Stats()
-        return None if found.is_empty() else found
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
