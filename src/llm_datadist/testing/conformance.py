@@ -12,7 +12,7 @@ import signal
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -129,13 +129,10 @@ class TransportConformance:
         received = np.zeros_like(sent)
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
         plan = one_row(nbytes)
-        pool = CopyPool(2)
-        try:
+        with closing(CopyPool(2)) as pool:
             connection.write(plan, tensors_over(sent), remote, pool, Deadline(BUDGET_MS))
             assert np.array_equal(peer.peek(1), sent)
             connection.read(plan, tensors_over(received), remote, pool, Deadline(BUDGET_MS))
-        finally:
-            pool.close()
         assert np.array_equal(received, sent)
 
     def test_private_memory(self, peer: Peer, connection: Connection) -> None:
@@ -205,9 +202,7 @@ class TransportConformance:
             for region in (1, 2):
                 with pytest.raises(LinkError, match="read-only"):
                     beginning_of(peer, connection, region, 64, writable=True)
-            received = np.zeros(64, np.uint8)
-            read_beginning(peer, connection, received)
-            assert (received == 9).all()
+            assert (read_beginning(peer, connection, np.zeros(64, np.uint8)) == 9).all()
 
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
         """A write through a read-only mapping is refused and does not crash."""
@@ -258,10 +253,8 @@ class TransportConformance:
                 data[:] = 7
                 assert (data == 7).all()
         assert given_up
-        received = np.zeros(64, np.uint8)
         peer.poke(1, np.full(64, 9, np.uint8))
-        read_beginning(peer, connection, received)
-        assert (received == 9).all()
+        assert (read_beginning(peer, connection, np.zeros(64, np.uint8)) == 9).all()
 
     # Guards
 

@@ -247,10 +247,11 @@ def _map(
 
 def read_beginning(
     peer: Peer, connection: Connection, into: NDArray[np.uint8], deadline: Deadline | None = None
-) -> None:
-    """Read the beginning of region 1 into an array."""
+) -> NDArray[np.uint8]:
+    """Read the beginning of region 1 into an array; return it."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
     connection.read(one_row(into.size), tensors_over(into), remote, None, deadline or Deadline(BUDGET_MS))
+    return into
 
 
 def unchanged(connection: Connection, slot: int, generation: int) -> bool:

@@ -125,7 +125,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return Stats(data) if data is not None else Stats()
+        return Stats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
