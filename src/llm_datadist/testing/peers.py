@@ -187,9 +187,7 @@ class PeerProcess(Peer):
         return self.ask(int, "address", region)
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
-        return (
-            (PRIVATE, self.address(region) + offset) if self._private and region in REGION_BYTES else (region, offset)
-        )
+        return (PRIVATE, self.address(region) + offset) if self._private else (region, offset)
 
     def guard(self) -> tuple[int, int]:
         slot, generation = self.ask(list[int], "guard")

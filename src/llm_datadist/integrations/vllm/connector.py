@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from llm_datadist.integrations.vllm.offers import Orders
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -95,9 +94,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.endpoint()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        self._worker.obey(orders, idle=forward_context.attn_metadata is None)
+        self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are parked until all of their KV is there."""

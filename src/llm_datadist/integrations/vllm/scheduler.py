@@ -63,13 +63,11 @@ class Scheduler:
     """The connector's half in the scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
         self._config = vllm_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._cache_config = kv_cache_config
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
-        option = transfer.get_from_extra_config
+        option = vllm_config.kv_transfer_config.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._layout: Layout

@@ -70,7 +70,6 @@ class RankWorker:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
         option = transfer.get_from_extra_config
         self._lease_s = float(option("lease_s", 30))
         self._host = str(option("host", "127.0.0.1"))
@@ -99,9 +98,8 @@ class RankWorker:
         config.enable_cache_manager = True
         config.sync_kv_timeout = int(option("timeout_ms", 10_000))
         if pool_bytes:
-            page = 1 << _PAGE_SHIFT
-            size = -(-pool_bytes // page) * page
-            config.mem_pool_cfg = json.dumps({"memory_size": size, "page_shift": _PAGE_SHIFT})
+            pages = -(-pool_bytes >> _PAGE_SHIFT)
+            config.mem_pool_cfg = json.dumps({"memory_size": pages << _PAGE_SHIFT, "page_shift": _PAGE_SHIFT})
         if self._producer:
             config.listen_ip_info = show_address((self._host, 0))
         options = config.generate_options() | init_options(self._config)
