@@ -89,7 +89,6 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_read_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks arrive; no other byte changes."""
         scene, blocks = Scene.build(seed, peer), random_blocks(seed)
         plan, expected = scene.plan(*blocks), scene.after_read(*blocks)
         remote = scene.remote(connection, writable=False)
@@ -100,7 +99,6 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks reach the owner; no other byte changes."""
         scene, blocks = Scene.build(seed, peer), random_blocks(seed)
         plan, before = scene.plan(*blocks), scene.memory.copy()
         remote = scene.remote(connection, writable=True)
@@ -123,7 +121,6 @@ class TransportConformance:
         scene.check_peer()
 
     def test_a_large_transfer_with_helpers(self, peer: Peer, connection: Connection) -> None:
-        """A transfer split among threads arrives whole, there and back."""
         nbytes = REGION_BYTES[1]
         sent = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         received = np.zeros_like(sent)
@@ -179,7 +176,6 @@ class TransportConformance:
             connection.map(regions, offsets, extent, writable=False)
 
     def test_map_takes_lists_of_one_length(self, connection: Connection) -> None:
-        """Regions and offsets of different lengths are refused."""
         with pytest.raises(ParamError, match="as long"):
             connection.map(np.array([1, 1], np.uint32), np.array([0], np.uint64), 64, writable=False)
 
@@ -205,14 +201,12 @@ class TransportConformance:
             assert (read_beginning(peer, connection, np.zeros(64, np.uint8)) == 9).all()
 
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
-        """A write through a read-only mapping is refused and does not crash."""
         remote = beginning_of(peer, connection, 1, 64, writable=False)
         with pytest.raises(ParamError, match="writable"):
             connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
-        """Tensors are valid only for their connection."""
         with peer.connect() as other:
             remote = beginning_of(peer, other, 1, 64, writable=True)
         for verb in (connection.read, connection.write):
@@ -322,7 +316,6 @@ class TransportConformance:
     # Ends
 
     def test_many_threads_share_a_connection(self, peer: Peer, connection: Connection) -> None:
-        """Each thread gets its own bytes."""
         scene = Scene.build(5, peer)
         remote = scene.remote(connection, writable=False)
         blocks = (0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1]
@@ -412,7 +405,6 @@ class TransportConformance:
         read_beginning(peer, connection, np.zeros(64, np.uint8))
 
     def test_repr_shows_the_state(self, peer: Peer, connection: Connection) -> None:
-        """One line has state, users and moved bytes."""
         read_beginning(peer, connection, np.zeros(64, np.uint8))
         assert repr(connection) == f"<{type(connection).__name__} open: 0 in use, 64 bytes read, 0 written>"
         connection.close()
@@ -483,7 +475,6 @@ class ServedConformance(ProcessConformance):
         assert (peer.peek(1)[:64] == 1).all()
 
     def test_abort_wakes_a_transfer_that_waits(self) -> None:
-        """An abort ends a transfer whose peer is stopped."""
         with self.start() as process, process.serving(writable=True), process.connect() as connection:
             remote, into = beginning_of(process, connection, 1, 64, writable=False), np.ones(64, np.uint8)
             os.kill(process.pid, signal.SIGSTOP)

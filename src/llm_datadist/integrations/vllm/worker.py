@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
-_MODEL_ID: Final = 0
 _ENDS: Final = {RELEASED: "released_grants", EXPIRED: "expired_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
@@ -125,7 +124,7 @@ class RankWorker:
         )
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
-        key = BlocksCacheKey(self.cluster_id, _MODEL_ID) if self._producer else None
+        key = BlocksCacheKey(self.cluster_id) if self._producer else None
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
         in_pool = self.allocation is not None and self.allocation.cache is not None
         where = "in a pool that peers of this host map" if in_pool else "in vLLM's own memory"
@@ -208,7 +207,7 @@ class RankWorker:
         for share, grant in zip(claimed.shares, claimed.grants, strict=True):
             there: Any = rows_of(claimed.offer.layout, theirs, share.theirs, share.count)
             here: Any = rows_of(layout, ours, share.ours, share.count)
-            key = BlocksCacheKey(grant.cluster_id, _MODEL_ID)
+            key = BlocksCacheKey(grant.cluster_id)
             self.datadist.cache_manager.pull_blocks(key, self._cache, there, here, grant=grant)
             nbytes += len(here) * layout.row_bytes * len(layout.places)
         return nbytes, len(ours)
