@@ -98,13 +98,8 @@ def describe(
 ) -> tuple[Layout, list[int]]:
     """Return the layout of a rank's KV cache, and the address of each place.
 
-    Args:
-        views: By name of the layer, shape (pages, heads, tokens, bytes of K and V).
-        num_blocks: Blocks of the cache.
-        ranks: Tensor-parallel size.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: this connector cannot name the memory.
+    A layer's view has the shape (pages, heads, tokens, bytes of K and V). Raises :func:`unsupported` for memory that
+    this connector cannot name.
     """
     places: dict[int, list[str]] = {}
     for name, view in sorted(views.items()):
