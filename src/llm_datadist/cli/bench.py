@@ -35,28 +35,10 @@ _HIGHEST: Final = {
 }
 
 
-class What(StrEnum):
-    """The argument of ``bench``: the standard suite, or an op."""
-
-    STANDARD = "standard"
-    PULL = "pull"
-    PUSH = "push"
-    COPY = "copy"
-    SWAP = "swap"
-    LATENCY = "latency"
-    PLAN = "plan"
-    ALLOC = "alloc"
-    LINK = "link"
-
-
-class BenchTransport(StrEnum):
-    """Values of ``--transport``."""
-
-    SHM = "shm"
-    CMA = "cma"
-    TCP = "tcp"
-    NIXL = "nixl"
-    INPROC = "inproc"
+#: The argument of ``bench``: the standard suite, or an op.
+What = StrEnum("What", "STANDARD PULL PUSH COPY SWAP LATENCY PLAN ALLOC LINK")
+#: Values of ``--transport``.
+BenchTransport = StrEnum("BenchTransport", "SHM CMA TCP NIXL INPROC")
 
 
 def bench(
