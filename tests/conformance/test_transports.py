@@ -15,8 +15,8 @@ from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing import LocalPeer, Peer, PeerProcess, TransportConformance
-from llm_datadist.testing.conformance import ProcessConformance, ServedConformance, one_row
-from llm_datadist.testing.scene import tensors_over, unchanged
+from llm_datadist.testing.conformance import ProcessConformance, ServedConformance
+from llm_datadist.testing.scene import one_row, tensors_over, unchanged
 
 
 class TestInproc(TransportConformance):

@@ -24,8 +24,7 @@ from llm_datadist._transport.peer_memory import PeerMemory, peer_credentials
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkRefused, PeerLost, StateError
 from llm_datadist.testing import PeerProcess
-from llm_datadist.testing.conformance import one_row
-from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
+from llm_datadist.testing.scene import one_row, residue, settled, tensors_over, unchanged
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
     place, pid = process.address(PRIVATE), f"pid {peer.pid}"
     for address, shown, reason in (
         (place, cookie, None),
-        (process.cookie_address(), peer.cookie, None),
+        (process.ask(int, "cookie_address"), peer.cookie, None),
         (place + 1, cookie, f"{pid} shows another cookie than the peer's: it is another process"),
         (8, cookie, f"{pid} has no cookie where the peer has it: it is another process"),
     ):

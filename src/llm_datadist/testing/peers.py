@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection
 
-__all__ = ["REGION_BYTES", "LocalPeer", "Peer", "PeerProcess", "new_exports"]
-
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
 """Bytes of each exported region, by its id."""
 PRIVATE_BYTES: Final = 1 << 20
@@ -83,6 +81,15 @@ class Peer(ABC):
     def hold(self, slot: int, generation: int) -> None:  # noqa: B027 (not every transport needs it)
         """Make every later transfer depend on a guard, if the owner checks guards (``remote_guards``)."""
 
+    def close(self) -> None:  # noqa: B027 (not every peer owns something)
+        """Free the peer. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
 
 class LocalPeer(Peer):
     """A peer in this process, registered for inproc until :meth:`close`. Owns its memory.
@@ -127,12 +134,6 @@ class LocalPeer(Peer):
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:
         return self._private[region] if region in self._private else self.exports.regions[region].view()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class PeerProcess(Peer):
@@ -186,9 +187,7 @@ class PeerProcess(Peer):
         return self.ask(int, "address", region)
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
-        return (
-            (PRIVATE, self.address(region) + offset) if self._private and region in REGION_BYTES else (region, offset)
-        )
+        return (PRIVATE, self.address(region) + offset) if self._private else (region, offset)
 
     def guard(self) -> tuple[int, int]:
         slot, generation = self.ask(list[int], "guard")
@@ -196,10 +195,6 @@ class PeerProcess(Peer):
 
     def advance(self, slot: int) -> int:
         return self.ask(int, "advance", slot)
-
-    def cookie_address(self) -> int:
-        """Return the address of the guard table's cookie in the child."""
-        return self.ask(int, "cookie_address")
 
     def kill(self) -> None:
         """Kill the child by SIGKILL; return when it has ended."""
@@ -218,12 +213,6 @@ class PeerProcess(Peer):
     def ask(self, answer: type[T], verb: str, *arguments: object) -> T:
         self._pipe.send_bytes(msgspec.msgpack.encode([verb, *arguments]))
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=answer)  # noqa: TID251 (of no Struct)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class PeerChild:

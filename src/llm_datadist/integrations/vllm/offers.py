@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.references import ReferenceKeys
 
-__all__ = [
-    "ClaimedRequests",
-    "EndpointMetadata",
-    "KvOffer",
-    "Orders",
-    "RankEndpoint",
-    "Targets",
-    "asked_of",
-    "prompt_digest",
-]
-
 FIELD: Final = "datadist"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -107,28 +96,20 @@ def prompt_digest(request: Request) -> bytes | None:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """The scheduler's orders to its workers for one step.
+    """The scheduler's orders to its workers for one step, by request. vLLM logs failed steps: tokens are not shown."""
 
-    Attributes:
-        claims: Verified offers and the tokens of their grants.
-        fetches: Claimed requests that now have blocks.
-        drops: Claimed requests that need nothing of their offer.
-        refused: Requests with a refused reference, to report as failed.
-        grants: Offered requests: token and blocks.
-    """
-
-    claims: dict[str, tuple[KvOffer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs failed steps
-    fetches: dict[str, Targets] = field(default_factory=dict)
-    drops: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)
+    claims: dict[str, tuple[KvOffer, bytes]] = field(default_factory=dict, repr=False)  # verified; their grants' tokens
+    fetches: dict[str, Targets] = field(default_factory=dict)  # claimed requests that now have blocks
+    drops: list[str] = field(default_factory=list)  # claimed requests that need nothing of their offer
+    refused: list[str] = field(default_factory=list)  # with a refused reference, to report as failed
+    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)  # offered: token and blocks
 
 
+@dataclass
 class ClaimedRequests(KVConnectorWorkerMetadata):
     """Offered requests whose grants a reader has claimed, from a worker to the scheduler."""
 
-    def __init__(self, requests: set[str]) -> None:
-        self.requests = requests
+    requests: set[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
         return ClaimedRequests(self.requests | other.requests)

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.layout import Layout
     from llm_datadist.integrations.vllm.offers import RankEndpoint
 
-__all__ = ["Scheduler", "init_options"]
-
 logger = init_logger("vllm.datadist.scheduler")
 
 
@@ -65,13 +63,11 @@ class Scheduler:
     """The connector's half in the scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
         self._config = vllm_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._cache_config = kv_cache_config
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
-        option = transfer.get_from_extra_config
+        option = vllm_config.kv_transfer_config.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._layout: Layout
@@ -80,7 +76,7 @@ class Scheduler:
         self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under an unclaimed grant
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
         self._orders = Orders()
-        self._stats = Stats()
+        self.stats = Stats()
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
@@ -177,7 +173,7 @@ class Scheduler:
     def _hold(self, request_id: str, blocks: list[int]) -> bool:
         """Count blocks kept for a reader; return False if they would be too many."""
         if len(self._held) + sum(block not in self._held for block in blocks) > self.max_unclaimed:
-            self._stats.add("refused_offers")
+            self.stats.add("refused_offers")
             return False
         self.unclaimed[request_id] = blocks
         self._held.update(blocks)
@@ -192,10 +188,6 @@ class Scheduler:
                 self._held[block] -= 1
                 if not self._held[block]:
                     del self._held[block]
-
-    def take_stats(self) -> Stats | None:
-        found, self._stats = self._stats, Stats()
-        return None if found.is_empty() else found
 
     def take_orders(self) -> Orders:
         orders, self._orders = self._orders, Orders()
