@@ -39,8 +39,6 @@ def _parse_flag(name: str, text: str) -> bool:
 
 
 def whole(low: int, high: int) -> Kind[int]:
-    """Return the kind of a whole number within bounds."""
-
     def parse(name: str, text: str) -> int:
         if not is_digits(text) or not low <= int(text) <= high:
             raise ParamError(f"{name}: {text!r} is no whole number in [{low}, {high}]")
@@ -126,7 +124,6 @@ class PoolOptions:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
         return 1 << self.page_shift
 
     @classmethod
