@@ -43,7 +43,7 @@ def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object,
     """Give what has no source of its own that of its class, and make sources links to docs/interface.md."""
     text = "\n".join(lines)
     if "Source:" not in text and "extension" not in text.lower():
-        if what in ("attribute", "property", "method"):
+        if what in ("attribute", "property", "method", "function"):
             owner = inspect.getdoc(_owner(name)) or ""
             lines += ["", *[line.strip() for line in owner.splitlines() if "Source:" in line], ""]
         elif what == "exception":

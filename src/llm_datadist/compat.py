@@ -1,6 +1,8 @@
 """Helpers that existing code imports by path: checks, statuses, layer arithmetic (interface R23).
 
 The library uses the stricter ``_checks.py``. The alias modules (``status``, ``utils/``, ``v2/``) import from here.
+
+Source: interface §1.3, unless a function names another.
 """
 
 from __future__ import annotations
@@ -55,8 +57,6 @@ def raise_if_false(
 
     Raises:
         ParamError, LLMException: With ``LLM_PARAM_INVALID``; with another status.
-
-    Source: interface §1.3.
     """
     if not pred:
         _log_and_raise(_filled(fmt, args), status_code)
@@ -65,10 +65,7 @@ def raise_if_false(
 def raise_if_true(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """Do as :func:`raise_if_false`, but if ``pred`` is true.
-
-    Source: interface §1.3.
-    """
+    """Do as :func:`raise_if_false`, but if ``pred`` is true."""
     if pred:
         _log_and_raise(_filled(fmt, args), status_code)
 
@@ -83,8 +80,6 @@ def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: o
 
     Raises:
         ParamError, LLMException: As :func:`raise_if_false`.
-
-    Source: interface §1.3.
     """
     code = code_2_status(check_int("status", status))
     if code is not LLMStatusCode.LLM_SUCCESS:
@@ -109,12 +104,7 @@ def _filled(fmt: str, args: tuple[object, ...]) -> str:
 
 
 def check_isinstance(
-    name: str,
-    value: object,
-    types: Types,
-    inner: Types | None = None,
-    extra_fmt: str = "",
-    allow_none: bool = True,
+    name: str, value: object, types: Types, inner: Types | None = None, extra_fmt: str = "", allow_none: bool = True
 ) -> None:
     """Check the type of an argument and of a container's elements. **None passes by default.**
 
@@ -126,8 +116,6 @@ def check_isinstance(
     Raises:
         TypeError: ``name only support [...] but got ...``, for an element ``name inner type only support [...]``;
             ``NoneArgument`` for a refused None.
-
-    Source: interface §1.3.
     """
     if value is None and allow_none:
         return
@@ -145,8 +133,6 @@ def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types 
 
     Raises:
         TypeError: Another type (``NoneArgument`` for None).
-
-    Source: interface §1.3.
     """
     check_isinstance(name, d, dict, ktype, allow_none=False)
     for key, value in check_type(name, d, dict).items():
@@ -158,8 +144,6 @@ def check_positive_or_set_default(name: str, value: object) -> int:
 
     Raises:
         TypeError, ParamError: Not an int; negative.
-
-    Source: interface §1.3.
     """
     if value is None:
         return -1
@@ -184,10 +168,7 @@ def _list_check(kind: str, check: Callable[[str, object], int]) -> Callable[[str
             check(f"{name}[{i}]", element)
 
     check_each.__name__ = check_each.__qualname__ = f"check_list_{kind}"
-    check_each.__doc__ = (
-        f"Check a list or tuple of {kind}: another type is a TypeError, a number outside a ValueError.\n\n"
-        f"Source: interface §1.3."
-    )
+    check_each.__doc__ = f"Check a list or tuple of {kind}: another type is a TypeError, a number outside a ValueError."
     return check_each
 
 
