@@ -96,10 +96,9 @@ def _parse_users(name: str, text: str) -> frozenset[int]:
 def parse_json(name: str, text: str) -> object:
     """Return the value of a JSON text. Raises ParamError with ``name`` and the place of the error."""
     try:
-        value: object = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ParamError(f"{name}: {text[:200]!r} is not valid JSON ({error})") from None
-    return value
 
 
 def _integer(name: str, fields: dict[str, Any], field: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -39,14 +40,9 @@ def quantile(buckets: Sequence[int], share: float) -> float:
 
     Above 1.024 µs at most twice the true value. Without operations 0.0; ``inf`` beyond the last bound.
     """
-    needed, seen = share * sum(buckets), 0
-    if not needed:
-        return 0.0
-    for bound, count in zip((*DURATION_BOUNDS, math.inf), buckets, strict=True):
-        seen += count
-        if seen >= needed:
-            return bound
-    return math.inf
+    needed = share * sum(buckets)
+    below = sum(seen < needed for seen in accumulate(buckets))
+    return (*DURATION_BOUNDS, math.inf, math.inf)[below] if needed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +66,8 @@ class OperationStatistics:
 
     def quantile(self, share: float) -> float:
         """Return an upper bound, in seconds, of a quantile over all transports."""
-        return quantile(
-            [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
-        )
+        together = [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)]
+        return quantile(together, share)
 
 
 @dataclass(frozen=True, slots=True)
