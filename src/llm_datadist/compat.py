@@ -1,7 +1,6 @@
 """Helpers that existing code imports by path: checks, statuses, layer arithmetic (interface R23).
 
 The library uses the stricter ``_checks.py``. The alias modules (``status``, ``utils/``, ``v2/``) import from here.
-
 Source: interface §1.3, unless a function names another.
 """
 
@@ -25,23 +24,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, Param
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "check_dict",
-    "check_isinstance",
-    "check_layer_range",
-    "check_list_int32",
-    "check_list_int64",
-    "check_list_uint8",
-    "check_list_uint16",
-    "check_list_uint32",
-    "check_list_uint64",
-    "check_positive_or_set_default",
-    "handle_llm_status",
-    "layer_range_to_tensor_indices",
-    "raise_if_false",
-    "raise_if_true",
-]
 
 Types = type | list[type] | tuple[type, ...]
 
@@ -71,15 +53,12 @@ def raise_if_true(
 
 
 def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: object = "") -> None:
-    """Raise the exception of a status, unless it is ``LLM_SUCCESS``.
+    """Raise the exception of a status, as :func:`raise_if_false` does, unless it is ``LLM_SUCCESS``.
 
     Args:
         status: Any number; one without a name counts as ``LLM_FAILED``.
         func_name: Caller's name in the text, such as ``"[pull_cache]"``.
         other_info: End of the text.
-
-    Raises:
-        ParamError, LLMException: As :func:`raise_if_false`.
     """
     code = code_2_status(check_int("status", status))
     if code is not LLMStatusCode.LLM_SUCCESS:
@@ -129,11 +108,7 @@ def check_isinstance(
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
-    """Check the types of a dict's keys and values, with ``v_inner`` of the values' elements.
-
-    Raises:
-        TypeError: Another type (``NoneArgument`` for None).
-    """
+    """Check the types of a dict's keys, values and (``v_inner``) their elements; errors as :func:`check_isinstance`."""
     check_isinstance(name, d, dict, ktype, allow_none=False)
     for key, value in check_type(name, d, dict).items():
         check_isinstance(f"{name}[{key!r}]", value, vtype, v_inner, allow_none=False)
