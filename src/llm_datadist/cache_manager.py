@@ -18,20 +18,12 @@ from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
 from llm_datadist._transfer.grants import GrantClaims, check_token
 from llm_datadist.errors import NotLinked, ParamError
-from llm_datadist.types import (
-    BlocksCacheKey,
-    Cache,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    LayerSynchronizer,
-    MemInfo,
-    Placement,
-)
+from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
 if TYPE_CHECKING:
     from llm_datadist._transfer.calls import Config, Pending
     from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
     from llm_datadist.types.descriptors import BlockNumbers
     from llm_datadist.types.grant import Grant
 
@@ -52,9 +44,7 @@ class CacheManager(EngineUser):
     continuous one or the reverse; CacheNotFound for a freed cache; CacheError (``LLM_PARAM_INVALID``) for a ``Cache``
     of another LLMDataDist or ``init``; after ``finalize`` StateError with ``LLM_ENGINE_FINALIZED`` (interface R21).
     Argument errors precede side effects; a ``ParamError`` about the peer's cache follows one request.
-    ``<call>_async`` is the asyncio form of a call.
-
-    Threads: any.
+    ``<call>_async`` is the asyncio form of a call. Threads: any.
 
     Source: interface §6.0.
     """
@@ -170,9 +160,7 @@ class CacheManager(EngineUser):
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register memory of the caller as a blocks cache.
-
-        As :meth:`register_cache`, but the newest binding of a key wins.
+        """Register a blocks cache, as :meth:`register_cache`, but the newest binding of a key wins.
 
         Source: interface §6.6.
         """
@@ -197,11 +185,10 @@ class CacheManager(EngineUser):
     def unregister_cache(self, cache_id: int) -> None:
         """Unregister a cache and its keys; then no peer and no call uses the memory.
 
-        Running pulls of it fail. The call waits, within ``sync_kv_timeout``, for writing peers and other threads'
-        calls. Unknown ids: no-op.
+        Running pulls of it fail. The call waits for writing peers and other threads' calls. Unknown ids: no-op.
 
         Raises:
-            DeadlineExceeded: The peer or call in the text uses the memory. The cache stays registered, with its keys.
+            DeadlineExceeded: The peer or call in the text uses the memory (``sync_kv_timeout``); cache and keys stay.
             StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §6.7.
@@ -407,8 +394,6 @@ class CacheManager(EngineUser):
             GrantEnded, NotLinked, PeerLost: The grant, or the link to its owner, has ended.
             LinkError: Too many claims of this peer wait at the owner (``LLM_LINK_BUSY``).
             DeadlineExceeded: The owner has not made the grant yet; ``budget_ms`` is 0 if ``wait`` is False.
-
-        Source: extension.
         """
         engine = self._engine
         check_uint64("cluster_id", cluster_id)
@@ -470,9 +455,7 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> Pending:
-        """Push blocks of ``src_cache`` into a peer's blocks cache. Needs RCA; consumes nothing.
-
-        ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26).
+        """Push ``src_blocks[i]`` to a peer's ``dst_blocks[i]``, in order (interface R26). Needs RCA; consumes nothing.
 
         Args:
             dst_cache_key: Peer cache by model id, or by cache id (an extension) with batch index 0 (interface R31).

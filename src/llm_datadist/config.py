@@ -360,10 +360,11 @@ def _default_max_links() -> int:
 
 
 def _check_credentials(options: Options, texts: Mapping[str, str]) -> None:
-    if options.credentials is None and options.max_link_age is not None:
-        given = texts[MAX_LINK_AGE]
-        raise ParamError(f"{MAX_LINK_AGE}: {given!r}, but links without {_CREDENTIALS} are not authenticated")
-    if options.credentials is None and options.peer_policy is not None:
+    if options.credentials is not None:
+        return
+    given = texts.get(MAX_LINK_AGE)
+    check_rule(given is None, f"{MAX_LINK_AGE}: {given!r}, but links without {_CREDENTIALS} are not authenticated")
+    if options.peer_policy is not None:
         check_rule(
             options.insecure,
             f"{PEER_POLICY}: without authentication any peer may say any cluster id: set {_CREDENTIALS}, or "
@@ -476,9 +477,7 @@ class LLMConfig:
 
     Assignments check values: a wrong type is a TypeError (NoneArgument for None, unless None means "not assigned"), a
     value outside its range a ParamError. ``init`` checks JSON texts. An unknown name is an AttributeError with the
-    nearest name.
-
-    Flags are bools. ``device_id`` is an int, or a list or tuple of ints; ``sync_kv_timeout`` an int or digits.
+    nearest name. ``device_id`` is an int, or a list or tuple of ints; ``sync_kv_timeout`` an int or digits.
 
     Source: interface §2.
     """

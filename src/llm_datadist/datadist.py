@@ -62,9 +62,8 @@ class LLMDataDist:
     A process may have several independent instances (interface R20). A wrong type is a TypeError (``NoneArgument`` for
     None), a cluster or communicator id outside uint64 a ParamError; so is a ``timeout``, the milliseconds of a whole
     call, not above 0. All but ``init``, ``finalize`` and ``cluster_id`` raise NotInitialized before ``init`` and after
-    ``finalize``. A call of the other mode, v1 or v2, is a StateError (``LLM_PARAM_INVALID``).
-
-    Threads: any, except that ``finalize`` must be alone (interface §11).
+    ``finalize``. A call of the other mode, v1 or v2, is a StateError (``LLM_PARAM_INVALID``). Threads: any, except that
+    ``finalize`` must be alone (interface §11).
 
     Args:
         role: A label in v2 mode; in v1 mode it decides which calls are allowed.
@@ -253,8 +252,7 @@ class LLMDataDist:
         """Begin to link all members of a communicator to each other; return its id.
 
         Every member calls this with the same arguments. :meth:`query_register_mem_status` is PREPARING, then OK or
-        FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are used. A lost
-        member is dialled again before OK, not after it. Addresses, ports, attempts: interface §3.5.
+        FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are used.
 
         Args:
             comm_name: 1 to 127 characters, no NUL.
@@ -270,17 +268,15 @@ class LLMDataDist:
         """
         engine = self._communicating("link")
         ranks = _checked_ranks(comm_name, cluster_rank_info, rank_table)
-        check_rule(
-            self._cluster_id in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}"
-        )
-        with engine.meters.call("link", [each for each in ranks if each != self._cluster_id]):
+        own = self._cluster_id
+        check_rule(own in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {own}")
+        with engine.meters.call("link", [each for each in ranks if each != own]):
             return linking.openers[-1](engine, comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """End a communicator, in any state, at this side only.
 
-        The call waits for running operations within ``sync_kv_timeout``, then they fail. A link stays if
-        ``link_clusters`` or another communicator needs it.
+        The call waits for running operations within ``sync_kv_timeout``, then they fail.
 
         Raises:
             NotLinked: There is no such communicator.
@@ -299,10 +295,7 @@ class LLMDataDist:
             engine.links.communicators.close(number, engine.deadline())
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return a communicator's status: PREPARING, then OK or FAILED until ``unlink``.
-
-        Raises:
-            NotLinked, LLMException: As :meth:`unlink`.
+        """Return a communicator's status: PREPARING, then OK or FAILED until ``unlink``. Errors as there.
 
         Source: interface §3.5.
         """
@@ -310,7 +303,7 @@ class LLMDataDist:
         return engine.links.communicators.status(check_uint64("comm_id", comm_id))
 
     def explain_communicator(self, comm_id: int) -> CommunicatorStatistics:
-        """Return a communicator's members, those missing, and why it failed, or raise NotLinked. An extension."""
+        """Return a communicator's members, missing ones and failure, or raise NotLinked. An extension."""
         engine = self._life.require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))
 
@@ -326,8 +319,7 @@ class LLMDataDist:
         """Change the role; start, move or stop the listener.
 
         With ``llm.listenIpInfo`` in the options the instance listens there, otherwise nowhere; other options are
-        ignored. With ``llm.TransferBackend`` the listener stays. Caches, ids and keys stay. In v2 mode the role is a
-        label.
+        ignored. With ``llm.TransferBackend`` the listener stays. Caches, ids and keys stay.
 
         Raises:
             ParamError: ``llm.listenIpInfo`` is not ip:port; in v1 mode the same role, or PROMPT without it.
@@ -366,20 +358,14 @@ class LLMDataDist:
 
     @property
     def cache_manager(self) -> CacheManager:
-        """The CacheManager (v2 mode); the same object until finalize.
-
-        Source: interface §3.3.
-        """
+        """The CacheManager (v2 mode); the same object until finalize (interface §3.3)."""
         from llm_datadist.cache_manager import CacheManager
 
         return self._life.require_manager(CacheManager, "cache_manager", "kv_cache_manager")
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
-        """The KvCacheManager (v1 mode); the same object until finalize.
-
-        Source: interface §3.3.
-        """
+        """The KvCacheManager (v1 mode); the same object until finalize (interface §3.3)."""
         from llm_datadist.kv_cache_manager import KvCacheManager
 
         return self._life.require_manager(KvCacheManager, "kv_cache_manager", "cache_manager")
@@ -403,8 +389,7 @@ class LLMDataDist:
         """Return a link's state, its transports and the reason for them. An extension.
 
         Raises:
-            NotLinked: There is no link. The text has its last event; after a failed ``link_clusters`` its exception is
-                the ``__cause__``.
+            NotLinked: There is no link. The text has its last event, ``__cause__`` the failure of ``link_clusters``.
         """
         engine = self._life.require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()

@@ -82,11 +82,10 @@ class KvCache:
         return [addresses] if addresses else []
 
     # A second handle would deallocate the cache while the first is in use.
-    def __copy__(self) -> KvCache:
+    def __deepcopy__(self, memo: object = None) -> KvCache:
         return self
 
-    def __deepcopy__(self, memo: object) -> KvCache:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r}: it is of this process and cannot be pickled; others name a cache by its key")

@@ -62,9 +62,7 @@ class KvCacheManager(EngineUser):
 
     The errors, and the state after each, are v2's, with v1's statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for
     ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` for ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use. After
-    ``finalize`` ``is_initialized`` still works.
-
-    Threads: any.
+    ``finalize`` ``is_initialized`` still works. Threads: any.
 
     Source: interface §8.
     """
@@ -210,8 +208,7 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Pull a row of a PROMPT's continuous cache into row ``batch_index`` of ``kv_cache``.
 
-        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5). Only at a
-        DECODER.
+        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5).
 
         Args:
             cache_key: The PROMPT's row, by key or by id.

@@ -62,10 +62,7 @@ _LOSSES = ("connection", "process_ended", "silent", "unauthenticated", "replaced
 
 
 class StatisticsCollector(Collector):
-    """Collector of ``statistics()`` of LLMDataDists, labelled with the cluster id.
-
-    Threads: any.
-    """
+    """Collector of ``statistics()`` of LLMDataDists, labelled with the cluster id. Threads: any."""
 
     def __init__(self, *datadists: LLMDataDist) -> None:
         self._datadists = WeakSet(datadists)
