@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.metrics import Statistics
 
-__all__ = ["PAGE_VERSION", "Instance", "PageError", "StatisticsPage", "instances", "read_page"]
-
 _NAME: Final = "llm-datadist-statistics"
 _MAGIC: Final = b"lldd-sta"
 PAGE_VERSION: Final = 1
@@ -78,7 +76,6 @@ class StatisticsPage:
             self._timer.cancel()
 
     def write(self) -> None:
-        """Publish the present statistics."""
         role, now = self._content()
         body = _encode(role, now, truncated=False)
         if len(body) > _CAPACITY - _HEADER.size:

@@ -72,7 +72,7 @@ def byte_count(name: str, value: object) -> int:
 
 
 def _row_keys(name: str, value: object) -> Bindings:
-    return [(key, row) for row, key in enumerate(check_list(name, value, CacheKey, tuple_ok=True))]
+    return [(key, row) for row, key in enumerate(check_list(name, value, CacheKey))]
 
 
 def _blocks_key(name: str, value: object) -> Bindings:

@@ -381,7 +381,7 @@ class LayerwiseArguments:
         abstract: type = LayerSynchronizer
         self.synchronizer: LayerSynchronizer = check_type("layer_synchronizer", layer_synchronizer, abstract)
         kind: type[Config] = TransferWithCacheKeyConfig if by_key else TransferConfig
-        self.configs = check_list("transfer_configs", transfer_configs, kind, tuple_ok=True)
+        self.configs = check_list("transfer_configs", transfer_configs, kind)
         check_rule(
             self.dst is not None or self.size == 0,
             f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",

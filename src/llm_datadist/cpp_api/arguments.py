@@ -58,7 +58,7 @@ def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = Fal
 
     ``local_ip``: each must have a local ip. ``learn``: a cluster id of 0 is learned from the peer.
     """
-    given = check_list("clusters", clusters, ClusterInfo, tuple_ok=True)
+    given = check_list("clusters", clusters, ClusterInfo)
     check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
     return [_cluster_info(f"clusters[{i}]", each, local_ip=local_ip, learn=learn) for i, each in enumerate(given)]
 
@@ -80,7 +80,7 @@ def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: boo
 
 
 def _endpoints(name: str, infos: object, *, named: bool) -> list[tuple[int | str, int]]:
-    endpoints = check_list(name, infos, IpInfo, tuple_ok=True)
+    endpoints = check_list(name, infos, IpInfo)
     return [
         check_endpoint(check_type(f"{name}[{i}].ip", each.ip, str), each.port, f"{name}[{i}].", named=named)
         for i, each in enumerate(endpoints)
