@@ -287,20 +287,17 @@ class Dial(AbstractContextManager["Dial"]):
         proven = endpoint.peer_secrets.is_proven(welcome.incarnation, LISTENER, self._transcript, welcome.proof)
         self._proven = proven or meeting.here is not None
         try:
-            self._check(welcome, wanted)
-            meeting.offered, meeting.sock = endpoint.offered_to(welcome.cluster_id), self._frames.socket
-            meeting.address, meeting.deadline = self._frames.address, self._deadline
-            meeting.choose()
-            self._connection = meeting.open()
-            self._undo.callback(self._connection.close)
+            self._open(welcome, wanted)
         except (LinkRefused, AuthFailed) as error:
             raise type(error)(f"{self._what}: {error}", status_code=error.status_code) from error
         self.peer = Peer.of(welcome)
 
-    def _check(self, welcome: Welcome, wanted: int | None) -> None:
-        self._endpoint.check_version(welcome)
-        self._endpoint.check_identity(self._frames.tls, welcome)
-        _check_place(welcome, self._meeting.here)
+    def _open(self, welcome: Welcome, wanted: int | None) -> None:
+        """Check the peer, then open the data path."""
+        endpoint, meeting, frames = self._endpoint, self._meeting, self._frames
+        endpoint.check_version(welcome)
+        endpoint.check_identity(frames.tls, welcome)
+        _check_place(welcome, meeting.here)
         if self._incarnation not in (None, welcome.incarnation):
             text = f"another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}"
             raise LinkRefused(text, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
@@ -309,7 +306,12 @@ class Dial(AbstractContextManager["Dial"]):
             raise LinkRefused(f"{text}process of the lost link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if wanted is not None and welcome.cluster_id != wanted:
             raise LinkRefused(f"remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
-        self._endpoint.check_access(welcome)
+        endpoint.check_access(welcome)
+        meeting.offered = endpoint.offered_to(welcome.cluster_id)
+        meeting.sock, meeting.address, meeting.deadline = frames.socket, frames.address, self._deadline
+        meeting.choose()
+        self._connection = meeting.open()
+        self._undo.callback(self._connection.close)
 
     def confirm(self, sequence: int, *, present: bool = False) -> int:
         """Do steps 5 and 6 with this side's number, of an existing link if ``present``; return the listener's."""

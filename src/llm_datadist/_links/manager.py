@@ -167,9 +167,10 @@ class LinkManager:
             raise NotLinked(f"cluster {cluster_id} is not linked{past}{story}", peer=cluster_id) from error
         return link
 
-    def _usable(self, cluster_id: int | None) -> Link | None:
+    def _usable(self, cluster_id: int | None, since: int = 0) -> Link | None:
+        """Return the usable link to a cluster, if its number is above ``since``."""
         link = None if cluster_id is None else self._table.get(cluster_id)
-        return link if link is not None and link.usable else None
+        return link if link is not None and link.usable and link.origin.sequence > since else None
 
     @property
     def lost(self) -> dict[str, int]:
@@ -219,16 +220,12 @@ class LinkManager:
                 if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise
                 # Both sides dialled, and this one gives way: it dials again until the other's link comes.
-                if not self._table.wait(lambda: self._is_new(wanted, since), Deadline(_CROSSING_POLL_MS)):
+                if not self._table.wait(lambda: bool(self._usable(wanted, since)), Deadline(_CROSSING_POLL_MS)):
                     deadline.check(f"link to {show_address(address)}: both sides dial", "link", wanted)
                 continue
             # The process may answer dials, but have forgotten this link.
             if present is None or self._keep(present, "its peer answers new dials only", deadline):
                 return present
-
-    def _is_new(self, cluster_id: int | None, since: int) -> bool:
-        link = self._usable(cluster_id)
-        return link is not None and link.origin.sequence > since
 
     def _reconnect(self, reconnect: Reconnect, deadline: Deadline) -> None:
         """Dial a lost link once. On the reconnector's thread."""
