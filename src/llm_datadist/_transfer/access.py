@@ -37,10 +37,10 @@ class AccessPolicy:
         if self._peers is not None and not self._peers.of(cluster_id).link:
             raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this instance")
 
-    def offered_to(self, cluster_id: int) -> Exports:
-        """Return the exports that a cluster on this host may map.
+    def offered_to(self, cluster_id: int) -> Exports | LinkRefused:
+        """Return the exports that a cluster on this host may map, or the reason for none.
 
-        Raises LinkRefused if each request needs a decision, because a mapping shows whole pools and writable memory is
+        There are none if each request needs a decision, because a mapping shows whole pools and writable memory is
         readable.
         """
         exports = self._store.exports
@@ -50,11 +50,11 @@ class AccessPolicy:
         if not may.pull and not may.push:
             return replace(exports, regions={}, writable=False, private=False)
         if isinstance(may.models, frozenset):
-            raise LinkRefused(
+            return LinkRefused(
                 f"{PEER_POLICY} allows cluster {cluster_id} some models only: no pool is mapped as a whole"
             )
         if not may.pull:
-            raise LinkRefused(f"{PEER_POLICY} allows cluster {cluster_id} to push only: a mapped pool could be read")
+            return LinkRefused(f"{PEER_POLICY} allows cluster {cluster_id} to push only: a mapped pool could be read")
         return exports if may.push else replace(exports, writable=False)
 
     def require_move(self, link: object, *, push: bool) -> None:

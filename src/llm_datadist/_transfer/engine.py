@@ -21,7 +21,7 @@ from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.manager import LinkHooks, LinkManager
+from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
@@ -164,22 +164,16 @@ class Engine:
             messages.ClaimEnded: self.grants.on_claim_ended,
             messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
-        return LinkManager(
-            self._control,
-            Endpoint(
-                self.cluster_id,
-                options.remote_accessible,
-                self.store.exports,
-                self.transports,
-                credentials=self._credentials,
-                check_reach=partial(options.check_reach, "link"),
-                rules=self._access,
-            ),
-            LinkHooks(handlers, self._on_link_end, self._on_tick),
-            peer_timeout=options.peer_timeout,
-            max_links=options.max_links,
-            max_link_age=options.max_link_age,
+        endpoint = Endpoint(
+            self.cluster_id,
+            options.remote_accessible,
+            self.transports,
+            self._credentials,
+            check_reach=partial(options.check_reach, "link"),
+            require_link=self._access.require_link,
+            offered_to=self._access.offered_to,
         )
+        return LinkManager(self._control, endpoint, options, handlers, self._on_link_end, self._on_tick)
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
         table = RankTable.parse(rank_table)
