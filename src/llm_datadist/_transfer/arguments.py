@@ -79,50 +79,33 @@ def _blocks_key(name: str, value: object) -> Bindings:
     return [] if value is None else [(check_type(name, value, BlocksCacheKey), 0)]
 
 
-def _optional_uint64(name: str, value: object) -> int | None:
-    return None if value is None else check_uint64(name, value)
+def _uint64_or(default: int | None) -> Rule:
+    return lambda name, value: default if value is None else check_uint64(name, value)
 
 
-def _byte_offset(name: str, value: object) -> int:
-    return 0 if value is None else check_uint64(name, value)
-
-
-def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair (interface §6.8)."""
+def _pairs(name: str, value: object, *, lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (sources, destinations), pair by pair (interface §6.8, §6.9); ``lists`` of destinations, or one each."""
     pairs = check_type(name, value, dict)
-    if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
+    if (plain := _native.parse_pairs(pairs, lists=lists)) is not None:
         return plain
     for source, targets in pairs.items():
-        if not isinstance(targets, list):
+        if lists and not isinstance(targets, list):
             check_type(f"{name}[{source!r}]", targets, list)
+    flat = [target for targets in pairs.values() for target in targets] if lists else list(pairs.values())
     try:
-        sources = _native.parse_indices(name, list(pairs))
-        flat = _native.parse_indices(name, [target for targets in pairs.values() for target in targets])
-    except (TypeError, ParamError):
+        sources, destinations = _native.parse_indices(name, list(pairs)), _native.parse_indices(name, flat)
+    except (TypeError, ParamError):  # the native parser cannot name the element
         for source, targets in pairs.items():
             _block_number(f"key of {name}", source)
-            for i, target in enumerate(targets):
-                _block_number(f"{name}[{source}][{i}]", target)
+            for i, target in enumerate(targets if lists else [targets]):
+                _block_number(f"{name}[{source}][{i}]" if lists else f"{name}[{source}]", target)
         raise
-    return np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs))), flat
-
-
-def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair (interface §6.9)."""
-    pairs = check_type(name, value, dict)
-    if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
-        return plain
-    try:
-        return _native.parse_indices(name, list(pairs)), _native.parse_indices(name, list(pairs.values()))
-    except (TypeError, ParamError):
-        for source, target in pairs.items():
-            _block_number(f"key of {name}", source)
-            _block_number(f"{name}[{source}]", target)
-        raise
+    if lists:
+        sources = np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs)))
+    return sources, destinations
 
 
 def _block_number(name: str, value: object) -> None:
-    """Name the element in the error, which the native parser cannot."""
     number = check_int64(name, value)
     check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
@@ -139,15 +122,14 @@ ARGUMENTS: Final[Rules] = {
     # rows and bytes
     **dict.fromkeys(("batch_index", "src_batch_index", "dst_batch_index"), check_uint32),
     "offset": check_uint64,
-    "src_cache_offset": _byte_offset,
-    "dst_cache_offset": _byte_offset,
+    **dict.fromkeys(("src_cache_offset", "dst_cache_offset"), _uint64_or(0)),
     "size": check_int64,
-    "req_id": _optional_uint64,
+    "req_id": _uint64_or(None),
     # blocks
     "src_blocks": parse_blocks,
     "dst_blocks": parse_blocks,
-    "copy_block_info": _copy_pairs,
-    "src_to_dst": _swap_pairs,
+    "copy_block_info": partial(_pairs, lists=True),
+    "src_to_dst": partial(_pairs, lists=False),
 }
 
 
