@@ -18,7 +18,7 @@ from llm_datadist._links.handshake import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.handles import encode_handle
-from llm_datadist._transfer.target import MoveTarget
+from llm_datadist._transfer.target import Target
 from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist.errors import CacheNotFound, LinkRefused
@@ -186,7 +186,7 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     engine, cache = end.world.probe.engine, end.world.caches["kv"]
     guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
-    target = MoveTarget(engine.store, AccessPolicy(engine.store))
+    target = Target(engine.store, AccessPolicy(engine.store))
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
     def ask(generation: int) -> MoveReply:

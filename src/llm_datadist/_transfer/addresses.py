@@ -9,8 +9,7 @@ absolute addresses, or none if the owner moves the bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 _MANY_IDS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteOffset:
+class RemoteOffset(NamedTuple):
     """Place of a peer's address: ``offset`` bytes into a tensor of a cache."""
 
     cache_id: int
@@ -43,33 +41,25 @@ class RemoteOffset:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Locations:
+class Locations(NamedTuple):
     """Places of addresses; ``allocated`` if one is in an allocated cache, whose memory may be reused."""
 
     offsets: list[RemoteOffset]
     allocated: bool
 
 
-class Locator:
-    """Initiator of address look-ups. Threads: any."""
-
-    def __init__(self, links: LinkManager) -> None:
-        self._links = links
-
-    def locate(
-        self, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
-    ) -> Locations:
-        """Return the places of ``addresses``; ParamError unless ``nbytes`` at each lie in one writable tensor."""
-        link = self._links.get(cluster_id)
-        found, allocated = [], False
-        with link:
-            for start in range(0, len(addresses), MAX_LOCATE):
-                part = addresses[start : start + MAX_LOCATE]
-                answer = _ask(link, part, nbytes, deadline, what)
-                found += offsets_in(answer, len(part), f"{what}: {link.peer}")
-                allocated |= answer.allocated
-        return Locations(found, allocated)
+def locate(
+    links: LinkManager, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
+) -> Locations:
+    """Return the places of ``addresses``; ParamError unless ``nbytes`` at each lie in one writable tensor."""
+    found, allocated = [], False
+    with links.get(cluster_id) as link:
+        for start in range(0, len(addresses), MAX_LOCATE):
+            part = addresses[start : start + MAX_LOCATE]
+            answer = _ask(link, part, nbytes, deadline, what)
+            found += offsets_in(answer, len(part), f"{what}: {link.peer}")
+            allocated |= answer.allocated
+    return Locations(found, allocated)
 
 
 def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> Located:

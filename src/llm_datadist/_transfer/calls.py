@@ -21,7 +21,7 @@ from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments, layerwise
 from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
+from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist._transfer.layerwise import CacheTask, Delivery
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
     from llm_datadist.types.grant import Grant
@@ -278,7 +278,7 @@ def pull_row(
             src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
             return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span=span))
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span))
 
 
 def pull_blocks(
@@ -308,9 +308,7 @@ def pull_blocks(
                 return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
             return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, grant=grant, span=span)
-        )
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span, grant=grant))
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
@@ -327,9 +325,8 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
             src_range, dst_range = RowRange(row), RowRange(pair.row)
             return geometry.plan_row(src, pair.remote, src_range, dst_range, size=src.stride, layers=layers)
 
-        span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
-        )
+        op = TransferOp(call.name, local, plan, deadline, call.what, span, push=True, consumes=True)
+        span.nbytes = engine.initiator.run(op)
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
@@ -346,9 +343,8 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
         def plan(pair: CachePair) -> Plan:
             return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
-        )
+        op = TransferOp(call.name, local, plan, deadline, call.what, span, push=True, consumes=True)
+        span.nbytes = engine.initiator.run(op)
 
 
 class LayerwiseArguments:
@@ -433,25 +429,21 @@ def start_transfer(
     return engine.tasks.start(job)
 
 
-def _delivery(
-    engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int
-) -> KeyDelivery | AddressDelivery:
+def _delivery(engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int) -> Delivery:
     config = given.configs[i]
     wanted = layers if config.src_layer_range is None else config.src_layer_range
     check_rule(
         wanted and wanted.stop <= layers.stop,
         f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
     )
-    cut, timeout_ms = given.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
-    source = Source(entry, cut, engine.initiator, engine.locator, engine.meters, timeout_ms)
+    common = engine, entry, given.cut(entry.geometry, config.src_batch_index), config.dst_cluster_id, wanted
     if isinstance(config, TransferWithCacheKeyConfig):
         config.check_lengths()
-        name = arguments.remote_name(config.cache_key, None)
-        return KeyDelivery(source, name, wanted, config.dst_layer_range)
+        return KeyDelivery(*common, arguments.remote_name(config.cache_key, None), config.dst_layer_range)
     addresses = tuple(config.dst_addrs)
     needed = TENSORS_PER_LAYER * len(wanted)
     check_rule(
         len(addresses) == needed,
         f"transfer_configs[{i}].dst_addrs has {len(addresses)} addresses: two per layer are needed, so {needed}",
     )
-    return AddressDelivery(source, config.dst_cluster_id, addresses, wanted)
+    return AddressDelivery(*common, addresses)

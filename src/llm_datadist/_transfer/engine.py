@@ -27,14 +27,14 @@ from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.addresses import LocateTarget, Locator
+from llm_datadist._transfer.addresses import LocateTarget
 from llm_datadist._transfer.checksum import ChecksumTarget
-from llm_datadist._transfer.grants import GrantClaims, Grants
+from llm_datadist._transfer.grants import Grants, on_late_claim
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
-from llm_datadist._transfer.target import MoveTarget, Target
+from llm_datadist._transfer.target import Target
 from llm_datadist._transfer.wire import LinkWire, on_ask, on_late_answer, on_sockets_dropped
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport.registry import Transports
@@ -106,8 +106,7 @@ class Engine:
             self.checksums = ChecksumTarget(self.store, access, self._copy_pool)
             undo.callback(self.checksums.close)
             self.target = Target(self.store, access)
-            owner = MoveTarget(self.store, access)
-            self.transports = Transports(Context(options, self.store.exports, owner, LinkWire()))
+            self.transports = Transports(Context(options, self.store.exports, self.target, LinkWire()))
             undo.callback(self.transports.close)
             self.store.quiesce = self._quiesce
             # Joined after the links have ended, which ends what the threads wait for.
@@ -117,14 +116,7 @@ class Engine:
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            self.initiator = Initiator(
-                self.links,
-                self._copy_pool,
-                checksum=options.checksum,
-                strict=options.strict_types,
-            )
-            self.locator = Locator(self.links)
-            self.claims = GrantClaims(self.links)
+            self.initiator = Initiator(self.links, self._copy_pool, options.checksum, options.strict_types)
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
             self._control.start()
@@ -135,7 +127,7 @@ class Engine:
                 self._control.call(self.page.start, self._control.loop)
                 undo.callback(self._control.call, self.page.stop)
             self._undo = undo.pop_all()
-        _warn_if_open(self.links.listen_address, self._credentials)
+        self._warn_if_open()
 
     def deadline(self) -> Deadline:
         return Deadline(self.options.sync_kv_timeout_ms)
@@ -160,7 +152,7 @@ class Engine:
             messages.TransportSaid: on_late_answer,
             messages.Verify: self.checksums.on_verify,
             messages.Claim: self.grants.on_claim,
-            messages.Claimed: GrantClaims.on_late_claim,
+            messages.Claimed: on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
             messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
@@ -225,7 +217,7 @@ class Engine:
             except StateError:
                 listening.close()
                 raise
-        _warn_if_open(self.links.listen_address, self._credentials)
+        self._warn_if_open()
 
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
         """Close the old listener, then bind the new address, which conflicts on the same port.
@@ -247,6 +239,15 @@ class Engine:
             self.links.listen(old, even_if_linked=True)
             raise
         self.links.listen(listening, even_if_linked=True)
+
+    def _warn_if_open(self) -> None:
+        address = self.links.listen_address
+        if self._credentials is None and address is not None and not is_loopback(address[0]):  # llm.Insecure
+            logger.warning(
+                "listening on %s without authentication: any process that reaches this port can read, and may write, "
+                "published caches",
+                show_address(address),
+            )
 
     def close(self) -> None:
         """Close all parts in reverse order without telling peers (interface §3.2). Idempotent."""
@@ -302,12 +303,3 @@ class Engine:
         self.store.check_integrity()
         self.links.check_integrity()
         self.grants.check_integrity()
-
-
-def _warn_if_open(address: tuple[str, int] | None, credentials: Credentials | None) -> None:
-    if credentials is None and address is not None and not is_loopback(address[0]):  # llm.Insecure
-        logger.warning(
-            "listening on %s without authentication: any process that reaches this port can read, and may write, "
-            "published caches",
-            show_address(address),
-        )

@@ -1,4 +1,4 @@
-"""Handles: names by which the owner (:class:`~.target.MoveTarget`) finds the memory of a move request."""
+"""Handles: names by which the owner (:class:`~.target.Target`) finds the memory of a move request."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ After a failure the addressed bytes at the destination are undefined, all others
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -14,7 +15,7 @@ from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
 from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._log import logger
-from llm_datadist._native import CopyPool, Plan, steps
+from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, predict, with_grant
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
+    from llm_datadist._native import CopyPool, Timer
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
 
@@ -50,12 +52,6 @@ _ATTEMPTS: Final = 4
 _ANSWER_MS: Final = 200
 #: Cached resolutions per link, predicted ones, and pairs of caches in warnings.
 _MAX_CACHED: Final = 65536
-
-
-class Span(Protocol):
-    """Receiver of the transport's name, see :meth:`Meters.span`."""
-
-    transport: str
 
 
 class PushDestination(msgspec.Struct, eq=False):
@@ -98,54 +94,43 @@ class TransferOp(msgspec.Struct, eq=False):
     make_plan: MakePlan  # may raise ParamError
     deadline: Deadline
     what: str
+    span: Timer  # gets the transport's name
     push: bool = False
     consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
     grant: Grant | None = None  # must be active until the last byte
-    destination: PushDestination | None = None  # shared by the parts of a push
-    span: Span | None = None
+    destination: PushDestination | None = None  # of a push, shared by its parts
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"
 
 
+@dataclass(frozen=True, slots=True)
 class Initiator:
     """Execution of pulls and pushes. Threads: any; stateless."""
 
-    def __init__(
-        self,
-        links: LinkManager,
-        pool: CopyPool | None,
-        *,
-        checksum: bool,
-        strict: bool,
-    ) -> None:
-        self._links = links
-        self._pool = pool
-        self._checksum = checksum
-        self._strict = strict
+    _links: LinkManager
+    _pool: CopyPool | None
+    _checksum: bool
+    _strict: bool
 
     def run(self, op: TransferOp) -> int:
         """Execute ``op``; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
+        if op.push and op.destination is None:
+            op.destination = PushDestination()  # no attempt may continue a broken one elsewhere
         try:
-            return self._run(op)
+            if steps.watch is not None:
+                steps.watch("link", self)
+            with self._links.get(op.name.cluster_id) as link:
+                try:
+                    return self._run_over(link, op)
+                except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
+                    if op.grant is None or (ended := why_ended(link, op.grant, op.what, op.deadline)) is None:
+                        raise
+                    raise ended from error
         except MemoryError as error:
             if isinstance(error, LLMException):
                 raise
             raise out_of_memory(op.what, error) from error
-
-    def _run(self, op: TransferOp) -> int:
-        if steps.watch is not None:
-            steps.watch("link", self)
-        link = self._links.get(op.name.cluster_id)
-        if op.push and op.destination is None:
-            op.destination = PushDestination()  # no attempt may continue a broken one elsewhere
-        with link:
-            try:
-                return self._run_over(link, op)
-            except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
-                if op.grant is None or (ended := why_ended(link, op.grant, op.what, op.deadline)) is None:
-                    raise
-                raise ended from error
 
     def _run_over(self, link: Link, op: TransferOp) -> int:
         key = op.name, op.push
@@ -227,9 +212,7 @@ class Initiator:
             if intent is not None:
                 intent.end()
         if self._checksum:  # before the report, which ends the pin
-            same_memory = pair.same_memory
-            comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
-            comparison.verify(plan)
+            Comparison(link, op, remote, pair.same_memory, self._pool).verify(plan)
         elif (
             remote.pin and link.connection.capabilities.remote_guards and not remote.predicted and is_one_request(plan)
         ):
@@ -250,8 +233,7 @@ class Initiator:
         connection = remote.tensors.connection
         recovery = connection.recovery
         move = connection.write if op.push else connection.read
-        if op.span is not None:
-            op.span.transport = connection.capabilities.name
+        op.span.transport = connection.capabilities.name
         if recovery is not None:
             if recovery.suspects:
                 _judge_suspects(link, recovery, op.deadline)
@@ -348,12 +330,13 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
     """Return True if every guard shows its generation; the target compares remote ones."""
-    if remote.tensors.remote_guards:
+    connection = remote.tensors.connection
+    if connection.capabilities.remote_guards:
         return True
     if steps.watch is not None:
         steps.watch("guards", link)
     try:
-        return remote.tensors.connection.guards_unchanged(remote.guard_set)
+        return connection.guards_unchanged(remote.guard_set)
     except LinkError as error:
         raise link.lost_error(op.what, "copy") from error
 

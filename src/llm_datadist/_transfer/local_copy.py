@@ -58,13 +58,13 @@ class Operand:
         return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
 
 
+@dataclass(frozen=True, slots=True)
 class LocalCopies:
     """Copies between own caches, or memory of the caller. Threads: any."""
 
-    def __init__(self, store: CacheStore, swap: SwapEngine, pool: CopyPool | None) -> None:
-        self._store = store
-        self._swap = swap
-        self._pool = pool
+    _store: CacheStore
+    _swap: SwapEngine
+    _pool: CopyPool | None
 
     def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
         """Copy part of a row to a row (interface R8); return the bytes."""
