@@ -36,7 +36,7 @@ from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumTarget
-from llm_datadist._transfer.handles import encode_handle, encode_key_handle
+from llm_datadist._transfer.handles import Handle, KeyHandle, encode_handle
 from llm_datadist._transfer.target import Target
 from llm_datadist._transport.moves import MoveRequest
 from llm_datadist.config import Options
@@ -102,9 +102,9 @@ class Bench:
         if pin is None:
             key = key_of(self.key)
             assert key is not None
-            handle = encode_key_handle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0)
+            handle = encode_handle(KeyHandle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0))
         else:
-            handle = encode_handle(self.entry.cache_id, pin, self._guards())
+            handle = encode_handle(Handle(self.entry.cache_id, pin, self._guards()))
         request = MoveRequest(handle, self.entry.geometry.stride, plan, push)
         try:
             self.target.on_move(link, request)

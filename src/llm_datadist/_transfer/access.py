@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._cache.geometry import CacheKind
@@ -21,16 +21,16 @@ _NOTHING: Final = Permissions()
 _ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=True)
 
 
+@dataclass(frozen=True, slots=True)
 class AccessPolicy:
     """Permissions of peers at this instance; ``require_*`` raises ParamError unless permitted. Threads: any; stateless.
 
     A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write with remote cache access
-    (RCA), or into a cache located over its link. ``peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
+    (RCA), or into a cache located over its link. ``_peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
     """
 
-    def __init__(self, store: CacheStore, peers: PeerPolicy | None = None) -> None:
-        self._store = store
-        self._peers = peers
+    _store: CacheStore
+    _peers: PeerPolicy | None = None
 
     def require_link(self, cluster_id: int) -> None:
         """Raise AuthFailed unless the cluster may link, as dialer or listener."""

@@ -26,7 +26,6 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
     check_uint64_list,
-    type_error,
 )
 from llm_datadist._native import BlockList, check_mapped, parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
@@ -35,7 +34,7 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Cache
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from llm_datadist._transfer.local_copy import Pairs
 
 
 #: (name, value) -> value as used; TypeError, ParamError.
@@ -54,14 +53,8 @@ def check(rules: Rules, /, **values: object) -> list[Any]:
     return [rules[name](name, value) for name, value in values.items()]
 
 
-def instance_of(*kinds: type) -> Rule:
-
-    def rule(name: str, value: object) -> object:
-        if not isinstance(value, kinds):
-            raise type_error(name, value, kinds)
-        return value
-
-    return rule
+def instance_of(kind: type) -> Rule:
+    return partial(check_type, types=kind)
 
 
 def byte_count(name: str, value: object) -> int:
@@ -83,7 +76,7 @@ def _uint64_or(default: int | None) -> Rule:
     return lambda name, value: default if value is None else check_uint64(name, value)
 
 
-def _pairs(name: str, value: object, *, lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pairs(name: str, value: object, *, lists: bool) -> Pairs:
     """Return (sources, destinations), pair by pair (interface §6.8, §6.9); ``lists`` of destinations, or one each."""
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=lists)) is not None:
@@ -152,10 +145,7 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
 
 
 def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
-    """Return True if peers may use registered memory (interface R16).
-
-    An explicit True is refused if ``link()`` was called (interface §6.6).
-    """
+    """Return True if peers may use registered memory (interface R16); refuse True after ``link()`` (§6.6)."""
     if remote_accessible is None:
         return True
     value = check_type("remote_accessible", remote_accessible, bool)
@@ -233,7 +223,7 @@ def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_clust
     return RemoteName(cluster, key_of(key))
 
 
-def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
+def check_size(size: int, geometry: Geometry, offset: int) -> None:
     """Check that ``size`` bytes (-1: the rest) from ``offset`` lie in a local row."""
     row = f"a row of the local cache has {geometry.stride} bytes"
     check_rule(offset < geometry.stride, f"dst_cache_offset={offset}: {row}")

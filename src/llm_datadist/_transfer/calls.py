@@ -28,15 +28,13 @@ from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfi
 from llm_datadist.types.descriptors import empty, granter_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from llm_datadist._cache.geometry import CachePair, LayerSelection
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.layerwise import CacheTask, Delivery
+    from llm_datadist._transfer.local_copy import Pairs
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
     from llm_datadist.types.grant import Grant
@@ -147,10 +145,7 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
-    """Return the cache id of a handle.
-
-    Raises CacheError if the handle is of another LLMDataDist or ``init``.
-    """
+    """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
     granter = granter_of(cache)
     if granter is engine.grants or granter is None:
         return cache.cache_id
@@ -215,27 +210,25 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
 
 
 def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
-    local, (src_blocks, dst_blocks) = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
+    local, pairs = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
     cache_id = local_id(engine, "copy_blocks", "cache", local)
 
     def run(deadline: Deadline) -> None:
         with engine.meters.span("copy_blocks", "id=%d %d sources", cache_id, len(copy_block_info)) as span:
-            span.nbytes = engine.local.copy_blocks(cache_id, src_blocks, dst_blocks, deadline)
+            span.nbytes = engine.local.copy_blocks(cache_id, pairs, deadline)
 
     return run
 
 
-def swap_blocks(
-    engine: Engine, src: Cache, dst: Cache, pairs: tuple[NDArray[np.int64], NDArray[np.int64]], names: tuple[str, str]
-) -> Pending:
+def swap_blocks(engine: Engine, src: Cache, dst: Cache, pairs: Pairs, names: tuple[str, str]) -> Pending:
     """Move blocks between device and host memory, without a deadline (interface R6)."""
     # Only the addresses are used, but a foreign handle's may be unmapped.
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
         with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, blocks=len(pairs[0])) as span:
-            span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
+            span.nbytes = engine.local.swap_blocks(src, dst, pairs, names)
 
     return run
 
@@ -366,9 +359,8 @@ class LayerwiseArguments:
         self.size = check_uint64("dst_block_memory_size", dst_block_memory_size) if given else 0
         if self.src is not None:
             if self.dst is None:
-                raise ParamError(
-                    "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported"
-                )
+                text = "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported"
+                raise ParamError(text)
             arguments.equal_lengths(self.src, self.dst, ("src_block_indices", "dst_block_indices"))
         check_rule(
             given or self.dst is None or self.src is not None,

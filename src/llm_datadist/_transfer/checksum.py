@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._checks import check_rule
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan
@@ -41,14 +42,11 @@ MAX_QUESTION_BYTES: Final = 64 << 20
 MAX_QUESTION_TENSORS: Final = 1 << 15
 """Tensors of one question; twice their digests fit a frame."""
 
-#: Pieces, about, per question of the search for the first difference.
-_PIECES: Final = 1024
+_PIECES: Final = 1024  # about, per question of the search for the first difference
 #: Runs of one question; :func:`_split_runs` may double them and add the pieces.
 _MAX_RUNS: Final = MAX_VERIFY_RUNS // 2 - _PIECES
-#: Precision of the search in a row.
-_ROW_PIECE_BYTES: Final = 4096
-#: Seconds between questions to a busy peer, at first and at most.
-_FIRST_PAUSE: Final = 0.001
+_ROW_PIECE_BYTES: Final = 4096  # precision of the search in a row
+_FIRST_PAUSE: Final = 0.001  # seconds between questions to a busy peer, at first and at most
 _LONGEST_PAUSE: Final = 0.05
 
 #: Waiting questions of one peer, and their bytes; beyond, the answer is LLM_LINK_BUSY.
@@ -86,13 +84,9 @@ class Comparison:
                 if not differing:
                     raise
                 break  # a known difference is the answer
+            size = part.nbytes // part.count
             for i in np.flatnonzero(~same).tolist():
-                one = part.replace(
-                    dst_first=part.dst_first + i,
-                    src_first=part.src_first + i,
-                    count=1,
-                    nbytes=part.nbytes // part.count,
-                )
+                one = part.replace(dst_first=part.dst_first + i, src_first=part.src_first + i, count=1, nbytes=size)
                 differing.setdefault(self._first(one, here=False), one)
         if differing:
             raise self._mismatch(plan, differing)
@@ -285,9 +279,9 @@ class ChecksumTarget:
         with self._lock:
             if not self.queues:
                 return  # the link of the question has ended
-            link, queue = next(iter(self.queues.items()))
+            link = next(iter(self.queues))
+            queue = self.queues.pop(link)
             question, expires_ns = queue.popleft()
-            del self.queues[link]
             if queue:
                 self.queues[link] = queue  # behind the others
         try:
@@ -321,10 +315,8 @@ class ChecksumTarget:
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        load = self._store.exports.guards.load
-        named = ((each.slot, each.generation) for each in question.guards)
-        for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
-            if load(slot) != generation:
+        for each in (entry.guard, *question.guards):
+            if self._store.exports.guards.load(each.slot) != each.generation:
                 raise TransferFailed(f"verify: cache {entry.cache_id} was freed, rebound or unregistered meanwhile")
 
 
@@ -335,8 +327,7 @@ def _question_plan(entry: Entry, question: Verify) -> Plan:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")
     if not 1 <= count <= (1 if question.each_run else MAX_QUESTION_TENSORS):
         raise ParamError(f"verify: count={count}: one question is about 1 to {MAX_QUESTION_TENSORS} tensors")
-    if len(question.runs) % 16:
-        raise ParamError(f"verify: runs of {len(question.runs)} bytes are no pairs of uint64")
+    check_rule(len(question.runs) % 16 == 0, f"verify: runs of {len(question.runs)} bytes are no pairs of uint64")
     spans = np.frombuffer(question.runs, "<u8").reshape(-1, 2)
     # Lengths first, because their sum could wrap.
     longest = int(spans[:, 1].max(initial=0))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._statistics_page import StatisticsPage
+from llm_datadist._transfer import wire
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.addresses import LocateTarget
 from llm_datadist._transfer.checksum import ChecksumTarget
@@ -35,7 +36,6 @@ from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
 from llm_datadist._transfer.target import Target
-from llm_datadist._transfer.wire import LinkWire, on_ask, on_late_answer, on_sockets_dropped
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport.registry import Transports
 from llm_datadist._transport.transport import Context
@@ -80,38 +80,29 @@ class Engine:
         if options.listen is not None:
             options.check_reach(LISTEN, options.listen[0])
         self._credentials = None if options.credentials is None else Credentials(options.credentials)
-        # The port before the parts, because it may be busy.
-        listening = bind(options.listen) if options.listen is not None else None
         with ExitStack() as undo:
-            if listening is not None:
-                undo.callback(listening.close)
-            self.store = CacheStore(options, device, HostDevice(), incarnation)
-            undo.callback(self.store.close)
+            own = undo.enter_context
+            # The port before the parts, because it may be busy.
+            listening = None if options.listen is None else own(closing(bind(options.listen)))
+            self.store = own(closing(CacheStore(options, device, HostDevice(), incarnation)))
             threads = options.copy_threads or _native.usable_cpus()
-            self._copy_pool = _native.CopyPool(threads) if threads > 1 else None
-            if self._copy_pool is not None:
-                undo.callback(self._copy_pool.close)
+            self._copy_pool = own(closing(_native.CopyPool(threads))) if threads > 1 else None
             self._access = access = AccessPolicy(self.store, options.peer_policy)
-            self.swap = SwapEngine(device)
-            undo.callback(self.swap.close)
+            self.swap = own(closing(SwapEngine(device)))
             self.local = LocalCopies(self.store, self.swap, self._copy_pool)
             self.page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
             if self.page is not None:
                 undo.callback(self.page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
-            undo.callback(self.grants.close)
+            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at)))
             self.store.freed = self.grants.drop_cache
-            self.checksums = ChecksumTarget(self.store, access, self._copy_pool)
-            undo.callback(self.checksums.close)
+            self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
             self.target = Target(self.store, access)
-            self.transports = Transports(Context(options, self.store.exports, self.target, LinkWire()))
-            undo.callback(self.transports.close)
+            self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))
             self.store.quiesce = self._quiesce
             # Joined after the links have ended, which ends what the threads wait for.
-            self.workers = Workers()
-            undo.callback(self.workers.close)
+            self.workers = own(closing(Workers()))
             self.tasks = Tasks(options.sync_kv_timeout_ms)
             undo.callback(self.tasks.join)
             self.links = self._make_links()
@@ -147,9 +138,9 @@ class Engine:
             messages.Resolved: self.target.on_late_answer,
             messages.Release: self.target.on_release,
             messages.Consumed: self.target.on_consumed,
-            messages.SocketsDropped: on_sockets_dropped,
-            messages.TransportAsk: on_ask,
-            messages.TransportSaid: on_late_answer,
+            messages.SocketsDropped: wire.on_sockets_dropped,
+            messages.TransportAsk: wire.on_ask,
+            messages.TransportSaid: wire.on_late_answer,
             messages.Verify: self.checksums.on_verify,
             messages.Claim: self.grants.on_claim,
             messages.Claimed: on_late_claim,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -54,19 +54,13 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transfer.access import AccessPolicy
 
-EndReason = Literal[
-    "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
-]
+#: Reasons of an end, beside those of ``types/grant.py``.
 _REVOKED: Final = "revoked"
-_FREED: Final = "its cache was freed"
 _FINALIZED: Final = "finalized"
 
-#: Waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY.
-_MAX_WAITING: Final = 4096
-#: Longest wait of a claim.
-_MAX_WAIT_S: Final = 24 * 3600.0
-#: Ended grants remembered, so that their claims do not wait.
-_MAX_ENDED: Final = 1 << 16
+_MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
+_MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
+_MAX_ENDED: Final = 1 << 16  # ended grants remembered, so that their claims do not wait
 
 
 def check_token(token: object) -> bytes:
@@ -128,8 +122,8 @@ class Grants:
         self._expiries: list[tuple[float, bytes]] = []
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
-        self._ended: dict[bytes, tuple[EndReason, float]] = {}  # reason and monotonic time; oldest first
-        self._ends: Counter[EndReason] = Counter()
+        self._ended: dict[bytes, tuple[str, float]] = {}  # reason and monotonic time; oldest first
+        self._ends: Counter[str] = Counter()
         self._closed = False
 
     def __str__(self) -> str:
@@ -198,9 +192,8 @@ class Grants:
         with self._lock:
             given = self._given.get(grant.token)
             if given is None:
-                raise StateError(
-                    f"renew: {grant!r} has ended: {self._ended.get(grant.token, (state_of(grant).end,))[0]}"
-                )
+                why = self._ended.get(grant.token, (state_of(grant).end,))[0]
+                raise StateError(f"renew: {grant!r} has ended: {why}")
             given.until = until
             if until < given.looked_at:  # the scheduled look finds a longer time
                 given.looked_at = until
@@ -245,24 +238,21 @@ class Grants:
         token = message.token
         try:
             self._policy.require_move(link, push=False)
-        except ParamError as denied:
-            link.tell(failed(message.id, denied))
-            return
-        with self._lock:
-            answer: Message | None = None
-            if token in self._given or token in self._ended or self._closed:
-                answer = self._claim(link, message)
-            elif not message.budget_ms:
-                answer = failed(message.id, DeadlineExceeded("no such grant is known there yet"))
-            elif self._waiting_of[link] >= _MAX_WAITING:
-                error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
-                answer = failed(message.id, error)
-            else:
-                until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
-                self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
-                self._waiting_of[link] += 1
-        if answer is not None:
-            link.tell(answer)
+            with self._lock:
+                if token in self._given or token in self._ended or self._closed:
+                    answer = self._claim(link, message)
+                elif not message.budget_ms:
+                    raise DeadlineExceeded("no such grant is known there yet")
+                elif self._waiting_of[link] >= _MAX_WAITING:
+                    raise LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
+                else:
+                    until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
+                    self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
+                    self._waiting_of[link] += 1
+                    return
+        except LLMException as refusal:
+            answer = failed(message.id, refusal)
+        link.tell(answer)
 
     def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: answer a claim of an active or ended grant."""
@@ -285,9 +275,8 @@ class Grants:
             return failed(number, CacheNotFound(f"the grant has all of its readers already: {readers}"))
         data = given.grant.to_bytes()
         if len(data) > MAX_GRANT:
-            return failed(
-                number, ParamError(f"the grant has {len(given.grant.blocks)} blocks, too many for one message")
-            )
+            text = f"the grant has {len(given.grant.blocks)} blocks, too many for one message"
+            return failed(number, ParamError(text))
         given.readers = readers
         given.claims.add(link)
         return Claimed(number, data)
@@ -318,7 +307,7 @@ class Grants:
         with self._lock:
             tokens = [token for token, given in self._given.items() if given.entry is entry]
         for token in tokens:
-            self._end(token, _FREED)
+            self._end(token, "its cache was freed")
 
     def expire_claims(self, now: float) -> None:
         with self._lock:
@@ -340,7 +329,7 @@ class Grants:
         self._waiting_of.subtract(each.link for each in dropped)
         return dropped
 
-    def _end(self, token: bytes, why: EndReason) -> None:
+    def _end(self, token: bytes, why: str) -> None:
         """End a grant. On return its guard has advanced, unless another thread is ending it."""
         with self._lock:
             given = self._given.pop(token, None)

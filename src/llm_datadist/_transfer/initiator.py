@@ -48,10 +48,8 @@ MakePlan = Callable[[CachePair], Plan]
 
 #: One may have an outdated resolution. The others are for sockets that another transfer's timeout breaks.
 _ATTEMPTS: Final = 4
-#: Wait for the reply to a ping sent after a transfer timeout.
-_ANSWER_MS: Final = 200
-#: Cached resolutions per link, predicted ones, and pairs of caches in warnings.
-_MAX_CACHED: Final = 65536
+_ANSWER_MS: Final = 200  # wait for the reply to a ping sent after a transfer timeout
+_MAX_CACHED: Final = 65536  # resolutions per link, predicted ones, and pairs of caches in warnings
 
 
 class PushDestination(msgspec.Struct, eq=False):
@@ -135,7 +133,7 @@ class Initiator:
     def _run_over(self, link: Link, op: TransferOp) -> int:
         key = op.name, op.push
         for attempt in range(_ATTEMPTS):
-            cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else _predicted(link, op))
+            cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else predict(link, op))
             remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
@@ -183,15 +181,16 @@ class Initiator:
             op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
             remote = with_grant(remote, op.grant, link, op.what)
+        able = link.connection.capabilities
         # Before the guards are compared, because the owner waits for announced copies only.
-        intent = _announce(link, op, remote) if op.push or link.connection.capabilities.announces_reads else None
+        intent = _announce(link, op, remote) if op.push or able.announces_reads else None
         try:
             # Before the plan, which may not fit an outdated resolution.
             if not _current(link, op, remote):
                 return None
             pair = remote.pair
             if first := pair is None or pair.cache_id != op.local.cache_id:
-                comparable = link.connection.capabilities.same_addresses or not remote.tensors.private
+                comparable = able.same_addresses or not remote.tensors.private
                 same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
                 pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
             if steps.watch is not None:
@@ -213,9 +212,7 @@ class Initiator:
                 intent.end()
         if self._checksum:  # before the report, which ends the pin
             Comparison(link, op, remote, pair.same_memory, self._pool).verify(plan)
-        elif (
-            remote.pin and link.connection.capabilities.remote_guards and not remote.predicted and is_one_request(plan)
-        ):
+        elif remote.pin and able.remote_guards and not remote.predicted and is_one_request(plan):
             keep(link.caches.predicted, op.local.geometry, remote, _MAX_CACHED)
         return plan
 
@@ -282,14 +279,6 @@ class Initiator:
         if op.destination is not None:
             op.destination.record(link.peer, op.name, remote.cache_id)
         return whole
-
-
-def _predicted(link: Link, op: TransferOp) -> Resolution | None:
-    """Return the prediction for a pull by key, which then takes one request; else None."""
-    known: Resolution | None = link.caches.predicted.get(op.local.geometry)
-    if known is None or op.name.key is None or op.push or op.grant is not None:
-        return None
-    return predict(link, known, op.name.key, op.deadline.remaining_ms())
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:

@@ -50,8 +50,7 @@ TENSORS_PER_LAYER: Final = 2
 """K and V, always (interface §6.14)."""
 
 _WHAT: Final = "transfer_cache_async"
-#: Wait of finalize for a thread, beyond the deadline of its transfer.
-_GRACE_MS: Final = 1000
+_GRACE_MS: Final = 1000  # wait of finalize for a thread, beyond the deadline of its transfer
 _FOR_EVER_MS: Final = 1 << 40
 _POLL_SECONDS: Final = 0.01
 
@@ -95,20 +94,14 @@ class TransferJob:
         with self._call as call:
             try:
                 for layer in self._layers:
-                    if not self._send_layer(layer):
+                    selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
+                    if not (self._synchronized(layer, selected) and all(self._send_to(i, layer) for i in selected)):
                         break
             except BaseException as error:  # noqa: BLE001 (a SystemExit of the user's code is no success)
                 self._fail(error, "its thread died")
             self._finish()
             call.status, _, errors = self.results()
             call.error = next((error for error in errors if error is not None), None)
-
-    def _send_layer(self, layer: int) -> bool:
-        """Wait for a layer and send it; return False if the job is over."""
-        selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
-        if not self._synchronized(layer, selected):
-            return False
-        return all(self._send_to(i, layer) for i in selected)
 
     @hold_signals
     def _send_to(self, i: int, layer: int) -> bool:
@@ -131,6 +124,7 @@ class TransferJob:
         return True
 
     def _synchronized(self, layer: int, selected: list[int]) -> bool:
+        """Wait until a layer is ready; return False if the job is over."""
         synchronizer = self._synchronizer
         if synchronizer is None:
             return False  # the job has ended
@@ -140,11 +134,9 @@ class TransferJob:
             self._fail(error, f"synchronize_layer({layer}) raised")
             return False
         if not ready:
-            why = LLMException(
-                f"{self.name}: synchronize_layer({layer}) returned {ready!r}: not to be sent, the job stops",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
-            self._fail(why, f"synchronize_layer({layer}) returned {ready!r}", selected)
+            reason, invalid = f"synchronize_layer({layer}) returned {ready!r}", LLMStatusCode.LLM_PARAM_INVALID
+            why = LLMException(f"{self.name}: {reason}: not to be sent, the job stops", status_code=invalid)
+            self._fail(why, reason, selected)
         return bool(ready)
 
     @hold_signals
@@ -255,9 +247,7 @@ class CacheTask:
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end of the transfer; return the status of each config.
-
-        May be called again.
+        """Wait for the end of the transfer; return each config's status. May be called again.
 
         Args:
             timeout_in_millis: Milliseconds, uint32. Default: no limit.
@@ -314,21 +304,19 @@ class Tasks:
 
     def start(self, job: TransferJob) -> CacheTask:
         """Run a job in its own thread, or end it and raise."""
-        refusal: LLMException | None = None
-        with self._lock:
-            self._jobs = [each for each in self._jobs if not each.done or each.thread.is_alive()]
-            if self._stopped:
-                refusal = _finalized(job)
-            else:
-                self._jobs.append(job)
         try:
-            if refusal is None:
+            with self._lock:
+                if self._stopped:
+                    raise _finalized(job)
+                self._jobs = [each for each in self._jobs if not each.done or each.thread.is_alive()]
+                self._jobs.append(job)
+            try:
                 job.thread.start()
-        except RuntimeError as error:
-            refusal = LLMException(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED)
-        if refusal is not None:
+            except RuntimeError as error:
+                raise LLMException(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
+        except LLMException as refusal:
             job.end(refusal)
-            raise refusal
+            raise
         return CacheTask(job)
 
     def finish(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from llm_datadist._log import logger
 from llm_datadist._native import OperationMeter, Timer
@@ -15,7 +15,6 @@ from llm_datadist.metrics import DurationStatistics, OperationStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
 
 
 class Meters:
@@ -65,14 +64,11 @@ def _user_level() -> int:
 
 
 @dataclass(slots=True)
-class Uncounted:
+class Uncounted(AbstractContextManager["Uncounted"]):
     """Uncounted call. If the call returns a status, it sets that and the error."""
 
     status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
     error: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         pass

@@ -17,12 +17,13 @@ from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._transfer.handles import encode_handle, encode_key_handle
+from llm_datadist._transfer.handles import Handle, KeyHandle, encode_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Key
     from llm_datadist._links.link import Link
+    from llm_datadist._transfer.initiator import TransferOp
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
@@ -79,7 +80,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         if tensors.remote_guards:
-            tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
+            tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
     except (LLMException, ValueError) as error:
         if answer.pin:
             link.report(Release(answer.pin, 0, 0))
@@ -92,13 +93,18 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
     return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
 
 
-def predict(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
-    """Return the predicted resolution of ``key``: a cache like ``known``.
+def predict(link: Link, op: TransferOp) -> Resolution | None:
+    """Return the prediction for a pull by key, which then takes one request; else None.
 
-    At the read the owner compares the geometry, finds the row and pins the cache.
+    It is a cache like the last one. At the read the owner compares the geometry, finds the row and pins the cache.
     """
+    known: Resolution | None = link.caches.predicted.get(op.local.geometry)
+    key = op.name.key
+    if known is None or key is None or op.push or op.grant is not None:
+        return None
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
-    tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.reported))
+    handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
+    tensors = replace(known.tensors, handle=encode_handle(handle))
     return msgspec.structs.replace(
         known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
     )
@@ -113,7 +119,7 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
             phase="resolve",
         )
     guards = (*remote.guards, Guarded(*grant.guard))
-    tensors = replace(remote.tensors, handle=encode_handle(remote.cache_id, remote.pin, guards))
+    tensors = replace(remote.tensors, handle=encode_handle(Handle(remote.cache_id, remote.pin, list(guards))))
     return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(guards), tensors=tensors)
 
 

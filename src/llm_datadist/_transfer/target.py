@@ -27,17 +27,12 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transport.moves import MoveRequest
 
-#: Life of a pin after its initiator's deadline, while the release is on its way.
-_PIN_GRACE_SECONDS: Final = 2.0
-#: Longest deadline of a pin.
-_MAX_PIN_SECONDS: Final = 24 * 3600.0
+_PIN_GRACE_SECONDS: Final = 2.0  # life of a pin after its initiator's deadline, while the release is on its way
+_MAX_PIN_SECONDS: Final = 24 * 3600.0  # longest deadline of a pin
 
 
 class Target:
-    """Handlers of resolves, reports and move requests. Threads: control.
-
-    Implements :class:`~llm_datadist._transport.moves.MoveOwner`.
-    """
+    """Handlers of resolves, reports and move requests (``_transport/moves.py``: MoveOwner). Threads: control."""
 
     def __init__(self, store: CacheStore, policy: AccessPolicy) -> None:
         self._store = store
@@ -206,5 +201,4 @@ class Target:
 
 
 def _promised(entry: Entry, binding: Binding | None) -> list[Guarded]:
-    guards = [each.guard for each in (entry, binding) if each is not None]
-    return [Guarded(guard.slot, guard.generation) for guard in guards]
+    return [Guarded(each.guard.slot, each.guard.generation) for each in (entry, binding) if each is not None]

@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
@@ -56,7 +56,10 @@ class Call(Uncounted):
         self._outer: Any = None
 
     def __enter__(self) -> Self:
-        _safely(self._begin)
+        with _safely():
+            kind = SpanKind.CLIENT if _PREFIX + "peer" in self._attributes else SpanKind.INTERNAL
+            self._span = _tracer.start_span(self.name, kind=kind, attributes=self._attributes)
+            self._token = context.attach(trace.set_span_in_context(self._span))
         self._outer = _current.set(self)
         return self
 
@@ -66,16 +69,13 @@ class Call(Uncounted):
             self.error = error
             self.status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         if self._token is not None:
-            _safely(context.detach, self._token)
+            with _safely():
+                context.detach(self._token)
         if self._span is not None:
-            _safely(self._describe, self._span)
-            _safely(self._span.end)  # also if it could not be described
-
-    def _begin(self) -> None:
-        remote = _PREFIX + "peer" in self._attributes
-        kind = SpanKind.CLIENT if remote else SpanKind.INTERNAL
-        self._span = _tracer.start_span(self.name, kind=kind, attributes=self._attributes)
-        self._token = context.attach(trace.set_span_in_context(self._span))
+            with _safely():
+                self._describe(self._span)
+            with _safely():  # also if it could not be described
+                self._span.end()
 
     def _describe(self, span: Span) -> None:
         if not span.is_recording():
@@ -113,9 +113,10 @@ class TracedMeters(Meters):
         return Call(name, peers)
 
 
-def _safely(step: Callable[..., object], *args: object) -> None:
-    """Do a step of the tracer; log its exceptions."""
+@contextmanager
+def _safely() -> Iterator[None]:
+    """Log exceptions of the tracer."""
     try:
-        step(*args)
+        yield
     except Exception as error:  # noqa: BLE001 (a user's tracer must not break a transfer)
         logger.warning("a span of OpenTelemetry is lost or incomplete: %r", error)
