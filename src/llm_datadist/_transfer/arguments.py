@@ -37,15 +37,12 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.local_copy import Pairs
 
 
-#: (name, value) -> value as used; TypeError, ParamError.
-Rule = Callable[[str, object], Any]
+Rule = Callable[[str, object], Any]  # (name, value) -> value as used; TypeError, ParamError
 Rules = Mapping[str, Rule]
 
-#: Keys of a new cache, each with its row.
-Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
+Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]  # keys of a new cache, each with its row
 
-#: Cached, because most calls have no layer ranges.
-_selection = lru_cache(maxsize=64)(LayerSelection)
+_selection = lru_cache(maxsize=64)(LayerSelection)  # most calls have no layer ranges
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
@@ -145,7 +142,7 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
 
 
 def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
-    """Return True if peers may use registered memory (interface R16); refuse True after ``link()`` (§6.6)."""
+    """Return True if peers may use registered memory (interface R16); refuse True after ``link()`` (interface §6.6)."""
     if remote_accessible is None:
         return True
     value = check_type("remote_accessible", remote_accessible, bool)

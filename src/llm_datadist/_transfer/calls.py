@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-#: Work of a call after its argument checks; runs in the caller's thread or a worker.
-Pending = Callable[[Deadline], None]
+Pending = Callable[[Deadline], None]  # work after the argument checks, for the caller's thread or a worker
 Awaited = Coroutine[Any, Any, None]
 
 
@@ -89,6 +88,7 @@ User = TypeVar("User", bound=EngineUser)
 
 def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
     """Make a public call of a method that checks arguments and returns the remaining work."""
+    check.__annotations__ = {name: _Annotation(text) for name, text in check.__annotations__.items()}
 
     @wraps(check)
     def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -127,13 +127,8 @@ class _Annotation(str):
 
 def _set_result(call: Callable[..., object], result: str) -> None:
     """Make ``help`` and ``inspect`` show the wrapped parameters and this result."""
-    call.__annotations__ = call.__annotations__ | {"return": result}
-    shown = signature(call)
-    parameters = [
-        each.replace(annotation=_Annotation(each.annotation)) if isinstance(each.annotation, str) else each
-        for each in shown.parameters.values()
-    ]
-    call.__signature__ = shown.replace(parameters=parameters, return_annotation=_Annotation(result))  # type: ignore[attr-defined]
+    call.__annotations__ = call.__annotations__ | {"return": _Annotation(result)}
+    call.__signature__ = signature(call).replace(return_annotation=_Annotation(result))  # type: ignore[attr-defined]
 
 
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
@@ -428,7 +423,8 @@ def _delivery(engine: Engine, entry: Entry, given: LayerwiseArguments, layers: r
         wanted and wanted.stop <= layers.stop,
         f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
     )
-    common = engine, entry, given.cut(entry.geometry, config.src_batch_index), config.dst_cluster_id, wanted
+    cut, timeout_ms = given.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
+    common = engine.initiator, engine.meters, timeout_ms, entry, cut, config.dst_cluster_id, wanted
     if isinstance(config, TransferWithCacheKeyConfig):
         config.check_lengths()
         return KeyDelivery(*common, arguments.remote_name(config.cache_key, None), config.dst_layer_range)

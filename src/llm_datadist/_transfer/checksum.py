@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 
     from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
+    from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._transfer.access import AccessPolicy
-    from llm_datadist._transfer.initiator import TransferOp
     from llm_datadist._transfer.resolution import Resolution
 
-MAX_QUESTION_BYTES: Final = 64 << 20
-"""Bytes of memory of one question: some 10 ms, during which questions of other peers wait."""
-MAX_QUESTION_TENSORS: Final = 1 << 15
-"""Tensors of one question; twice their digests fit a frame."""
+MAX_QUESTION_BYTES: Final = 64 << 20  # of memory: some 10 ms, during which questions of other peers wait
+MAX_QUESTION_TENSORS: Final = 1 << 15  # of one question; twice their digests fit a frame
 
 _PIECES: Final = 1024  # about, per question of the search for the first difference
 #: Runs of one question; :func:`_split_runs` may double them and add the pieces.
@@ -49,8 +47,7 @@ _ROW_PIECE_BYTES: Final = 4096  # precision of the search in a row
 _FIRST_PAUSE: Final = 0.001  # seconds between questions to a busy peer, at first and at most
 _LONGEST_PAUSE: Final = 0.05
 
-#: Waiting questions of one peer, and their bytes; beyond, the answer is LLM_LINK_BUSY.
-_MAX_WAITING: Final = 256
+_MAX_WAITING: Final = 256  # questions of one peer, and their bytes; beyond, the answer is LLM_LINK_BUSY
 _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_BUDGET_MS: Final = 24 * 3600 * 1000
 
@@ -60,9 +57,12 @@ class Comparison:
     """Comparison of both sides of a transfer whose bytes have arrived. Threads: the call's."""
 
     link: Link
-    op: TransferOp
+    local: Entry
     remote: Resolution
+    push: bool
     same_memory: bool
+    deadline: Deadline
+    what: str
     pool: CopyPool | None
 
     def verify(self, plan: Plan) -> None:
@@ -93,10 +93,10 @@ class Comparison:
         self.link.count_verified(plan.nbytes)
 
     def _first(self, plan: Plan, *, here: bool) -> int:
-        return plan.dst_first if here is not self.op.push else plan.src_first
+        return plan.dst_first if here is not self.push else plan.src_first
 
     def _column(self, *, here: bool) -> int:
-        return 0 if here is not self.op.push else 1
+        return 0 if here is not self.push else 1
 
     def _agree(self, part: Plan, *, each_run: bool = False) -> NDArray[np.bool_]:
         """Return True for digests that agree, shape (tensors, 1 or runs)."""
@@ -110,14 +110,14 @@ class Comparison:
                 cache_id=self.remote.cache_id,
                 pin=self.remote.pin,
                 guards=list(self.remote.guards),
-                push=self.op.push,
+                push=self.push,
                 extent=self.remote.geometry.tensor_bytes,
                 first=self._first(part, here=False),
                 count=part.count,
                 runs=spans,
                 each_run=each_run,
                 nonce=nonce,
-                budget_ms=self.op.deadline.remaining_ms(),
+                budget_ms=self.deadline.remaining_ms(),
             )
 
         def digest_ours() -> None:
@@ -126,20 +126,20 @@ class Comparison:
 
         answer = self._ask(build, digest_ours)
         if not isinstance(answer, Verified):
-            raise ProtocolError(f"{self.op.what}: {self.link.peer} answered a Verify with {type(answer).__name__}")
+            raise ProtocolError(f"{self.what}: {self.link.peer} answered a Verify with {type(answer).__name__}")
         sent, expected = len(answer.digests), ours[0].nbytes
         if sent != expected:
             text = f"{self.link.peer} sent {sent} bytes of digests, {expected} were asked for"
-            raise ProtocolError(f"{self.op.what}: {text}")
+            raise ProtocolError(f"{self.what}: {text}")
         theirs = np.frombuffer(answer.digests, "<u8").reshape(ours[0].shape)
         agree: NDArray[np.bool_] = (ours[0] == theirs).all(axis=2)
         return agree
 
     def _digest(self, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
-        end, deadline = PlanSide(part, self.op.local.storage.tensors, is_dst=not self.op.push), self.op.deadline
+        end, deadline = PlanSide(part, self.local.storage.tensors, is_dst=not self.push), self.deadline
         found = digest(end, self.pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
         if found is None:
-            raise deadline.error(f"{self.op.what}: verifying", "verify", self.link.peer.cluster_id)
+            raise deadline.error(f"{self.what}: verifying", "verify", self.link.peer.cluster_id)
         return found
 
     def _mismatch(self, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
@@ -149,9 +149,9 @@ class Comparison:
         local_tensor, local_block, here = self._where(part, here=True)
         _, remote_block, there = self._where(part, here=False)
         return ChecksumMismatch(
-            f"{self.op.what}: checksum mismatch with {self.link.peer}: {there} of its cache {self.remote.cache_id} and "
+            f"{self.what}: checksum mismatch with {self.link.peer}: {there} of its cache {self.remote.cache_id} and "
             f"{here} of the cache here do not hold the same bytes; {len(differing)} of {plan.count} tensors differ; "
-            f"the {'remote' if self.op.push else 'local'} bytes addressed are undefined; repeat the call, and suspect "
+            f"the {'remote' if self.push else 'local'} bytes addressed are undefined; repeat the call, and suspect "
             "whatever else writes to either place, or the memory, if it happens again",
             cache_id=self.remote.cache_id,
             tensors=len(differing),
@@ -167,7 +167,7 @@ class Comparison:
         """Return the first differing block, or piece of a row; more if the difference vanishes."""
         # The peer's blocks, else own ones, else pieces of a row.
         column, block = self._column(here=True), _ROW_PIECE_BYTES
-        for here, geometry in ((True, self.op.local.geometry), (False, self.remote.geometry)):
+        for here, geometry in ((True, self.local.geometry), (False, self.remote.geometry)):
             if geometry.kind is not CacheKind.CACHE:
                 column, block = self._column(here=here), geometry.stride
         unit = 0
@@ -183,7 +183,7 @@ class Comparison:
 
     def _where(self, part: Plan, *, here: bool) -> tuple[int, int, str]:
         """Return tensor, block or row (-1: several), and a text, on one side."""
-        geometry, tensor = (self.op.local if here else self.remote).geometry, self._first(part, here=here)
+        geometry, tensor = (self.local if here else self.remote).geometry, self._first(part, here=here)
         begins = part.runs[:, self._column(here=here)]
         begin, end = int(begins.min()), int((begins + part.runs[:, 2]).max())
         block, text = begin // geometry.stride, f"tensor {tensor}"
@@ -195,17 +195,17 @@ class Comparison:
 
     def _ask(self, build: Callable[[int], Verify], meanwhile: Callable[[], None]) -> Message:
         """Ask, again while the peer is busy; call ``meanwhile`` before each wait."""
-        link, what, pause = self.link, f"{self.op.what}: verifying", _FIRST_PAUSE
+        link, what, pause = self.link, f"{self.what}: verifying", _FIRST_PAUSE
         while True:
             try:
-                return link.request(build, self.op.deadline, what, "verify", meanwhile)
+                return link.request(build, self.deadline, what, "verify", meanwhile)
             except RemoteFailure as failure:
                 if failure.status_code is LLMStatusCode.LLM_TIMEOUT:
-                    raise self.op.deadline.error(what, "verify", link.peer.cluster_id) from failure
+                    raise self.deadline.error(what, "verify", link.peer.cluster_id) from failure
                 if failure.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise self._refused(failure) from failure
-            self.op.deadline.check(what, "verify", link.peer.cluster_id)
-            time.sleep(min(pause, self.op.deadline.next_turn()))
+            self.deadline.check(what, "verify", link.peer.cluster_id)
+            time.sleep(min(pause, self.deadline.next_turn()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refused(self, failure: RemoteFailure) -> TransferFailed:
@@ -214,7 +214,7 @@ class Comparison:
         code = failure.status_code
         if code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
             code = LLMStatusCode.LLM_FAILED
-        text = " ".join(f"{self.op.what}: {self.link.peer} could not confirm the bytes: {failure}".splitlines())
+        text = " ".join(f"{self.what}: {self.link.peer} could not confirm the bytes: {failure}".splitlines())
         return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
 
 

@@ -256,9 +256,8 @@ class Engine:
         self.transports.abandon()
 
     def _on_link_end(self, link: Link) -> None:
-        self.target.drop_peer(link)
-        self.checksums.drop_peer(link)
-        self.grants.drop_peer(link)
+        for part in (self.target, self.checksums, self.grants):
+            part.drop_peer(link)
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:

@@ -36,12 +36,8 @@ class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     reported: Id
 
 
-_encoder: Final = msgspec.msgpack.Encoder()
+encode_handle: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(Handle | KeyHandle)
-
-
-def encode_handle(handle: Handle | KeyHandle) -> bytes:
-    return _encoder.encode(handle)
 
 
 def decode_handle(data: bytes) -> Handle | KeyHandle:

@@ -6,19 +6,21 @@ After a failure the addressed bytes at the destination are undefined, all others
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
+from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._log import logger
 from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
-from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, predict, with_grant
+from llm_datadist._transfer.handles import KeyHandle, encode_handle
+from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
@@ -106,10 +108,10 @@ class TransferOp(msgspec.Struct, eq=False):
 class Initiator:
     """Execution of pulls and pushes. Threads: any; stateless."""
 
-    _links: LinkManager
-    _pool: CopyPool | None
-    _checksum: bool
-    _strict: bool
+    links: LinkManager
+    pool: CopyPool | None
+    checksum: bool
+    strict: bool
 
     def run(self, op: TransferOp) -> int:
         """Execute ``op``; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
@@ -118,7 +120,7 @@ class Initiator:
         try:
             if steps.watch is not None:
                 steps.watch("link", self)
-            with self._links.get(op.name.cluster_id) as link:
+            with self.links.get(op.name.cluster_id) as link:
                 try:
                     return self._run_over(link, op)
                 except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
@@ -133,7 +135,7 @@ class Initiator:
     def _run_over(self, link: Link, op: TransferOp) -> int:
         key = op.name, op.push
         for attempt in range(_ATTEMPTS):
-            cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else predict(link, op))
+            cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else _predicted(link, op))
             remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
@@ -210,8 +212,8 @@ class Initiator:
         finally:
             if intent is not None:
                 intent.end()
-        if self._checksum:  # before the report, which ends the pin
-            Comparison(link, op, remote, pair.same_memory, self._pool).verify(plan)
+        if self.checksum:  # before the report, which ends the pin
+            Comparison(link, op.local, remote, op.push, pair.same_memory, op.deadline, op.what, self.pool).verify(plan)
         elif remote.pin and able.remote_guards and not remote.predicted and is_one_request(plan):
             keep(link.caches.predicted, op.local.geometry, remote, _MAX_CACHED)
         return plan
@@ -219,7 +221,7 @@ class Initiator:
     def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
         """Warn once for each pair of caches; CacheMismatch with ``llm.StrictTypes``."""
         text = f"{op.what}: {op.name} and cache {op.local.cache_id} here: {difference}"
-        if self._strict:
+        if self.strict:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
         known, mark = link.caches.unlike, object()
         if len(known) < _MAX_CACHED and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
@@ -240,7 +242,7 @@ class Initiator:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
             try:
-                move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
+                move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline)
             except BaseException:
                 if op.push and recovery is not None and recovery.doubts_writes:
                     _give_up_writes(link, recovery)
@@ -279,6 +281,23 @@ class Initiator:
         if op.destination is not None:
             op.destination.record(link.peer, op.name, remote.cache_id)
         return whole
+
+
+def _predicted(link: Link, op: TransferOp) -> Resolution | None:
+    """Return the prediction for a pull by key, which then takes one request; else None.
+
+    It is a cache like the last one. At the read the owner compares the geometry, finds the row and pins the cache.
+    """
+    known: Resolution | None = link.caches.predicted.get(op.local.geometry)
+    key = op.name.key
+    if known is None or key is None or op.push or op.grant is not None:
+        return None
+    number = FIRST_NAMED_PIN + next(link.requests.numbers)
+    handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
+    tensors = replace(known.tensors, handle=encode_handle(handle))
+    return msgspec.structs.replace(
+        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
+    )
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:

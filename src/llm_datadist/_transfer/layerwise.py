@@ -42,13 +42,11 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan, Timer
     from llm_datadist._transfer.addresses import Locations, RemoteOffset
-    from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.initiator import MakePlan
+    from llm_datadist._transfer.initiator import Initiator, MakePlan
+    from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
-TENSORS_PER_LAYER: Final = 2
-"""K and V, always (interface §6.14)."""
-
+TENSORS_PER_LAYER: Final = 2  # K and V, always (interface §6.14)
 _WHAT: Final = "transfer_cache_async"
 _GRACE_MS: Final = 1000  # wait of finalize for a thread, beyond the deadline of its transfer
 _FOR_EVER_MS: Final = 1 << 40
@@ -358,7 +356,9 @@ def _finalized(job: TransferJob) -> StateError:
 class Delivery:
     """Destination of a job. Threads: the job's."""
 
-    engine: Engine
+    initiator: Initiator
+    meters: Meters
+    timeout_ms: int  # of one layer
     entry: Entry  # of the source, in local use by the job
     cut: LayerPlan
     cluster_id: int
@@ -366,13 +366,13 @@ class Delivery:
     destination: PushDestination = field(default_factory=PushDestination, init=False)
 
     def send(self, layer: int) -> None:
-        """Send a layer, within the deadline of a call; errors as a push."""
+        """Send a layer; errors as a push."""
         raise NotImplementedError
 
     def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Timer) -> int:
         """Push a part, without consuming a key."""
         op = TransferOp(name, self.entry, plan, deadline, _WHAT, span, push=True, destination=self.destination)
-        return self.engine.initiator.run(op)
+        return self.initiator.run(op)
 
 
 @dataclass(slots=True)
@@ -396,8 +396,8 @@ class KeyDelivery(Delivery):
             at, offset = layer * TENSORS_PER_LAYER, self.cut.offset_in(dst, pair.row)
             return self.cut.plan(first, at, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
-        with self.engine.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            span.nbytes = self.push(self.name, plan, self.engine.deadline(), span)
+        with self.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
+            span.nbytes = self.push(self.name, plan, Deadline(self.timeout_ms), span)
 
 
 @dataclass(slots=True)
@@ -409,9 +409,9 @@ class AddressDelivery(Delivery):
 
     def send(self, layer: int) -> None:
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
-        here, deadline = slice(at, at + TENSORS_PER_LAYER), self.engine.deadline()
+        here, deadline = slice(at, at + TENSORS_PER_LAYER), Deadline(self.timeout_ms)
         shown = ", ".join(f"{address:#x}" for address in self.addresses[here])
-        with self.engine.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
+        with self.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
             if self.located is not None:
                 with suppress(CacheNotFound, CacheMismatch):  # the caches have changed
                     span.nbytes = self._push_layer(layer, self.located.offsets[here], deadline, span)
@@ -425,7 +425,7 @@ class AddressDelivery(Delivery):
         They are if the caches have changed, and an allocated one is among them: registered memory stays the same.
         """
         before = self.located
-        now = locate(self.engine.links, self.cluster_id, self.addresses, self.cut.extent, deadline, _WHAT)
+        now = locate(self.initiator.links, self.cluster_id, self.addresses, self.cut.extent, deadline, _WHAT)
         if before is not None and before.offsets != now.offsets and (before.allocated or now.allocated):
             raise TransferFailed(
                 f"{_WHAT}: the memory at dst_addrs of cluster {self.cluster_id} has been freed and allocated anew "

@@ -162,18 +162,17 @@ def _refusals(role: LLMRole, clusters: Clusters) -> dict[int, LLMStatusCode]:
         error = ParamError(f"only a DECODER links, and this is a {role.name}")
         return dict.fromkeys(range(len(clusters)), invalid.because(error))
     refused: dict[int, LLMStatusCode] = {}
-    seen: set[int] = set()
+    seen: set[int | None] = set()
     for i, cluster in enumerate(clusters):
         ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
         number = cluster.remote_cluster_id
         if not ours == theirs == 1:
             text = f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1"
             refused[i] = invalid.because(ParamError(text))
-        elif number in seen:
+        elif number is not None and number in seen:
             text = f"clusters[{i}]: cluster {number} is in the list twice"
             refused[i] = twice.because(ParamError(text, status_code=twice))
-        if number is not None:
-            seen.add(number)
+        seen.add(number)
     return refused
 
 

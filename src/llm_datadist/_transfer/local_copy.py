@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
-#: Swap workers, at most one per usable CPU, and staging buffers (interface R10).
-_WORKERS: Final = 4
+_WORKERS: Final = 4  # of swaps, at most one per usable CPU (interface R10)
 _STAGING_BUFFERS: Final = 4
 
 #: Source blocks, shape ``(N,)``, and their destinations: ``(N,)``, or ``(L, N)`` for L lists.
@@ -126,10 +125,9 @@ class LocalCopies:
         """Yield a handle's operand, registered or not (interface §6.9); an own cache is in use."""
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
-            try:
+            entry = None
+            with suppress(CacheNotFound):
                 entry = held.enter_context(self._store.using(cache.cache_id, name))
-            except CacheNotFound:
-                entry = None
             addresses = list(cache.tensor_addrs)
             check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:

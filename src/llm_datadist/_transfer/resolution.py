@@ -12,23 +12,20 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import PRIVATE
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._transfer.handles import Handle, KeyHandle, encode_handle
+from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Key
     from llm_datadist._links.link import Link
-    from llm_datadist._transfer.initiator import TransferOp
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-#: Mapped tensors cached per link, each with at most so many bytes of offsets.
-_MAX_MAPPED: Final = 1024
+_MAX_MAPPED: Final = 1024  # tensors cached per link, each with at most so many bytes of offsets
 _MAX_MAPPED_BYTES: Final = 4096
 
 
@@ -91,23 +88,6 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
     guards = tuple(answer.guards)
     return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
-
-
-def predict(link: Link, op: TransferOp) -> Resolution | None:
-    """Return the prediction for a pull by key, which then takes one request; else None.
-
-    It is a cache like the last one. At the read the owner compares the geometry, finds the row and pins the cache.
-    """
-    known: Resolution | None = link.caches.predicted.get(op.local.geometry)
-    key = op.name.key
-    if known is None or key is None or op.push or op.grant is not None:
-        return None
-    number = FIRST_NAMED_PIN + next(link.requests.numbers)
-    handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
-    tensors = replace(known.tensors, handle=encode_handle(handle))
-    return msgspec.structs.replace(
-        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
-    )
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:
