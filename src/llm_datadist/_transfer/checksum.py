@@ -109,7 +109,7 @@ class Comparison:
                 id=number,
                 cache_id=self.remote.cache_id,
                 pin=self.remote.pin,
-                guards=list(self.remote.guards),
+                guards=self.remote.guards,
                 push=self.push,
                 extent=self.remote.geometry.tensor_bytes,
                 first=self._first(part, here=False),
@@ -220,10 +220,8 @@ class Comparison:
 
 def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:
     """Split runs where offsets in ``column`` are multiples of ``unit``."""
+    runs, step = runs[runs[:, 2] > 0], np.uint64(unit)
     at, length = runs[:, column], runs[:, 2]
-    held = length > 0
-    at, length, runs = at[held], length[held], runs[held]
-    step = np.uint64(unit)
     pieces = ((at + length - np.uint64(1)) // step - at // step + np.uint64(1)).astype(np.int64)
     of = np.repeat(np.arange(len(runs)), pieces)  # piece -> its run
     nth = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64)

@@ -296,7 +296,7 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
     handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
     tensors = replace(known.tensors, handle=encode_handle(handle))
     return msgspec.structs.replace(
-        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
+        known, cache_id=0, row=0, guards=[], tensors=tensors, pin=0, predicted=number, pair=None
     )
 
 

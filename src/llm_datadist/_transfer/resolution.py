@@ -50,7 +50,7 @@ class Resolution(msgspec.Struct, eq=False):
     geometry: Geometry
     row: int
     tensors: RemoteTensors
-    guards: tuple[Guarded, ...]
+    guards: list[Guarded]
     guard_set: GuardSet
     pin: int  # 0: none, so the answer may be cached
     predicted: int = 0  # the future pin's number if this is a prediction
@@ -86,8 +86,8 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if isinstance(error, LLMException):
             raise
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-    guards = tuple(answer.guards)
-    return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
+    guard_set = _guard_set(answer.guards)
+    return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:
@@ -98,8 +98,8 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
             peer=link.peer.cluster_id,
             phase="resolve",
         )
-    guards = (*remote.guards, Guarded(*grant.guard))
-    tensors = replace(remote.tensors, handle=encode_handle(Handle(remote.cache_id, remote.pin, list(guards))))
+    guards = [*remote.guards, Guarded(*grant.guard)]
+    tensors = replace(remote.tensors, handle=encode_handle(Handle(remote.cache_id, remote.pin, guards)))
     return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(guards), tensors=tensors)
 
 
@@ -110,7 +110,7 @@ def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
     known[key] = value
 
 
-def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
+def _guard_set(guards: list[Guarded]) -> GuardSet:
     return GuardSet([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
 
 
