@@ -16,7 +16,7 @@ from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
-from llm_datadist._transfer.grants import GrantClaims, check_token
+from llm_datadist._transfer.grants import check_token, claim_grant, give_back
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
@@ -400,9 +400,9 @@ class CacheManager(EngineUser):
         named, count, _ = check_token(token), check_int("readers", readers), check_type("wait", wait, bool)
         check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
         with engine.meters.call("claim_grant", [cluster_id]):
-            return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
+            return claim_grant(engine.links, cluster_id, named, count, engine.deadline(), wait=wait)
 
-    _give_back = staticmethod(GrantClaims.give_back)  # for a claim whose caller never gets the grant
+    _give_back = staticmethod(give_back)  # for a claim whose caller never gets the grant
 
     @blocking
     def push_cache(

@@ -448,7 +448,7 @@ def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monke
     assert given.statistics().waiting == 3
     local_pair.prompt.do(give, [1], tokens[1])
     assert ([each.id for each in told(peer)[1:]], given.statistics().claimed, told(other)) == ([1, 2], 1, [])
-    grants.GrantClaims.on_late_claim(late, told(peer)[-1])
+    grants.on_late_claim(late, told(peer)[-1])
     assert told(late) == [ClaimEnded(tokens[1], released=False)]
     given.on_claim_ended(other, ClaimEnded(tokens[1], released=True))  # not its claim
     assert given.statistics().claimed == 1
@@ -458,7 +458,7 @@ def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monke
     given.drop_peer(other)
     assert given.statistics().waiting == 0
     with pytest.raises(errors.ProtocolError):
-        grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
+        grants.on_late_claim(late, Claimed(1, b"x"))
 
 
 @pytest.mark.parametrize("name", AT_OWNER)

@@ -17,7 +17,7 @@ from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, _BlockingFrames
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.messages import Linked, Locate
-from llm_datadist._transfer.addresses import Locator
+from llm_datadist._transfer.layerwise import AddressDelivery
 from tests.support.ends import ChildEnd, End, LocalEnd
 from tests.support.layers import addresses, begin, finish, raw, ready, received, send
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
@@ -163,7 +163,7 @@ def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
     end: LocalEnd, victim: ChildEnd, tmp_path: Path, after: bool, transport: str
 ) -> None:
     before = start(end, victim, transport)
-    victim.do(stop_at, Locator, "locate", after, tmp_path)
+    victim.do(stop_at, AddressDelivery, "_locate", after, tmp_path)
     config = raw(end, "kv")
     victim.do(begin, "kv", [config])
     victim.do(ready, 0, 1, 2)

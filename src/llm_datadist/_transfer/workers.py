@@ -21,15 +21,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: More than CPUs, because calls mostly wait for memory or a peer.
-_MAX_WORKERS: Final = 32
+_MAX_WORKERS: Final = 32  # more than CPUs, because calls mostly wait for memory or a peer
 
 
 class Workers:
-    """Threads ``llm-datadist-async_<n>``, at most 32, each from its first call to :meth:`close`.
-
-    Threads: any, and any event loop.
-    """
+    """Threads ``llm-datadist-async_<n>``, at most 32, from a first call to :meth:`close`. Threads: any, any loop."""
 
     def __init__(self) -> None:
         self._threads = Threads(_MAX_WORKERS, "llm-datadist-async")

@@ -450,11 +450,11 @@ class LlmDataDist:
         with _Call(self._state, "CopyKvBlocks") as call:
             engine = call.engine
             src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
-            sources, lists = arguments.block_lists(src_blocks, dst_blocks_list)
+            blocks = arguments.block_lists(src_blocks, dst_blocks_list)
             detail = "%s -> %s, %d blocks to %d lists"
-            ids = (src_cache.cache_id, dst_cache.cache_id, sources.size, len(lists))
+            ids = (src_cache.cache_id, dst_cache.cache_id, blocks[0].size, len(blocks[1]))
             with engine.meters.span("CopyKvBlocks", detail, *ids) as span:
-                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, engine.deadline(), "CopyKvBlocks")
+                span.nbytes = engine.local.copy_block_lists(src, dst, blocks, engine.deadline(), "CopyKvBlocks")
         return call.status
 
 
