@@ -17,7 +17,7 @@ from llm_datadist._cache.registry import NOTHING, Effects, Entry, Key, Registry,
 from llm_datadist._checks import typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._memory.exports import PRIVATE, Exports
+from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
@@ -62,7 +62,7 @@ class Storage:
     tag: int = field(default_factory=itertools.count(1).__next__)
 
     @property
-    def private(self) -> bool:
+    def non_pool(self) -> bool:
         """True for non-pool memory, which may be unmapped under a late user."""
         return not any(self.regions)
 
@@ -119,7 +119,7 @@ class Pools:
         """Describe allocated tensors: by region and offset in a pool."""
         placement = Placement(geometry.placement)
         is_exported = self._pools.get(placement) is allocation.pool
-        region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (PRIVATE, allocation.addresses)
+        region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (NON_POOL, allocation.addresses)
         tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, mapped=True)
         count = len(offsets)
         names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
@@ -134,7 +134,7 @@ class Pools:
         return Storage(Tensors(addresses, nbytes), *names, None, segments)
 
     def _locate(self, addresses: NDArray[np.uint64], nbytes: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-        regions = np.full(addresses.shape, PRIVATE, dtype=np.uint32)
+        regions = np.full(addresses.shape, NON_POOL, dtype=np.uint32)
         offsets = addresses.copy()
         for region, segment in self.exported().items():
             if nbytes <= segment.nbytes:
@@ -142,8 +142,8 @@ class Pools:
                 inside = (addresses >= segment.address) & (addresses <= np.uint64(last))
                 regions[inside] = region
                 offsets[inside] -= np.uint64(segment.address)
-        if (regions == PRIVATE).any():  # so one transport reaches the whole cache
-            return np.full(addresses.shape, PRIVATE, dtype=np.uint32), addresses
+        if (regions == NON_POOL).any():  # so one transport reaches the whole cache
+            return np.full(addresses.shape, NON_POOL, dtype=np.uint32), addresses
         return regions, offsets
 
     def _segment_around(self, address: int, nbytes: int) -> Segment:
@@ -311,7 +311,7 @@ class CacheStore:
             if allocation is not None:
                 # A writer that is not found here meets the advanced guard. Readers count if the memory gets unmapped,
                 # which would crash this process.
-                busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)
+                busy = self.writers.busy(entry.guard.slot, readers=entry.storage.non_pool)
                 self._quarantine.free(allocation, busy)
 
     def sweep(self) -> None:
@@ -339,7 +339,7 @@ class CacheStore:
         (cma) get EFAULT.
         """
         self.writers.shut()
-        non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]
+        non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.non_pool]
         self.apply(self.registry.clear())
         self._drain_non_pool(non_pool)
         self._quarantine.sweep()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.guards import GuardTable
     from llm_datadist._memory.segment import Segment
 
-PRIVATE: Final = 0
+NON_POOL: Final = 0
 """Region id of non-pool memory; its "offset" is an absolute address in the owner."""
 
 ADDRESS_SPACE: Final = (1 << 63) - 1
