@@ -61,7 +61,7 @@ def _show_key(key: Key) -> str:
     return f"CacheKey({name}={number}, model_id={model})"
 
 
-class State(Enum):
+class CacheState(Enum):
     LIVE = "live"
     DEFERRED = "deferred"
     DRAINING = "draining"
@@ -78,14 +78,14 @@ class Event(Enum):
     DROP_OWNER = "drop owner"
     WITHDRAW = "withdraw"  # owner and keys at once: blocks caches, registered caches, finalize
 
-    __hash__ = object.__hash__  # as State
+    __hash__ = object.__hash__  # as CacheState
 
 
-_L, _D, _P, _F = State.LIVE, State.DEFERRED, State.DRAINING, State.FREED
+_L, _D, _P, _F = CacheState.LIVE, CacheState.DEFERRED, CacheState.DRAINING, CacheState.FREED
 
 #: (state, event) -> possible states; other pairs are illegal. The remaining references decide: owner -> LIVE, keys ->
 #: DEFERRED, only users -> DRAINING, none -> FREED.
-TRANSITIONS: Final[dict[tuple[State, Event], frozenset[State]]] = {
+TRANSITIONS: Final[dict[tuple[CacheState, Event], frozenset[CacheState]]] = {
     (_L, Event.BIND): frozenset({_L}),
     (_L, Event.UNBIND): frozenset({_L}),
     (_L, Event.PIN): frozenset({_L}),
@@ -107,17 +107,17 @@ class Lifecycle:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.state = State.LIVE
-        self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=16)
+        self.state = CacheState.LIVE
+        self._history: deque[tuple[Event, int, int, CacheState]] = deque(maxlen=16)
 
-    def require(self, event: Event) -> frozenset[State]:
+    def require(self, event: Event) -> frozenset[CacheState]:
         """Return the states after ``event``; StateError, with the history, if it is illegal."""
         targets = TRANSITIONS.get((self.state, event))
         if targets is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
         return targets
 
-    def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> State:
+    def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
         """Enter the state that the references imply."""
         targets = self.require(event)
         target = _L if owner else _D if keys else _P if pins else _F
@@ -371,7 +371,7 @@ class Registry:
             return NOTHING  # no event, no lock: as in begin_use
         with self._lock:
             entry.uses.leave()
-            if entry.life.state is not State.DRAINING:
+            if entry.life.state is not CacheState.DRAINING:
                 return NOTHING
             effects = Effects()
             self._transition(entry, Event.UNPIN, effects)
@@ -485,9 +485,9 @@ class Registry:
         entries, bindings, pins = self.snapshot()
         states = [entry.life.state for entry in entries]
         caches = CacheStatistics(
-            live=states.count(State.LIVE),
-            deferred=states.count(State.DEFERRED),
-            draining=states.count(State.DRAINING),
+            live=states.count(CacheState.LIVE),
+            deferred=states.count(CacheState.DEFERRED),
+            draining=states.count(CacheState.DRAINING),
             allocated=sum(entry.owned for entry in entries),
             registered=sum(not entry.owned for entry in entries),
             nbytes=sum(entry.geometry.num_tensors * entry.geometry.tensor_bytes for entry in entries),
@@ -599,11 +599,11 @@ class Registry:
             entry.uses.shut()  # before users are counted, so no new one can enter
         users = entry.pins + entry.uses.inside
         state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=users)
-        if state is State.DRAINING or state is State.FREED:
+        if state is CacheState.DRAINING or state is CacheState.FREED:
             self._entries.pop(entry.cache_id, None)
-        if state is State.DRAINING:
+        if state is CacheState.DRAINING:
             self._draining.add(entry)
-        elif state is State.FREED:
+        elif state is CacheState.FREED:
             self._draining.discard(entry)
             effects.retire.append(entry.guard)
             effects.free.append(entry)
@@ -618,14 +618,14 @@ class Registry:
         for cache_id, entry in self._entries.items():
             name, state = entry.life.name, entry.life.state
             require_intact(entry.cache_id == cache_id, f"cache {cache_id} is filed under another id")
-            require_intact(state in (State.LIVE, State.DEFERRED), f"{name}: {state}")
-            require_intact(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
+            require_intact(state in (CacheState.LIVE, CacheState.DEFERRED), f"{name}: {state}")
+            require_intact(entry.owner == (state is CacheState.LIVE), f"{name}: owner and state differ")
             require_intact(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
             require_intact(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
             require_intact(entry.uses.is_open is not entry.closing, f"{name}: its gate and its lookups differ")
         for entry in self._draining:
             used = entry.pins + entry.uses.inside > 0 and not entry.uses.is_open
-            require_intact(entry.life.state is State.DRAINING and used, f"{entry.life.name} drains for nothing")
+            require_intact(entry.life.state is CacheState.DRAINING and used, f"{entry.life.name} drains for nothing")
 
     def _check_pins(self) -> None:
         of_peer, of_binding, of_entry = (Counter[Any]() for _ in range(3))
@@ -639,5 +639,5 @@ class Registry:
         require_intact(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
         entries = {*self._entries.values(), *self._draining, *of_entry}
         require_intact(all(e.pins == of_entry[e] for e in entries), "pins of a cache are miscounted")
-        lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is State.FREED]
+        lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is CacheState.FREED]
         require_intact(not lost, f"pins {lost} hold a cache that was freed")
