@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import HERE, require_intact, require_process
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist._native import Canary, advance_generation, load_generation
-from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
+from llm_datadist.errors import OutOfMemory, ProtocolError, StateError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,8 +57,6 @@ class GuardTable:
     """
 
     def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
-        if slots < 2:
-            raise ParamError(f"guard table: slots is {slots}, must be at least 2 (a header and one guard)")
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
         self.canaries = Canary(), Canary()
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)
