@@ -156,14 +156,7 @@ class Binding:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cache. ``storage`` and ``guard`` are the caller's.
-
-    Attributes:
-        owner: False once its owner has given it back.
-        pins: Number of peers' pins.
-        uses: Local uses. The gate, open while the cache can be found, changes under the registry's lock.
-        closing: True while the cache is being unregistered.
-    """
+    """One cache. ``storage`` and ``guard`` are the caller's."""
 
     cache_id: int
     geometry: Geometry
@@ -172,11 +165,11 @@ class Entry:
     owned: bool
     remote_accessible: bool
     life: Lifecycle
-    owner: bool = True
+    owner: bool = True  # False once its owner has given it back
     bindings: dict[Key, Binding] = field(default_factory=dict)
-    pins: int = 0
-    uses: UseGate = field(default_factory=UseGate)
-    closing: bool = False
+    pins: int = 0  # of peers
+    uses: UseGate = field(default_factory=UseGate)  # local; open while the cache can be found; changes under the lock
+    closing: bool = False  # True while the cache is being unregistered
 
     @property
     def reachable(self) -> bool:
@@ -194,11 +187,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Protection of an entry's memory for a peer, until release or expiry.
-
-    Attributes:
-        served: Bit t: this process has sent tensor t. None if the peer reads the memory itself.
-    """
+    """Protection of an entry's memory for a peer, until release or expiry."""
 
     pin_id: int
     peer: object
@@ -206,7 +195,7 @@ class Pin:
     row: int
     binding: Binding | None
     expires: float
-    served: int | None = None
+    served: int | None = None  # bit t: this process has sent tensor t; None if the peer reads the memory itself
 
 
 def _tensors(entry: Entry, first: int, count: int) -> int:
@@ -241,7 +230,7 @@ class Registry:
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number
-        self._pins_of: dict[object, int] = {}
+        self._pins_of: Counter[object] = Counter()
         self._draining: set[Entry] = set()
         self.next_id = first_id
         self._next_pin = 1
@@ -387,17 +376,14 @@ class Registry:
     ) -> Pin:
         """Pin the cache that :meth:`find` returns, until the peer releases it or is lost, or until ``expires``.
 
-        ``expires`` is monotonic, in seconds; ``pin_id`` the peer's number, or 0 for one of the registry's.
-
-        Raises:
-            ParamError: The peer's number is in use or was released.
-            LinkError: The peer holds 4096 pins (``LLM_LINK_BUSY``).
+        ``expires`` is monotonic, in seconds; ``pin_id`` the peer's number, or 0 for one of the registry's. ParamError
+        if that is in use or was released; LinkError (``LLM_LINK_BUSY``) if the peer holds 4096 pins.
         """
         with self._lock:
             entry, found_row, binding = self._find(key, cache_id, row)
             if pin_id and ((peer, pin_id) in self._pins or (id(peer), pin_id) in self._early_releases):
                 raise ParamError(f"pin {pin_id} of this peer is in use, or was released before")
-            if self._pins_of.get(peer, 0) >= MAX_PINS_PER_PEER:
+            if self._pins_of[peer] >= MAX_PINS_PER_PEER:
                 raise LinkError(
                     f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
@@ -406,7 +392,7 @@ class Registry:
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
-            self._pins_of[peer] = self._pins_of.get(peer, 0) + 1
+            self._pins_of[peer] += 1
             entry.pins += 1
             if binding is not None:
                 binding.pins += 1
@@ -569,10 +555,8 @@ class Registry:
 
     def _unpin(self, pin: Pin, effects: Effects) -> None:
         del self._pins[pin.peer, pin.pin_id]
-        left = self._pins_of[pin.peer] - 1
-        if left:
-            self._pins_of[pin.peer] = left
-        else:
+        self._pins_of[pin.peer] -= 1
+        if not self._pins_of[pin.peer]:
             del self._pins_of[pin.peer]
         binding = pin.binding
         if binding is not None:
@@ -628,16 +612,13 @@ class Registry:
             require_intact(entry.life.state is CacheState.DRAINING and used, f"{entry.life.name} drains for nothing")
 
     def _check_pins(self) -> None:
-        of_peer, of_binding, of_entry = (Counter[Any]() for _ in range(3))
-        for pin in self._pins.values():
-            of_peer[pin.peer] += 1
-            of_entry[pin.entry] += 1
-            if pin.binding is not None:
-                of_binding[pin.binding] += 1
+        pins = self._pins.values()
+        of_peer, of_entry = Counter(pin.peer for pin in pins), Counter(pin.entry for pin in pins)
+        of_binding = Counter(pin.binding for pin in pins if pin.binding is not None)
         require_intact(of_peer == self._pins_of, f"pins are {of_peer}, counted {self._pins_of}")
         bindings = {*self._keys.values(), *of_binding}
         require_intact(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
         entries = {*self._entries.values(), *self._draining, *of_entry}
         require_intact(all(e.pins == of_entry[e] for e in entries), "pins of a cache are miscounted")
-        lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is CacheState.FREED]
+        lost = [pin.pin_id for pin in pins if pin.entry.life.state is CacheState.FREED]
         require_intact(not lost, f"pins {lost} hold a cache that was freed")
