@@ -467,10 +467,7 @@ class _State:
 
 
 class _Call(AbstractContextManager["_Call"]):
-    """Context of one call, which turns exceptions except TypeError into its ``status``.
-
-    Threads: one.
-    """
+    """Context of one call, which turns exceptions except TypeError into its ``status``. Threads: one."""
 
     __slots__ = ("_of", "_what", "status", "statuses")
 
