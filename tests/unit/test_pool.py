@@ -157,7 +157,7 @@ def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_and_leaves_nothing(mo
     now = memory.statistics()
     assert (now.used_bytes, now.live_allocations) == (6 * PAGE, 3)
     assert residue()["fds"] == before["fds"], "the descriptor is sent to no peer, so none is kept"
-    view = taken.pool.segment.view()
+    view = taken.segment.view()
     assert not view.any()
     assert [address - taken.addresses[0] for address in taken.addresses] == [0, 2 * PAGE, 4 * PAGE]
     memory.check_integrity()

@@ -119,7 +119,7 @@ class Pools:
         tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, mapped=True)
         count = len(offsets)
         names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
-        return Storage(tensors, *names, allocation, (allocation.pool.segment,))
+        return Storage(tensors, *names, allocation, (allocation.segment,))
 
     def storage_at(self, addrs: Sequence[int], nbytes: int) -> Storage:
         """Describe registered tensors: by region and offset if all lie in pools."""
@@ -315,7 +315,14 @@ class CacheStore:
         self.writers.shut()
         non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.non_pool]
         self.apply(self.registry.clear())
-        self._drain_non_pool(non_pool)
+        deadline = Deadline(self._patience_ms)
+        writes = tuple(write for each in non_pool for write in self.writers.busy(each.guard.slot, readers=True))
+        if not deadline.poll(lambda: not any(e.uses.inside for e in non_pool) and not self.writers.pending(writes)):
+            logger.warning(
+                "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
+                deadline.budget_ms,
+                _users(sum(each.uses.inside for each in non_pool), self.writers.pending(writes)),
+            )
         self._quarantine.sweep()
         if self.pools.direct is not None:
             self.pools.direct.close()  # before the next line would unmap it under users
@@ -323,17 +330,6 @@ class CacheStore:
         self.writers.close()
         self.pools.close()
         self._guards.close()
-
-    def _drain_non_pool(self, entries: list[Entry]) -> None:
-        """Wait for the users of ``entries`` (guards are advanced); log those that stay."""
-        deadline = Deadline(self._patience_ms)
-        writes = tuple(write for each in entries for write in self.writers.busy(each.guard.slot, readers=True))
-        if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(writes)):
-            logger.warning(
-                "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
-                deadline.budget_ms,
-                _users(sum(each.uses.inside for each in entries), self.writers.pending(writes)),
-            )
 
 
 class _Use(msgspec.Struct, eq=False):

@@ -17,14 +17,15 @@ from llm_datadist.errors import OutOfMemory, StateError
 from llm_datadist.metrics import PoolStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._memory.device import Device
     from llm_datadist._option_kinds import PoolOptions
 
-_DIRECT_PAGE_SHIFT: Final = 12
-_DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
+_DIRECT_PAGE: Final = 4096
 
 #: Memory in use when its :class:`DirectMemory` was closed. It stays mapped: unmapping it under a reader would crash the
 #: process.
@@ -34,11 +35,13 @@ kept_mapped: list[NDArray[np.uint8]] = []
 class Allocation:
     """Equal tensors in a pool, allocated and freed together. Its addresses are valid until then, or the pool's end."""
 
-    __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool")
+    __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool", "segment")
 
-    def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
+    def __init__(self, pool: MemoryPool | DirectMemory, segment: Segment, offsets: Sequence[int], nbytes: int) -> None:
+        base = segment.address
         self.pool = pool
-        self.offsets = offsets  # in the pool's segment
+        self.segment = segment
+        self.offsets = offsets
         self.addresses = tuple([base + offset for offset in offsets])
         self.nbytes = nbytes  # requested, per tensor
         self.freed = False
@@ -55,7 +58,6 @@ class MemoryPool:
     def __init__(self, name: str, segment: Segment, page_shift: int) -> None:
         self.name = name
         self.segment = segment
-        self._base = segment.address
         self._lock = threading.Lock()  # protects the three below and the state of allocations
         self._allocator = PageAllocator(segment.nbytes, page_shift)
         self._peak_used = 0
@@ -75,7 +77,7 @@ class MemoryPool:
                     raise self._shortage(count, nbytes)
                 offsets.append(offset)
             self._peak_used = max(self._peak_used, self._allocator.used_bytes)
-        return Allocation(self, tuple(offsets), self._base, nbytes)
+        return Allocation(self, self.segment, tuple(offsets), nbytes)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
@@ -153,26 +155,26 @@ def create_pool(name: str, device: Device, sizes: PoolOptions, *, peers_may_writ
 class DirectMemory:
     """Substitute for a :class:`MemoryPool`: a segment from the device for each allocation.
 
-    Each segment is a pool, so freeing and quarantine work as in other pools. None is exported: to peers they are
-    non-pool memory.
+    None is exported: to peers they are non-pool memory.
     """
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._lock = threading.Lock()  # protects the four below
-        self._pools: set[_OneUsePool] = set()
+        self._lock = threading.Lock()  # protects the four below and the state of allocations
+        self._live: set[Allocation] = set()
         self._taken = 0
         self._peak = 0
         self._closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
         """Take tensors as :meth:`MemoryPool.allocate_many` does, in whole pages of 4 KiB."""
-        wanted = count * -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
+        each = -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
+        wanted = count * each
         self._reserve(wanted)
         try:
             segment = self._device.allocate(wanted, self.name, peers_may_write=False, prefault=False)
-            pool = _OneUsePool(self, segment)
+            allocation = Allocation(self, segment, range(0, wanted, each), nbytes)
         except BaseException:
             with self._lock:
                 self._taken -= wanted
@@ -180,9 +182,9 @@ class DirectMemory:
         if isinstance(segment, SharedSegment):
             segment.close_descriptor()  # no peer gets it
         with self._lock:
-            self._pools.add(pool)
+            self._live.add(allocation)
             self._peak = max(self._peak, self._taken)
-        return pool.allocate_many(count, nbytes)
+        return allocation
 
     def _reserve(self, wanted: int) -> None:
         most, source = host_memory_limit()
@@ -203,56 +205,48 @@ class DirectMemory:
             quarantined=self.statistics().quarantined_bytes,
         )
 
-    def give_back(self, pool: _OneUsePool) -> None:
+    def free(self, allocation: Allocation) -> None:
         with self._lock:
-            if pool in self._pools:
-                self._pools.remove(pool)
-                self._taken -= pool.segment.nbytes
+            if allocation not in self._live:
+                return
+            self._live.remove(allocation)
+            self._taken -= allocation.segment.nbytes
+            allocation.freed, allocation.detained = True, 0
+        allocation.segment.close()
+
+    def detain(self, allocation: Allocation) -> None:
+        """Count the allocation as quarantined until it is freed."""
+        with self._lock:
+            if allocation in self._live:
+                allocation.detained = allocation.segment.nbytes
 
     def statistics(self) -> PoolStatistics:
         """Return the figures of a full pool."""
         with self._lock:
-            pools, taken, peak = list(self._pools), self._taken, self._peak
-        return PoolStatistics(
-            name=self.name,
-            capacity_bytes=taken,
-            used_bytes=taken,
-            free_bytes=0,
-            largest_hole_bytes=0,
-            live_allocations=sum(pool.statistics().live_allocations for pool in pools),
-            page_bytes=_DIRECT_PAGE,
-            peak_used_bytes=peak,
-            quarantined_bytes=sum(pool.statistics().quarantined_bytes for pool in pools),
-        )
+            return PoolStatistics(
+                name=self.name,
+                capacity_bytes=self._taken,
+                used_bytes=self._taken,
+                free_bytes=0,
+                largest_hole_bytes=0,
+                live_allocations=sum(len(each.offsets) for each in self._live),
+                page_bytes=_DIRECT_PAGE,
+                peak_used_bytes=self._peak,
+                quarantined_bytes=sum(each.detained for each in self._live),
+            )
 
     def check_integrity(self) -> None:
         with self._lock:
-            pools, taken = list(self._pools), self._taken
-        for pool in pools:
-            pool.check_integrity()
-        mapped = sum(pool.segment.nbytes for pool in pools)
+            mapped, taken = sum(each.segment.nbytes for each in self._live), self._taken
         require_intact(mapped <= taken, f"memory {self.name}: {mapped} bytes are mapped, {taken} counted")
 
     def close(self) -> None:
         """Refuse allocations; keep live ones mapped. Idempotent."""
         with self._lock:
             self._closed = True
-            pools, self._pools = list(self._pools), set()
-        for pool in pools:
-            kept_mapped.append(pool.segment.view())
-            pool.close()
-        if pools:
-            logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(pools))
-
-
-class _OneUsePool(MemoryPool):
-    """Pool for one allocation; freeing it gives the segment back."""
-
-    def __init__(self, owner: DirectMemory, segment: Segment) -> None:
-        super().__init__(owner.name, segment, _DIRECT_PAGE_SHIFT)
-        self._owner = owner
-
-    def free(self, allocation: Allocation) -> None:
-        super().free(allocation)
-        self._owner.give_back(self)
-        self.close()
+            live, self._live = self._live, set()
+        for allocation in live:
+            kept_mapped.append(allocation.segment.view())
+            allocation.segment.close()
+        if live:
+            logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(live))
