@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
@@ -23,11 +24,8 @@ from llm_datadist.types import BlocksCacheKey, CacheKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-
-MAX_PINS_PER_PEER: Final = 4096
-"""Bound of the cost of a peer that never releases."""
-FIRST_NAMED_PIN: Final = 1 << 62
-"""Peers number their pins from here on; the registry's own numbers are below."""
+MAX_PINS_PER_PEER: Final = 4096  # bounds the cost of a peer that never releases
+FIRST_NAMED_PIN: Final = 1 << 62  # peers number their pins from here on; the registry's own numbers are below
 
 
 class Namespace:
@@ -100,26 +98,19 @@ TRANSITIONS: Final[dict[tuple[CacheState, Event], frozenset[CacheState]]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Lifecycle:
     """State of one entry and its last 16 events. Used under the registry's lock."""
 
-    __slots__ = ("_history", "name", "state")
+    name: str
+    state: CacheState = CacheState.LIVE
+    _history: deque[tuple[Event, int, int, CacheState]] = field(default_factory=partial(deque, maxlen=16))
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.state = CacheState.LIVE
-        self._history: deque[tuple[Event, int, int, CacheState]] = deque(maxlen=16)
-
-    def require(self, event: Event) -> frozenset[CacheState]:
-        """Return the states after ``event``; StateError, with the history, if it is illegal."""
+    def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
+        """Enter the state that the references imply; StateError, with the history, if it or the event is illegal."""
         targets = TRANSITIONS.get((self.state, event))
         if targets is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
-        return targets
-
-    def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
-        """Enter the state that the references imply."""
-        targets = self.require(event)
         target = _L if owner else _D if keys else _P if pins else _F
         if target not in targets:
             raise StateError(
@@ -182,7 +173,8 @@ class Entry:
 
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``."""
-        return next((b for b in self.bindings.values() if b.row == row and b.key[0] == Namespace.REQUEST), None)
+        bindings = tuple(self.bindings.values())  # a copy: another thread may bind a key meanwhile
+        return next((b for b in bindings if b.row == row and b.key[0] == Namespace.REQUEST), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +213,7 @@ NOTHING: Final = Effects()
 class Registry:
     """Caches, keys and pins of one LLMDataDist. Ids count from ``first_id``.
 
-    Threads: any; one lock, never held across a call to another object.
+    Threads: any; one lock, never held across a call to another object. Look-ups need none.
     Errors: a refused call changes nothing.
     """
 
@@ -240,9 +232,12 @@ class Registry:
         self.unknown_releases = 0
 
     def require_free(self, keys: Iterable[Key]) -> None:
-        """Raise KeyInUse if a key is bound (interface R3). An early check: :meth:`add` decides."""
-        with self._lock:
-            self._require_free(keys)
+        """Raise KeyInUse if a key is bound (interface R3). Without the lock an early check: :meth:`add` decides."""
+        for key in keys:
+            binding = self._keys.get(key)
+            if binding is not None:
+                cache = binding.entry.cache_id
+                raise KeyInUse(f"key {_show_key(key)} is bound to cache {cache}: remove or pull it first")
 
     def add(
         self,
@@ -262,7 +257,7 @@ class Registry:
         effects = Effects()
         with self._lock:
             if owned:
-                self._require_free(key for key, _, _ in keys)
+                self.require_free(key for key, _, _ in keys)
             life = Lifecycle(f"cache {self.next_id}")
             entry = Entry(self.next_id, geometry, storage, guard, owned, remote_accessible, life)
             self.next_id += 1
@@ -299,9 +294,8 @@ class Registry:
 
     def registered(self, cache_id: int) -> Entry | None:
         """Return the registered cache, even one being unregistered, or None."""
-        with self._lock:
-            entry = self._entries.get(cache_id)
-            return None if entry is None or entry.owned else entry
+        entry = self._entries.get(cache_id)
+        return None if entry is None or entry.owned else entry
 
     def begin_closing(self, entry: Entry) -> bool:
         """Make lookups fail; return False if the cache is gone or already closing."""
@@ -339,10 +333,13 @@ class Registry:
                 self._unpin(pin, effects)
         return effects
 
-    def lookup(self, cache_id: int, what: str = "cache") -> Entry:
+    def lookup(self, cache_id: int, what: object = "cache") -> Entry:
         """Return the entry, also if deallocated with unconsumed keys, or raise CacheNotFound."""
-        with self._lock:
-            return self._lookup(cache_id, what)
+        entry = self._entries.get(cache_id)
+        if entry is None:
+            raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
+        entry.require_open()
+        return entry
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
         """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
@@ -350,7 +347,7 @@ class Registry:
         if entry is not None and entry.uses.try_enter():
             return entry  # no event, no lock: a use changes no state of an open cache
         with self._lock:
-            entry = self._lookup(cache_id, what)
+            entry = self.lookup(cache_id, what)
             entry.uses.enter()
             return entry
 
@@ -368,8 +365,16 @@ class Registry:
 
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:
         """Return (entry, row, binding) of a key, or of a cache id and row; CacheNotFound (interface B8)."""
-        with self._lock:
-            return self._find(key, cache_id, row)
+        if key is not None:
+            binding = self._keys.get(key)
+            if binding is None:
+                raise CacheNotFound(f"key {_show_key(key)} is not bound: not published yet, consumed, or removed")
+            binding.entry.require_open()
+            return binding.entry, binding.row, binding
+        entry = self.lookup(cache_id, "cache_id")
+        if row >= entry.geometry.rows:
+            raise CacheNotFound(f"cache {cache_id} has {entry.geometry.rows} rows, so no row {row}")
+        return entry, row, entry.binding_of_row(row)
 
     def pin(
         self, peer: object, expires: float, *, key: Key | None = None, cache_id: int = 0, row: int = 0, pin_id: int = 0
@@ -380,7 +385,7 @@ class Registry:
         if that is in use or was released; LinkError (``LLM_LINK_BUSY``) if the peer holds 4096 pins.
         """
         with self._lock:
-            entry, found_row, binding = self._find(key, cache_id, row)
+            entry, found_row, binding = self.find(key=key, cache_id=cache_id, row=row)
             if pin_id and ((peer, pin_id) in self._pins or (id(peer), pin_id) in self._early_releases):
                 raise ParamError(f"pin {pin_id} of this peer is in use, or was released before")
             if self._pins_of[peer] >= MAX_PINS_PER_PEER:
@@ -388,7 +393,6 @@ class Registry:
                     f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
-            entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
@@ -410,7 +414,7 @@ class Registry:
             pin = self._pins.get((peer, pin_id))
             if pin_id and (pin is None or pin.entry.cache_id != cache_id):
                 raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
-            entry = pin.entry if pin is not None else self._lookup(cache_id, "cache_id")
+            entry = pin.entry if pin is not None else self.lookup(cache_id, "cache_id")
             if serve is not None and pin is not None:
                 pin.served = (pin.served or 0) | _tensors(entry, *serve)
             if use:
@@ -497,32 +501,6 @@ class Registry:
             self._check_entries()
             self._check_pins()
 
-    def _require_free(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            binding = self._keys.get(key)
-            if binding is not None:
-                cache = binding.entry.cache_id
-                raise KeyInUse(f"key {_show_key(key)} is bound to cache {cache}: remove or pull it first")
-
-    def _lookup(self, cache_id: int, what: object) -> Entry:
-        entry = self._entries.get(cache_id)
-        if entry is None:
-            raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
-        entry.require_open()
-        return entry
-
-    def _find(self, key: Key | None, cache_id: int, row: int) -> tuple[Entry, int, Binding | None]:
-        if key is not None:
-            binding = self._keys.get(key)
-            if binding is None:
-                raise CacheNotFound(f"key {_show_key(key)} is not bound: not published yet, consumed, or removed")
-            binding.entry.require_open()
-            return binding.entry, binding.row, binding
-        entry = self._lookup(cache_id, "cache_id")
-        if row >= entry.geometry.rows:
-            raise CacheNotFound(f"cache {cache_id} has {entry.geometry.rows} rows, so no row {row}")
-        return entry, row, entry.binding_of_row(row)
-
     def _bind(self, entry: Entry, key: Key, row: int, guard: object, effects: Effects) -> None:
         old = self._keys.get(key)
         if old is not None:
@@ -568,7 +546,6 @@ class Registry:
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
         """Drop owner and keys, so readers fail; the last user frees the memory."""
-        entry.life.require(Event.WITHDRAW)
         entry.owner = False
         for binding in entry.bindings.values():
             del self._keys[binding.key]

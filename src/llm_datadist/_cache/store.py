@@ -225,9 +225,8 @@ class CacheStore:
 
         Inside another call of this thread it is put off, as is :meth:`remove_key`.
         """
-        if put_off(self.deallocate, cache_id):
-            return
-        self.apply(self.registry.drop_owner(cache_id))
+        if not put_off(self.deallocate, cache_id):
+            self.apply(self.registry.drop_owner(cache_id))
 
     def discard(self, cache_id: int) -> None:
         """Free an allocated cache, unknown to the caller, and its keys."""
@@ -238,10 +237,7 @@ class CacheStore:
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; ignore a placeholder or an unknown key (interface R25)."""
-        if put_off(self.remove_key, key):
-            return
-        table_key = key_of(key)
-        if table_key is not None:
+        if not put_off(self.remove_key, key) and (table_key := key_of(key)) is not None:
             self.apply(self.registry.remove_key(table_key))
 
     def unregister(self, cache_id: int, deadline: Deadline) -> None:
@@ -301,10 +297,8 @@ class CacheStore:
         return self._quarantine.nbytes
 
     def check_integrity(self) -> None:
-        self.registry.check_integrity()
-        self._guards.check_integrity()
-        for pool in self.pools:
-            pool.check_integrity()
+        for part in (self.registry, self._guards, *self.pools):
+            part.check_integrity()
 
     def close(self) -> None:
         """Drop every cache and free the memory; views stay mapped.
