@@ -251,11 +251,6 @@ def test_what_is_no_page_or_slot_is_refused() -> None:
     ):
         with pytest.raises(ParamError):
             call()
-    memory = np.zeros(WRITER_PAGE_BYTES + 128, np.uint8)
-    askew = -memory.ctypes.data % 64 + 8
-    for wrong in (np.zeros(4096, np.uint8), memory[askew : askew + WRITER_PAGE_BYTES]):
-        with pytest.raises(ProtocolError, match=f"a page of writers has {wrong.nbytes} bytes"):
-            IntentWriter(wrong)
 
 
 def test_many_threads_sweep_and_free_and_nothing_is_lost_nor_kept(writers: WriteIntents, page: IntentPage) -> None:

@@ -71,15 +71,6 @@ class PageAllocator:
         self._add_hole(start, end - start)
 
     def check_integrity(self) -> None:
-        self._check_tiling()
-        holes = sorted((size, offset) for offset, size in self._hole_at.items())
-        require_intact(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
-        ends = {offset + size: offset for offset, size in self._hole_at.items()}
-        require_intact(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
-        used = sum(self._live.values())
-        require_intact(self.used_bytes == used, f"used {self.used_bytes} is not the sum of the live ranges")
-
-    def _check_tiling(self) -> None:
         ranges = sorted(
             [(o, n, "live") for o, n in self._live.items()] + [(o, n, "hole") for o, n in self._hole_at.items()]
         )
@@ -90,6 +81,12 @@ class PageAllocator:
             require_intact((before, kind) != ("hole", "hole"), f"holes meet unmerged at {offset}")
             at, before = offset + size, kind
         require_intact(at == self.capacity, f"ranges end at {at}, the capacity is {self.capacity}")
+        holes = sorted((size, offset) for offset, size in self._hole_at.items())
+        require_intact(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
+        ends = {offset + size: offset for offset, size in self._hole_at.items()}
+        require_intact(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
+        used = sum(self._live.values())
+        require_intact(self.used_bytes == used, f"used {self.used_bytes} is not the sum of the live ranges")
 
     def _add_hole(self, offset: int, size: int) -> None:
         insort(self._by_size, (size, offset))

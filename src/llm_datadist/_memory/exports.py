@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from llm_datadist._memory.guards import GuardTable
     from llm_datadist._memory.segment import Segment
 
-NON_POOL: Final = 0
-"""Region id of non-pool memory; its "offset" is an absolute address in the owner."""
-
-ADDRESS_SPACE: Final = (1 << 63) - 1
-"""Bound of a tensor's end, so that offset arithmetic cannot wrap."""
+NON_POOL: Final = 0  # region id of non-pool memory; its "offset" is an absolute address in the owner
+ADDRESS_SPACE: Final = (1 << 63) - 1  # bound of a tensor's end, so that offset arithmetic cannot wrap
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 SLOT_BYTES: Final = 64  # a cache line: no false sharing
 COOKIE_BYTES: Final = 16
-_DEFAULT_SLOTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class GuardTable:
     Errors: StateError once closed, and for changes in a forked child; ValueError for a slot that is not allocated.
     """
 
-    def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
+    def __init__(self, slots: int = 1 << 20) -> None:
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
         self.canaries = Canary(), Canary()
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)

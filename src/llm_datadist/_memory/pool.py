@@ -153,10 +153,7 @@ def create_pool(name: str, device: Device, sizes: PoolOptions, *, peers_may_writ
 
 
 class DirectMemory:
-    """Substitute for a :class:`MemoryPool`: a segment from the device for each allocation.
-
-    None is exported: to peers they are non-pool memory.
-    """
+    """Substitute for a :class:`MemoryPool`: a segment for each allocation, which peers see as non-pool memory."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name

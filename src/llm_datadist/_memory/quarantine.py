@@ -1,7 +1,4 @@
-"""Quarantine: freed pool memory that foreign writers still write.
-
-Freeing never waits; allocating may. Threads: any.
-"""
+"""Quarantine: freed pool memory that foreign writers still write. Freeing never waits; allocating may. Any thread."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ class Segment:
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """Return bytes ``[offset, offset + nbytes)``, by default to the end, as an array without a copy.
-
-        It is read-only if the segment is.
-        """
+        """View bytes ``[offset, offset + nbytes)``, by default to the end, as an array; read-only if the segment is."""
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
             raise ParamError(
@@ -223,7 +220,10 @@ def _map_memfd(name: str, fd: int, nbytes: int, *, prefault: bool, huge_pages: b
 
 
 def _check_attachable(fd: int, nbytes: int) -> None:
-    kind = _file_system(fd)
+    found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit Linux, f_type first
+    if _libc.fstatfs(fd, found):
+        raise _last_error()
+    kind = int(found[0])
     if kind != _TMPFS_MAGIC:
         # On hugetlbfs the owner can remove pages: SIGBUS for readers.
         raise ProtocolError(f"segment of a peer ({nbytes} bytes): file system {kind:#x}, must be tmpfs")
@@ -237,12 +237,9 @@ def _check_attachable(fd: int, nbytes: int) -> None:
         )
 
 
-def _file_system(fd: int) -> int:
-    found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit Linux, f_type first
-    if _libc.fstatfs(fd, found):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(found[0])
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
 def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:
@@ -310,14 +307,12 @@ def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
         raise
     if before := address - reserved:
         _libc.munmap(reserved, before)
-    if after := huge.ALIGNMENT - before:
-        _libc.munmap(address + size, after)
+    _libc.munmap(address + size, huge.ALIGNMENT - before)  # before is less, so something is left
     return address
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
     found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if found == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _last_error()
     return int(found)

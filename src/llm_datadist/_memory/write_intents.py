@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 _MAX_GUARD: Final = 1 << 62
 
 
-def _slot_word(guard: int, *, reading: bool) -> int:
-    return guard * 2 + reading
-
-
 class IntentPage:
     """Owner's side of a page in which one peer announces writes; :class:`WriteIntents` makes it.
 
@@ -87,9 +83,6 @@ class IntentPage:
     def ended(self) -> bool:
         """Return True if the peer's process has ended or is unknown. Under the lock."""
         return self.segment is not None and (self._pidfd < 0 or readable(self._pidfd))
-
-    def is_idle(self) -> bool:
-        return self.ended() or not find_writers(np.array([self.address], np.uint64), [], True)
 
     def release(self) -> None:
         if self._pidfd >= 0:
@@ -136,7 +129,7 @@ class WriteIntents:
         """Return the writes, with ``readers`` also local reads, under a just advanced guard."""
         if not self._pages:
             return ()  # writers in a later page meet the advanced guard
-        wanted = [_slot_word(guard, reading=each) for each in (False, True)[: 1 + readers]]
+        wanted = [2 * guard, 2 * guard + 1][: 1 + readers]  # words of writes, and of reads
         with self._lock:
             self._tidy()
             found = find_writers(np.array([page.address for page in self._pages], np.uint64), wanted, False)
@@ -215,9 +208,10 @@ class WriteIntents:
             page.retired = True
             if page not in self._pages:
                 page.release()  # closed already
-        for page in [page for page in self._pages if page.retired and page.is_idle()]:
-            self._pages.remove(page)
-            page.release()
+        for page in [page for page in self._pages if page.retired]:
+            if page.ended() or not find_writers(np.array([page.address], np.uint64), [], True):
+                self._pages.remove(page)
+                page.release()
 
 
 def _local_page() -> NDArray[np.uint8]:
@@ -230,8 +224,6 @@ class IntentWriter:
     """Writer's side of one page: a slot for each announcement. Any thread of process ``pid``, not of its forks."""
 
     def __init__(self, page: NDArray[np.uint8]) -> None:
-        if page.nbytes != WRITER_PAGE_BYTES or page.ctypes.data % 64:
-            raise ProtocolError(f"a page of writers has {page.nbytes} bytes, must have {WRITER_PAGE_BYTES}")
         self.pid = HERE["pid"]
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
@@ -255,7 +247,7 @@ class IntentWriter:
         except IndexError:
             slot = self._wait_for_slot(deadline)
         intent = WriteIntent(self, page, self._address, slot)
-        if not announce_writer(self._address, slot, _slot_word(guard, reading=reading)):
+        if not announce_writer(self._address, slot, 2 * guard + reading):
             intent.end()
             raise LinkError("the owner of the memory has closed the link: nothing may be written", phase="copy")
         return intent
@@ -265,16 +257,10 @@ class IntentWriter:
         self._page = None
 
     def _wait_for_slot(self, deadline: Deadline) -> int:
-        taken: list[int] = []
-
-        def take() -> bool:
-            with suppress(IndexError):
-                taken.append(self.free.pop())
-            return bool(taken)
-
-        if not deadline.poll(take):
-            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
-        return taken[0]
+        while deadline.poll(lambda: bool(self.free)):
+            with suppress(IndexError):  # another thread was faster
+                return self.free.pop()
+        raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
 
 
 class WriteIntent:
