@@ -90,20 +90,19 @@ def _geometry(name: str, cache_desc: object) -> Geometry:
     return Geometry.of(described, CacheKind.MIX)
 
 
-def operand(name: str, cache: object) -> int | Operand:
+def operand(name: str, cache: structs.Cache) -> int | Operand:
     """Return one side of CopyKvBlocks: a local cache's id, or host memory (interface R13)."""
     number = cache_id(name, cache)
     if number >= 1:
         return number
-    given = check_type(name, cache, structs.Cache)
     check_rule(number == -1, f"{name}.cache_id={number}: ids begin at 1, and -1 stands for host memory without one")
-    check_type(f"{name}.cache_desc", given.cache_desc, structs.CacheDesc)
+    check_type(f"{name}.cache_desc", cache.cache_desc, structs.CacheDesc)
     check_rule(
-        given.cache_desc.placement is not structs.CachePlacement.kDevice,
+        cache.cache_desc.placement is not structs.CachePlacement.kDevice,
         f"{name}: cache_id=-1 on kDevice: only host memory can be named by its addresses; register device memory",
     )
-    shape = _geometry(f"{name}.cache_desc", given.cache_desc)
-    addresses = check_uint64_list(f"{name}.tensor_addrs", given.tensor_addrs)
+    shape = _geometry(f"{name}.cache_desc", cache.cache_desc)
+    addresses = check_uint64_list(f"{name}.tensor_addrs", cache.tensor_addrs)
     check_rule(
         len(addresses) == shape.num_tensors,
         f"{name}.tensor_addrs has {len(addresses)} addresses: one per tensor is needed, and there are "
