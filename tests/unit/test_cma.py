@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._transport import cma, peer_memory
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.connection import Connection
@@ -41,8 +41,8 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
 ) -> None:
     """The header of the guard table serves as cookie too; an address comes from the wire and is not trusted."""
     (process, peer), cookie = met, secrets.token_bytes(16)
-    process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
-    place, pid = process.address(PRIVATE), f"pid {peer.pid}"
+    process.poke(NON_POOL, np.frombuffer(cookie, np.uint8))
+    place, pid = process.address(NON_POOL), f"pid {peer.pid}"
     for address, shown, reason in (
         (place, cookie, None),
         (process.ask(int, "cookie_address"), peer.cookie, None),
@@ -89,7 +89,7 @@ def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_writt
     peer.share().pid, pid = os.getpid(), peer.pid
     stranger = CmaConnection(peer, writable=True)
     at = np.array([mine.ctypes.data], np.uint64)
-    remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
+    remote = stranger.map(np.array([NON_POOL], np.uint32), at, 64, writable=True)
     for verb in (stranger.read, stranger.write):
         with pytest.raises(PeerLost, match="has ended" if ended else "it is another process"):
             verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
@@ -115,7 +115,7 @@ def test_the_number_of_unknown_users_is_no_user(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
-    """Regions over shm, private memory over cma, guards over both; either may go first."""
+    """Regions over shm, non-pool memory over cma, guards over both; either may go first."""
     opened: list[tuple[CmaConnection, PeerMemory]] = []
 
     def both(memory: PeerMemory) -> Connection:

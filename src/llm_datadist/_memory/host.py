@@ -19,7 +19,10 @@ def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
 
     OSError if ``proc``, the mount point of procfs, does not tell the memory.
     """
-    limits = [(_host_bytes(proc), "host memory")]
+    figures = _figures(proc)
+    if "MemTotal" not in figures:
+        raise OSError(f"{proc / 'meminfo'} has no MemTotal line")
+    limits = [(figures["MemTotal"], "host memory")]
     limits += [(nbytes, f"cgroup limit {path}") for path, nbytes in cgroup_limits(proc)]
     return min(limits, key=lambda limit: limit[0])
 
@@ -41,13 +44,6 @@ def available_memory(proc: Path = _PROC) -> tuple[int, str]:
         bounds.append((limit - (int(used) if used.isdecimal() else 0) + reclaimable, f"cgroup limit {path}"))
     free, source = min(bounds, key=lambda bound: bound[0])
     return max(0, free), source
-
-
-def _host_bytes(proc: Path) -> int:
-    try:
-        return _figures(proc)["MemTotal"]
-    except KeyError:
-        raise OSError(f"{proc / 'meminfo'} has no MemTotal line") from None
 
 
 def _figures(proc: Path) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from llm_datadist._cache.registry import Entry, State
+from llm_datadist._cache.registry import CacheState, Entry
 from llm_datadist._checks import check_enabled
 from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist._log import logger
@@ -116,7 +116,7 @@ def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locat
         raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
     addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
     entries, _, _ = store.registry.snapshot()
-    live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
+    live = [each for each in entries if each.life.state in (CacheState.LIVE, CacheState.DEFERRED) and not each.closing]
     live = [each for each in live if policy.may_see(link, each)]  # errors do not reveal the others
     bases, _, tensors, cache_ids, allocated = _find(live, addresses, message.nbytes).T
     if len(link.caches.located) > _MANY_IDS:

@@ -125,7 +125,7 @@ class Engine:
 
     def _quiesce(self, storage: Storage) -> None:
         """Stop transports from using memory whose guards have advanced."""
-        self.transports.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
+        self.transports.quiesce(storage.tag, storage.tensors.bases if storage.non_pool else None)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # finalized, which ends all grants

@@ -13,7 +13,7 @@ import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
 from llm_datadist._links.messages import Guarded, Release, Resolved
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
 from llm_datadist._transfer.handles import Handle, encode_handle
@@ -122,7 +122,7 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     if not len(regions) == len(offsets) == geometry.num_tensors:
         raise _misfit(link, answer, geometry)
     capabilities = link.connection.capabilities
-    if not capabilities.private_memory and PRIVATE in regions.tolist():
+    if not capabilities.private_memory and NON_POOL in regions.tolist():
         pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
         raise LLMException(
             f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "
@@ -143,7 +143,7 @@ def _map_served(link: Link, answer: Resolved, geometry: Geometry, *, push: bool)
     served = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
     if served is None:
         raise _misfit(link, answer, geometry)
-    regions = np.full(geometry.num_tensors, PRIVATE, np.uint32)
+    regions = np.full(geometry.num_tensors, NON_POOL, np.uint32)
     offsets = np.arange(geometry.num_tensors, dtype=np.uint64) * np.uint64(geometry.tensor_bytes)
     return served.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 

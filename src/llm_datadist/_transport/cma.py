@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
@@ -61,7 +61,7 @@ class CmaConnection(SameHostConnection):
         super().__init__(peer)
 
     def _range(self, region: int) -> AddressRange | None:
-        if region != PRIVATE:
+        if region != NON_POOL:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its non-pool memory only")
         return self._private
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, RegionDescriptor
 from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, execute
 from llm_datadist._transport.lifetime import Lifetime, unusable
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, TransferAborted, TransferFailed
@@ -35,7 +35,7 @@ class Capabilities:
 
     name: str  # as in ``llm.Transport``
     shared_regions: bool  # reaches exported regions (ids from 1)
-    private_memory: bool  # reaches non-pool memory (:data:`PRIVATE`)
+    private_memory: bool  # reaches non-pool memory (:data:`NON_POOL`)
     remote_guards: bool = False  # the owner checks its guards, before the first byte and after the last
     same_addresses: bool = False  # an address of the peer means the same memory here
     announces_reads: bool = False  # :meth:`Connection.announce` serves reads as well as writes
@@ -223,7 +223,7 @@ class Connection(Lifetime):
 
         Args:
             regions: Region ids, shape (T,).
-            offsets: Byte offsets, or absolute addresses for :data:`PRIVATE`, shape (T,).
+            offsets: Byte offsets, or absolute addresses for :data:`NON_POOL`, shape (T,).
             extent: Bytes of each tensor.
             located: Found by address: the peer's non-pool memory may be written without RCA.
 
@@ -237,16 +237,16 @@ class Connection(Lifetime):
         try:
             named = sorted(set(regions.tolist()))
             bases = offsets if len(named) == 1 else offsets.copy()
-            if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
+            if NON_POOL in named and len(named) > 1 and not self.capabilities.same_addresses:
                 raise ProtocolError(f"map: non-pool memory and exported regions {named[1:]} in one cache")
             for region in named:
-                found = _checked_range(self, region, writable and not (located and region == PRIVATE))
+                found = _checked_range(self, region, writable and not (located and region == NON_POOL))
                 if bases is offsets:  # usually all are in one region
                     bases = found.addresses(region, offsets, extent)
                 else:
                     chosen = regions == region
                     bases[chosen] = found.addresses(region, offsets[chosen], extent)
-            return RemoteTensors(bases, extent, self, writable, named[:1] == [PRIVATE])
+            return RemoteTensors(bases, extent, self, writable, named[:1] == [NON_POOL])
         finally:
             self._leave()
 
@@ -311,7 +311,7 @@ class ServedConnection(Connection):
 
     def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
         self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._ranges[PRIVATE] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
+        self._ranges[NON_POOL] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
 
     def _range(self, region: int) -> AddressRange | None:
@@ -323,7 +323,7 @@ class ServedConnection(Connection):
 
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
     capabilities = connection.capabilities
-    if region == PRIVATE and not capabilities.private_memory:
+    if region == NON_POOL and not capabilities.private_memory:
         raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's non-pool memory")
     found = connection._range(region)
     if found is None:
@@ -372,7 +372,7 @@ class DataPath:
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection for tensors of these regions: all of them in pools, or none."""
-        if self.private is not None and {PRIVATE}.issuperset(regions.tolist()):
+        if self.private is not None and {NON_POOL}.issuperset(regions.tolist()):
             return self.private
         return self.shared
 

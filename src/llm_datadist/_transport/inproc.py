@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, Exports
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
@@ -70,7 +70,7 @@ class InprocConnection(Connection):
 
     def _range(self, region: int) -> AddressRange | None:
         self._check_peer()
-        if region == PRIVATE:
+        if region == NON_POOL:
             return AddressRange(0, ADDRESS_SPACE, self._exports.writable)
         view = self._views.get(region)
         return None if view is None else AddressRange(view.ctypes.data, view.nbytes, self._exports.writable)

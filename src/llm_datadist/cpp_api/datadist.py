@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.linking import Pending
     from llm_datadist.types.descriptors import BlockNumbers
 
-#: Errors that become a status.
-_FAILURES: Final = (LLMException, OSError, MemoryError)
-
 _ALL_LAYERS: Final = KvCacheExtParam()
 _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
@@ -294,9 +291,7 @@ class LlmDataDist:
         size: int = -1,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``.
-
-        As ``CacheManager.pull_cache``.
+        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``, as ``CacheManager.pull_cache``.
 
         Source: interface §9, §6.10.
         """
@@ -467,10 +462,7 @@ class _State:
 
 
 class _Call(AbstractContextManager["_Call"]):
-    """Context of one call, which turns exceptions except TypeError into its ``status``.
-
-    Threads: one.
-    """
+    """Context of one call, which turns exceptions except TypeError into its ``status``. Threads: one."""
 
     __slots__ = ("_of", "_what", "status", "statuses")
 
@@ -500,7 +492,7 @@ class _Call(AbstractContextManager["_Call"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # NoneArgument is an LLMException and a TypeError (interface R1); here it is a TypeError.
-        if not isinstance(error, _FAILURES) or isinstance(error, TypeError):
+        if not isinstance(error, (LLMException, OSError, MemoryError)) or isinstance(error, TypeError):
             return False
         status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         self.status = status or LLMStatusCode.LLM_FAILED

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import CopyPool, Plan, plan_row
 from llm_datadist.errors import (
     DeadlineExceeded,
@@ -34,7 +34,7 @@ from llm_datadist.errors import (
     TransferAborted,
     TransferFailed,
 )
-from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer, PeerProcess
+from llm_datadist.testing.peers import NON_POOL_BYTES, REGION_BYTES, Peer, PeerProcess
 from llm_datadist.testing.scene import (
     BLOCKS,
     BUDGET_MS,
@@ -134,9 +134,9 @@ class TransportConformance:
 
     def test_private_memory(self, peer: Peer, connection: Connection) -> None:
         """Non-pool memory is reached if the transport says so, else refused."""
-        data = np.random.default_rng(2).integers(0, 256, PRIVATE_BYTES, np.uint8)
-        peer.poke(PRIVATE, data)
-        region, address = np.array([PRIVATE], np.uint32), np.array([peer.address(PRIVATE) + 5], np.uint64)
+        data = np.random.default_rng(2).integers(0, 256, NON_POOL_BYTES, np.uint8)
+        peer.poke(NON_POOL, data)
+        region, address = np.array([NON_POOL], np.uint32), np.array([peer.address(NON_POOL) + 5], np.uint64)
         if not connection.capabilities.private_memory:
             with pytest.raises(LinkError, match="non-pool"):
                 connection.map(region, address, 1000, writable=False)
@@ -148,7 +148,7 @@ class TransportConformance:
         assert received.tolist() == [0, *data[6:1004].tolist(), 0]
         connection.write(plan, tensors_over(received[::-1].copy()), remote, None, Deadline(BUDGET_MS))
         data[6:1004] = data[6:1004][::-1].copy()
-        assert np.array_equal(peer.peek(PRIVATE), data)
+        assert np.array_equal(peer.peek(NON_POOL), data)
 
     # Refusals
 

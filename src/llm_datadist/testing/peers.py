@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE, Exports
+from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._transport import inproc, instances
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
 """Bytes of each exported region, by its id."""
-PRIVATE_BYTES: Final = 1 << 20
+NON_POOL_BYTES: Final = 1 << 20
 """Bytes of a peer's non-pool memory."""
 _SLOTS: Final = 64
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 class Peer(ABC):
     """The peer of a tested connection. Threads: one.
 
-    Only :meth:`connect` uses the transport; the memory's owner does the rest. Region :data:`PRIVATE` is addressed from
+    Only :meth:`connect` uses the transport; the memory's owner does the rest. Region :data:`NON_POOL` is addressed from
     the start of the peer's non-pool memory.
     """
 
@@ -100,7 +100,7 @@ class LocalPeer(Peer):
 
     def __init__(self, *, writable: bool, private: bool = False) -> None:
         self.exports = new_exports(writable=writable)
-        sizes = {PRIVATE: PRIVATE_BYTES} | (REGION_BYTES if private else {})
+        sizes = {NON_POOL: NON_POOL_BYTES} | (REGION_BYTES if private else {})
         self._private = {region: np.zeros(nbytes, np.uint8) for region, nbytes in sizes.items()}
         instances.register(self.exports)
 
@@ -187,7 +187,7 @@ class PeerProcess(Peer):
         return self.ask(int, "address", region)
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
-        return (PRIVATE, self.address(region) + offset) if self._private else (region, offset)
+        return (NON_POOL, self.address(region) + offset) if self._private else (region, offset)
 
     def guard(self) -> tuple[int, int]:
         slot, generation = self.ask(list[int], "guard")
