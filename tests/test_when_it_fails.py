@@ -207,7 +207,7 @@ def _(stage: Stage) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     stage.patch.setattr(socket, "getaddrinfo", unknown)
-    stage.links(26000, ip="prefill.test")
+    stage.links(26000, 1, 60_000, "prefill.test")
 
 
 @scene("looking up")
