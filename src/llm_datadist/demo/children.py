@@ -8,7 +8,6 @@ import queue
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Final
 
 import msgspec
@@ -31,15 +30,8 @@ _KILL_WAIT_S: Final = 10.0
 _decode: Final = msgspec.json.Decoder(Event).decode
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The process has ended, with an exit status or minus a signal's number."""
-
-    returncode: int
-
-
-Inbox = queue.SimpleQueue[tuple[str, Event | Exited]]
-"""(role, event) of all children, in the order of arrival."""
+Inbox = queue.SimpleQueue[tuple[str, Event | int]]
+"""(role, event) of all children, in the order of arrival; last its exit status, or minus a signal's number."""
 
 
 class DemoChild:
@@ -73,7 +65,7 @@ class DemoChild:
         return self._process.pid
 
     def send(self, order: DemoOffer) -> None:
-        """Give the order. If the process has ended, the inbox has an :class:`Exited`."""
+        """Give the order. If the process has ended, the inbox has its status."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode(order) + b"\n")
             self._stdin.flush()
@@ -98,4 +90,4 @@ class DemoChild:
             except msgspec.MsgspecError:
                 event = Said(line.decode(errors="replace").rstrip())
             self._inbox.put((self.role, event))
-        self._inbox.put((self.role, Exited(self._process.wait())))
+        self._inbox.put((self.role, self._process.wait()))

@@ -15,8 +15,8 @@ import msgspec
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.demo.children import DemoChild, Exited, Inbox
-from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Event, Reference, Said
+from llm_datadist.demo.children import DemoChild, Inbox
+from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Reference, Said
 from llm_datadist.demo.report import DemoReporter, make_reporter
 from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
 
@@ -30,7 +30,7 @@ _PARTS: Final = {
     "both": "PROMPT and DECODER as two LLMDataDist in this one process",
 }
 
-_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome)
+_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome, int)
 
 
 class DemoError(RuntimeError):
@@ -102,7 +102,6 @@ class _Demo(ExitStack):
         super().__init__()
         self._setup = setup
         self._reporter = reporter
-        self._workload = DemoWorkload()
         self._deadline = Deadline(_BUDGET_MS)
         self._inbox: Inbox = queue.SimpleQueue()
 
@@ -153,47 +152,38 @@ class _Demo(ExitStack):
         self._reporter.say(role, f"process {child.pid} started: {_PARTS[role]}")
         return child
 
-    def _expect(self, child: DemoChild, kind: type[_Message]) -> _Message:
-        """Show the children's events until ``child`` sends a ``kind``."""
-        while True:
-            role, event = self._next(f"{child.role}: no {_word(kind)}")
-            if isinstance(event, kind) and role == child.role:
-                return event
-            if isinstance(event, Exited) and role == child.role:
-                raise DemoError(f"{role}: the process ended with status {event.returncode} before its {_word(kind)}")
-            self._handle(role, event)
-
     def _finish(self, child: DemoChild) -> None:
         """End the input of ``child``; show the children's events until it has ended well."""
         child.end_input()
+        if status := self._expect(child, int, "still running after its work"):
+            raise DemoError(f"{child.role}: the process ended with status {status}")
+
+    def _expect(self, child: DemoChild, kind: type[_Message], late: str = "") -> _Message:
+        """Show the children's events until ``child`` sends a ``kind``; an int is its exit status."""
         while True:
-            role, event = self._next(f"{child.role}: still running after its work")
-            self._handle(role, event)
-            if isinstance(event, Exited) and role == child.role:
-                return
-
-    def _next(self, what: str) -> tuple[str, Event | Exited]:
-        try:
-            return self._inbox.get(timeout=self._deadline.remaining())
-        except queue.Empty:
-            raise DemoError(f"{what} within {self._deadline.budget_ms / 1e3:.0f} s") from None
-
-    def _handle(self, role: str, event: Event | Exited) -> None:
-        match event:
-            case Said(text):
-                self._reporter.say(role, text)
-            case DemoProgress(what, done, total):
-                self._reporter.progress(role, what, done, total)
-            case DemoFailed(error):
-                raise DemoError(f"{role}: {error}")
-            case Exited(returncode):
-                if returncode != 0:
-                    raise DemoError(f"{role}: the process ended with status {returncode}")
-            case _:
-                raise DemoError(f"{role}: unexpected message {_word(type(event))}")
+            try:
+                role, event = self._inbox.get(timeout=self._deadline.remaining())
+            except queue.Empty:
+                what = late or f"no {_word(kind)}"
+                raise DemoError(f"{child.role}: {what} within {self._deadline.budget_ms / 1e3:.0f} s") from None
+            if isinstance(event, kind) and role == child.role:
+                return event
+            match event:
+                case Said(text):
+                    self._reporter.say(role, text)
+                case DemoProgress(what, done, total):
+                    self._reporter.progress(role, what, done, total)
+                case DemoFailed(error):
+                    raise DemoError(f"{role}: {error}")
+                case int(status):
+                    before = f" before its {_word(kind)}" if role == child.role else ""
+                    if status or before:
+                        raise DemoError(f"{role}: the process ended with status {status}{before}")
+                case _:
+                    raise DemoError(f"{role}: unexpected message {_word(type(event))}")
 
     def _show(self, result: DemoResult, reference: Reference, offer: DemoOffer, outcome: DemoOutcome) -> None:
-        work = self._workload
+        work = DemoWorkload()
         together = "both roles as two LLMDataDist in one process"
         apart = "prompt and decoder, each with its own LLMDataDist"
         moved = (

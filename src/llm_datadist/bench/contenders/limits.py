@@ -125,14 +125,11 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
 
 
 class Wait(enum.IntEnum):
-    """A stream receiver's way of waiting."""
+    """A stream receiver waits until a byte arrives, until 256 KiB (SO_RCVLOWAT) or the rest arrive, or it polls."""
 
     BLOCKING = 0
-    """Until a byte arrives."""
     LOW_WATER = 1
-    """Until 256 KiB arrive (SO_RCVLOWAT), or the rest."""
     SPINNING = 2
-    """None: polls."""
 
 
 def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
