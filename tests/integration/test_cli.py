@@ -199,8 +199,8 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: s
     workload = DemoWorkload()
     assert [result[each] for each in ("ok", "tokens_equal", "kv_equal", "error")] == [True, True, True, None]
     assert len(result["tokens"]) == workload.generate == 32
-    assert result["blocks"] == workload.prompt_blocks
-    assert result["bytes"] == workload.prompt_blocks * workload.num_tensors * workload.block_bytes
+    assert result["blocks"] == (blocks := -(-workload.prompt_tokens // workload.block_tokens))
+    assert result["bytes"] == blocks * workload.num_tensors * workload.block_bytes
     assert result["seconds"] > 0
     assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
     assert result["reason"]
