@@ -186,14 +186,14 @@ LEFT = {
 def in_state(state: CacheState) -> rules.Lifecycle:
     """A life that came to ``state`` by legal events."""
     life = rules.Lifecycle("cache 7")
-    life.settle(Event.BIND, owner=True, keys=1, pins=0)
-    life.settle(Event.PIN, owner=True, keys=1, pins=1)
+    life.transition(Event.BIND, owner=True, keys=1, pins=0)
+    life.transition(Event.PIN, owner=True, keys=1, pins=1)
     if state is CacheState.DEFERRED:
-        life.settle(Event.DROP_OWNER, owner=False, keys=1, pins=1)
+        life.transition(Event.DROP_OWNER, owner=False, keys=1, pins=1)
     elif state is not CacheState.LIVE:
-        life.settle(Event.WITHDRAW, owner=False, keys=0, pins=1)
+        life.transition(Event.WITHDRAW, owner=False, keys=0, pins=1)
     if state is CacheState.FREED:
-        life.settle(Event.UNPIN, owner=False, keys=0, pins=0)
+        life.transition(Event.UNPIN, owner=False, keys=0, pins=0)
     assert life.state is state
     return life
 
@@ -207,12 +207,12 @@ def test_a_pair_of_state_and_event_leads_where_the_table_says_or_raises_with_the
             story = life.story()
             assert story.startswith("bind (keys 1, pins 0) -> live; pin (keys 1, pins 1) -> live")
             if target in targets:
-                assert life.settle(event, owner=owner, keys=keys, pins=pins) is life.state is target
+                assert life.transition(event, owner=owner, keys=keys, pins=pins) is life.state is target
                 assert life.story() == f"{story}; {event.value} (keys {keys}, pins {pins}) -> {target.value}"
                 continue
             told = f"cannot lead from {state.value} to {target.value}" if targets else illegal
             with pytest.raises(StateError) as caught:
-                life.settle(event, owner=owner, keys=keys, pins=pins)
+                life.transition(event, owner=owner, keys=keys, pins=pins)
             assert str(caught.value) == f"cache 7: {event.value} {told}; story: {story}"
             assert caught.value.status_code is LLMStatusCode.LLM_FAILED
             assert (life.state, life.story()) == (state, story)
@@ -222,5 +222,5 @@ def test_a_story_keeps_the_last_events_in_order() -> None:
     life = rules.Lifecycle("cache 1")
     assert life.story() == "added"
     for pins in range(1, 40):
-        life.settle(Event.PIN, owner=True, keys=0, pins=pins)
+        life.transition(Event.PIN, owner=True, keys=0, pins=pins)
     assert life.story() == "; ".join(f"pin (keys 0, pins {pins}) -> live" for pins in range(24, 40))

@@ -106,11 +106,16 @@ class Lifecycle:
     state: CacheState = CacheState.LIVE
     _history: deque[tuple[Event, int, int, CacheState]] = field(default_factory=partial(deque, maxlen=16))
 
-    def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
-        """Enter the state that the references imply; StateError, with the history, if it or the event is illegal."""
+    def require(self, event: Event) -> frozenset[CacheState]:
+        """Return the states after ``event``; StateError, with the history, if it is illegal."""
         targets = TRANSITIONS.get((self.state, event))
         if targets is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
+        return targets
+
+    def transition(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
+        """Enter the state that the references imply."""
+        targets = self.require(event)
         target = _L if owner else _D if keys else _P if pins else _F
         if target not in targets:
             raise StateError(
@@ -393,6 +398,7 @@ class Registry:
                     f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
+            entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
@@ -546,6 +552,7 @@ class Registry:
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
         """Drop owner and keys, so readers fail; the last user frees the memory."""
+        entry.life.require(Event.WITHDRAW)
         entry.owner = False
         for binding in entry.bindings.values():
             del self._keys[binding.key]
@@ -559,7 +566,7 @@ class Registry:
         if not entry.reachable:
             entry.uses.shut()  # before users are counted, so no new one can enter
         users = entry.pins + entry.uses.inside
-        state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=users)
+        state = entry.life.transition(event, owner=entry.owner, keys=len(entry.bindings), pins=users)
         if state is CacheState.DRAINING or state is CacheState.FREED:
             self._entries.pop(entry.cache_id, None)
         if state is CacheState.DRAINING:
