@@ -7,10 +7,9 @@ twice or too late names no grant.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,8 +22,6 @@ from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.layout import Layout  # noqa: TC001 (msgspec evaluates annotations)
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from llm_datadist.integrations.references import ReferenceKeys
 
 FIELD: Final = "datadist"
@@ -74,24 +71,6 @@ class KvOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 _decode: Final = msgspec.msgpack.Decoder(KvOffer).decode
-
-
-def asked_of(request: Request) -> dict[str, Any]:
-    """Return a request's ``kv_transfer_params``; empty if a client sent no object."""
-    params = request.kv_transfer_params
-    return params if isinstance(params, dict) else {}
-
-
-def prompt_digest(request: Request) -> bytes | None:
-    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return None
-    lora = request.lora_request.lora_name if request.lora_request is not None else None
-    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
-    try:
-        return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
-    except (UnicodeEncodeError, TypeError, OverflowError):
-        return None
 
 
 @dataclass

@@ -15,9 +15,11 @@ Threads: one, vLLM's.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
@@ -25,16 +27,7 @@ from vllm.v1.request import RequestStatus
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
 from llm_datadist.integrations.vllm.layout import unsupported
-from llm_datadist.integrations.vllm.offers import (
-    FIELD,
-    ClaimedRequests,
-    EndpointMetadata,
-    KvOffer,
-    Orders,
-    Targets,
-    asked_of,
-    prompt_digest,
-)
+from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
 from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
@@ -90,13 +83,13 @@ class Scheduler:
         self.ranks = [each.endpoint for each in found]
 
     def on_new_request(self, request: Request) -> None:
-        asked = asked_of(request)
+        asked = _asked_of(request)
         if not asked.get("do_remote_prefill"):
             return
         self._asked[request.request_id] = False
         try:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
-            if offer.prompt != prompt_digest(request):
+            if offer.prompt != _prompt_digest(request):
                 raise ParamError("reference: of another prompt than this request's")
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
@@ -141,9 +134,9 @@ class Scheduler:
             self._drop(request.request_id)
             return False, None
         done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not self.ranks or request.status not in done or not asked_of(request).get("do_remote_decode"):
+        if not self.ranks or request.status not in done or not _asked_of(request).get("do_remote_decode"):
             return False, None
-        prompt = prompt_digest(request)
+        prompt = _prompt_digest(request)
         if prompt is None:
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -192,6 +185,24 @@ class Scheduler:
     def take_orders(self) -> Orders:
         orders, self._orders = self._orders, Orders()
         return orders
+
+
+def _asked_of(request: Request) -> dict[str, Any]:
+    """Return a request's ``kv_transfer_params``; empty if a client sent no object."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def _prompt_digest(request: Request) -> bytes | None:
+    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    lora = request.lora_request.lora_name if request.lora_request is not None else None
+    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
+    try:
+        return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
+    except (UnicodeEncodeError, TypeError, OverflowError):
+        return None
 
 
 def _window(kv_cache_config: KVCacheConfig, group: int) -> int | None:

@@ -28,14 +28,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMData
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
-from llm_datadist.integrations.vllm.offers import (
-    ClaimedRequests,
-    EndpointMetadata,
-    KvOffer,
-    Orders,
-    RankEndpoint,
-    Targets,
-)
+from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
@@ -52,6 +45,7 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Share
+    from llm_datadist.integrations.vllm.offers import KvOffer, Orders, Targets
     from llm_datadist.types.grant import Grant
 
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
