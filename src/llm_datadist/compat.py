@@ -1,7 +1,7 @@
 """Helpers that existing code imports by path: checks, statuses, layer arithmetic (interface R23).
 
 The library uses the stricter ``_checks.py``. The alias modules (``status``, ``utils/``, ``v2/``) import from here.
-Source: interface §1.3, unless a function names another.
+Source: interface §1.3.
 """
 
 from __future__ import annotations
