@@ -122,7 +122,7 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     if not len(regions) == len(offsets) == geometry.num_tensors:
         raise _misfit(link, answer, geometry)
     capabilities = link.connection.capabilities
-    if not capabilities.private_memory and NON_POOL in regions.tolist():
+    if not capabilities.non_pool_memory and NON_POOL in regions.tolist():
         pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
         raise LLMException(
             f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "

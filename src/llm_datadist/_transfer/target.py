@@ -179,8 +179,8 @@ class Target:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
-        # With a pin not standing: it ends without a guard, and counts the tensors sent.
-        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
+        # With a pin not cacheable: the reply ends without a guard, and counts the tensors sent.
+        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, cacheable=not handle.pin, plan=plan)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin the cache of a key; return the handle and the plan of a Resolved.

@@ -45,7 +45,7 @@ class Workers:
         import asyncio  # loaded already, as there is an event loop
 
         require_process(self._pid, "awaited call")
-        awaited: _Call[T] = _Call(call, budget_ms)
+        awaited: _AwaitedCall[T] = _AwaitedCall(call, budget_ms)
         try:
             waiting = asyncio.wrap_future(awaited.begin(self._threads))
             try:
@@ -71,7 +71,7 @@ class Workers:
         self._threads.shutdown(cancel_futures=True)
 
 
-class _Call(Generic[T]):
+class _AwaitedCall(Generic[T]):
     """Call in a worker thread; any thread may cancel it."""
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:

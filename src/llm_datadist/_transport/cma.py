@@ -20,7 +20,7 @@ from llm_datadist.errors import LinkError, LinkRefused, LLMException, PeerLost, 
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
-_CAPABILITIES = Capabilities("cma", shared_regions=False, private_memory=True)
+_CAPABILITIES = Capabilities("cma", shared_regions=False, non_pool_memory=True)
 
 
 class CmaTransport(Transport):

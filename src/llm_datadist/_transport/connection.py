@@ -35,7 +35,7 @@ class Capabilities:
 
     name: str  # as in ``llm.Transport``
     shared_regions: bool  # reaches exported regions (ids from 1)
-    private_memory: bool  # reaches non-pool memory (:data:`NON_POOL`)
+    non_pool_memory: bool  # reaches non-pool memory (:data:`NON_POOL`)
     remote_guards: bool = False  # the owner checks its guards, before the first byte and after the last
     same_addresses: bool = False  # an address of the peer means the same memory here
     announces_reads: bool = False  # :meth:`Connection.announce` serves reads as well as writes
@@ -323,7 +323,7 @@ class ServedConnection(Connection):
 
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
     capabilities = connection.capabilities
-    if region == NON_POOL and not capabilities.private_memory:
+    if region == NON_POOL and not capabilities.non_pool_memory:
         raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's non-pool memory")
     found = connection._range(region)
     if found is None:
@@ -366,7 +366,7 @@ class DataPath:
             self.capabilities = Capabilities(
                 shared.capabilities.name,
                 shared_regions=True,
-                private_memory=True,
+                non_pool_memory=True,
                 announces_reads=any(each.capabilities.announces_reads for each in self.connections),
             )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import IntentWriter
 
 _CAPABILITIES = Capabilities(
-    "inproc", shared_regions=True, private_memory=True, same_addresses=True, announces_reads=True
+    "inproc", shared_regions=True, non_pool_memory=True, same_addresses=True, announces_reads=True
 )
 
 

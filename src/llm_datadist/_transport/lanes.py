@@ -417,7 +417,7 @@ class Lanes:
         try:
             handle, plan, reply = answer(self.owner, group.link, event.meta, write=write)
             tensors, guards, tag = reply.tensors, reply.guards, reply.tag
-            if reply.standing:
+            if reply.cacheable:
                 group.grants.keep(handle, write, tensors.native, guards, tag, tensors.mapped)
             give = self.engine.accept_write if write else self.engine.serve_read
             give(event.lane, event.id, plan, tensors, guards, tag)

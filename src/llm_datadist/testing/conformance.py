@@ -137,7 +137,7 @@ class TransportConformance:
         data = np.random.default_rng(2).integers(0, 256, NON_POOL_BYTES, np.uint8)
         peer.poke(NON_POOL, data)
         region, address = np.array([NON_POOL], np.uint32), np.array([peer.address(NON_POOL) + 5], np.uint64)
-        if not connection.capabilities.private_memory:
+        if not connection.capabilities.non_pool_memory:
             with pytest.raises(LinkError, match="non-pool"):
                 connection.map(region, address, 1000, writable=False)
             return
